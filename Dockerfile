@@ -25,7 +25,7 @@ WORKDIR /opt/idlm
 COPY pyproject.toml .
 RUN mkdir -p src/idlm \
     && touch README.md LICENSE src/idlm/__init__.py \
-    && pip install --no-cache-dir -e '.[gpu,flash-attn]' \
+    && pip install --no-cache-dir -e '.[gpu,flash-attn,serve]' \
     && rm -r README.md LICENSE src
 
 # Runs write below the working directory.

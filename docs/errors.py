@@ -25,6 +25,7 @@ AREAS = {
     "04": "Decoding and the engine",
     "05": "Training",
     "06": "Models and weights",
+    "07": "Serving",
 }
 HEAD = """# Errors
 

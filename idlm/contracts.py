@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from idlm.config.schema import option
 from idlm.errors import UserError
 
+Exactness = Literal["exact", "lossy"]
 LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
 """Largest `n`: all samples of a request are queued at once."""

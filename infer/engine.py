@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from idlm.contracts import Completion, SamplingParams
+from idlm.contracts import Completion, Exactness, SamplingParams, TokenLogprob
 from idlm.errors import UserError
 from idlm.infer.build import build
 from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_logits, out_of_memory
@@ -35,7 +35,8 @@ from idlm.text.detokenizer import Detokenizer
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
-    `error` is set if the answer is not complete: IDLM-0448 (out of memory) or IDLM-0457 (nonfinite logits).
+    `logprobs` holds one entry per token if the request asked for them. `error` is set if the answer is not
+    complete: IDLM-0448 (out of memory) or IDLM-0457 (nonfinite logits).
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class StreamEvent:
     text: str
     completion: Completion | None
     error: UserError | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Engine:
@@ -51,7 +53,7 @@ class Engine:
 
     def __init__(self, parts: EngineParts, worker: Worker | None = None) -> None:
         self._parts, self._worker = parts, worker or Worker(parts)
-        self.tokenizer, self.semantics = parts.tokenizer, parts.model.semantics
+        self.tokenizer, self.model, self.semantics = parts.tokenizer, parts.model, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
         self._head_rows = HeadRows()
@@ -90,6 +92,19 @@ class Engine:
     def settings(self) -> EngineSettings:
         """The settings of this engine, with defaults resolved."""
         return self._parts.settings
+
+    @property
+    def exactness(self) -> Exactness:
+        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
+
+        A request with `tau` above 0 is lossy on any engine.
+        """
+        return "lossy" if self._parts.is_lossy else "exact"
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self.table.max_length
 
     def generate(
         self,
@@ -253,13 +268,22 @@ class Engine:
             return
         request.num_steps += 1
         self._count_drafts(request, emission, len(new_ids))
-        request.logprobs += emission.logprobs[: len(new_ids)]
+        logprobs = emission.logprobs[: len(new_ids)]
+        request.logprobs += logprobs
         is_done = request.finish_reason is not None
         if is_done and request in self._texts:
             text += self._texts[request].finish()
         completion = self._finish(request) if is_done else None
-        event = StreamEvent(request.request_id, request.index, tuple(new_ids), text, completion)
-        self._events.append(event)
+        self._events.append(
+            StreamEvent(
+                request_id=request.request_id,
+                index=request.index,
+                token_ids=tuple(new_ids),
+                text=text,
+                completion=completion,
+                logprobs=tuple(logprobs),
+            )
+        )
         if emission.nonfinite and not is_done:
             self._fail_nonfinite(request)
 
@@ -300,8 +324,7 @@ class Engine:
             text = answer.text
         else:
             text = self._parts.decode(strip_stop_id(request.token_ids, request.stop_ids))
-        is_lossy = self._parts.is_lossy or request.params.tau > 0
-        return request.complete(text, "lossy" if is_lossy else "exact", error=error)
+        return request.complete(text, "lossy" if request.params.tau > 0 else self.exactness, error=error)
 
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
         """Run a step and take the events of these requests; others stay for their own reader.

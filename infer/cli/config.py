@@ -1,4 +1,5 @@
-"""Arguments of `idlm-generate` and `idlm-eval`: their typed configuration, and the engine that they ask for.
+"""Arguments of `idlm-generate`, `idlm-eval` and `idlm-serve`: their typed configuration, and the engine that
+they ask for.
 
 Decoders and accelerators own their options, so no schema here names them.
 """
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from idlm.config.compose import compose, parse_value
 from idlm.config.schema import option
-from idlm.contracts import SamplingParams
+from idlm.contracts import LARGEST_NUMBER, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.progress import loading
 from idlm.infer.settings import EngineSettings, as_options
@@ -82,7 +83,54 @@ class EvaluateConfig(EngineSettings):
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
-AnyConfig = TypeVar("AnyConfig", GenerateConfig, EvaluateConfig)
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineSettings):
+    """`idlm-serve`. Raises UserError IDLM-0705 that names every number out of range."""
+
+    model: str | None = option("checkpoint directory", None)
+    served_model_name: str | None = option("the model's name for clients; null is the directory's", None)
+    host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")
+    port: int = option("port to listen on; 0 takes a free one", 8000)
+    api_key: str | None = option(
+        "key that clients send; other users of this machine can read command lines, so prefer the "
+        "environment variable IDLM_API_KEY",
+        None,
+    )
+    enable_thinking: bool | None = option(
+        "passed to the chat template unless a request sets it; null leaves it to the template", None
+    )
+    max_waiting: int | None = option(
+        "answers that may wait for a lane before requests get status 429; null is 16 for each lane", None
+    )
+    max_n: int = option("largest n of a request", 16)
+    max_prompts: int = option("prompts of a request to /v1/completions", 64)
+    max_body: int = option("bytes of a request's body", 4 << 20)
+    max_header: int = option("bytes of a request's line and headers", 16 << 10)
+    drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)
+        bounds = {
+            "port": (0, 65535),
+            "max_waiting": (0, None),
+            "max_n": (1, None),
+            "max_prompts": (1, None),
+            "max_body": (1, None),
+            "max_header": (1024, None),
+            "drain_seconds": (0, None),
+        }
+        problems = [
+            f"{name}={value} must be {f'in [{least}, {most}]' if most else f'>= {least}'}"
+            for name, (least, most) in bounds.items()
+            if (value := getattr(self, name)) is not None
+            and not least <= value <= (LARGEST_NUMBER if most is None else most)
+        ]
+        if problems:
+            raise UserError("IDLM-0705", "; ".join(problems), fix="correct the settings named")
+
+
+AnyConfig = TypeVar("AnyConfig", GenerateConfig, EvaluateConfig, ServeConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +235,7 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
     return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
 
 
-def check_paths(config: GenerateConfig | EvaluateConfig) -> None:
+def check_paths(config: GenerateConfig | EvaluateConfig | ServeConfig) -> None:
     """Raise UserError IDLM-0438 without model=, IDLM-0464 for an empty path, such as that of an unset shell
     variable, and IDLM-0439 for an option of a file that is not given.
     """

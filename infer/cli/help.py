@@ -1,4 +1,4 @@
-"""What `-h` and `describe=` of `idlm-generate` and `idlm-eval` print, with all decoder options."""
+"""What `-h` and `describe=` of the commands that load an engine print, with all decoder options."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ EVALUATE = CommandHelp(
     keys=(
         *("model", "task", "num", "baseline", "output"),
         *("sampling.temperature", "sampling.max_tokens", "device"),
+    ),
+    flags=PLUGIN_FLAGS,
+)
+SERVE = CommandHelp(
+    name="idlm-serve",
+    usage="model=PATH [port=8000] [key=value ...]",
+    summary="Serves a checkpoint over HTTP with OpenAI's interface, to this machine alone unless host= says\n"
+    "otherwise. Sampling settings here are the defaults of requests.",
+    examples=(
+        "idlm-serve model=outputs/tiny port=8000",
+        "idlm-serve model=outputs/qwen3_8b host=0.0.0.0 max_num_seqs=128     # with IDLM_API_KEY=...",
+    ),
+    keys=(
+        *("model", "host", "port", "served_model_name", "enable_thinking", "max_waiting"),
+        *("sampling.temperature", "sampling.max_tokens", "max_num_seqs", "device"),
     ),
     flags=PLUGIN_FLAGS,
 )

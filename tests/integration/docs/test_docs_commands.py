@@ -21,6 +21,7 @@ import pytest
 
 from idlm.cli.help import describe
 from idlm.config.compose import compose, recipes
+from idlm.infer.cli.config import ServeConfig, read_arguments
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.semantics import Semantics
@@ -112,7 +113,7 @@ def with_small_model(words: list[str]) -> list[str]:
 
 
 def test_every_program_is_known_to_these_tests() -> None:
-    known = {"idlm-train", "idlm-generate", "idlm-eval", "make", "pip", "python", "echo"}
+    known = {"idlm-train", "idlm-generate", "idlm-eval", "idlm-serve", "make", "pip", "python", "echo"}
     assert not [shown(each) for each in EVERY if each not in LAUNCHES and program(each) not in known]
     assert len(named("idlm-train")) > 5 and len(named("idlm-generate")) > 5 and len(named("idlm-eval")) > 2
 
@@ -157,6 +158,11 @@ def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) ->
     arguments = [word for word in with_small_model(command.words[1:]) if not word.startswith(replaced)]
     assert run_evaluation([*arguments, "num=1", "sampling.max_tokens=2", "device=cpu"]) == 0
     assert "exact-match" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", named("idlm-serve"), ids=shown)
+def test_idlm_serve_composes(command: Command) -> None:
+    read_arguments("serve", ServeConfig, command.words[1:])
 
 
 @pytest.mark.parametrize("command", named("make", "pip"), ids=shown)

@@ -19,11 +19,12 @@ from idlm.config.schema import lookup, suggest_key
 from idlm.config.suggest import ALIASES
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
-from idlm.infer.cli.config import EvaluateConfig, GenerateConfig
+from idlm.infer.cli.config import EvaluateConfig, GenerateConfig, ServeConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.help import from_registry, from_sources, plugins_of
 from idlm.infer.decoders.base import DECODERS
+from idlm.infer.server.cli import serve
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig
 
@@ -32,10 +33,12 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
 from idlm.infer.cli import evaluate, generate
+from idlm.infer.server import cli as server
 from idlm.train.cli import main
 for name, arguments in json.loads(sys.argv[1]):
     sys.argv = [name, *arguments]
-    status = {{"idlm-generate": generate.main, "idlm-eval": evaluate.main, "idlm-train": main}}[name]()
+    mains = {{"idlm-generate": generate, "idlm-eval": evaluate, "idlm-serve": server}}
+    status = mains[name].main() if name in mains else main()
     loaded = [module for module in {HEAVY} if module in sys.modules]
     assert not loaded, (name, arguments, loaded)
     assert status == (0 if arguments[0][0] == "-" else 2), (name, arguments, status)
@@ -44,6 +47,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "idlm-train": train,
     "idlm-generate": generate,
     "idlm-eval": run_evaluation,
+    "idlm-serve": serve,
 }
 
 
@@ -55,6 +59,7 @@ def test_help_typos_and_missing_keys_do_not_import_torch() -> None:
         ("idlm-generate", ["sampling.temperature=0"]),
         ("idlm-generate", ["model=x", "input=nowhere.jsonl"]),
         ("idlm-eval", ["num=3"]),
+        ("idlm-serve", ["port=8001"]),
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(lines)],
@@ -83,7 +88,8 @@ def test_help_begins_with_what_a_newcomer_needs(name: str, capsys: pytest.Captur
     examples = text[text.index("\nExamples:") : text.index("\nMost used keys:")]
     assert examples.count(f"  {name} ") >= 2
     listed = text[text.index("\nAll keys") :]
-    assert all(f"\n{key}" in listed for key in ("output", "train." if name == "idlm-train" else "sampling."))
+    own = {"idlm-train": "train.", "idlm-serve": "port"}.get(name, "output")
+    assert all(f"\n{key}" in listed for key in (own, "output" if name == "idlm-train" else "sampling."))
 
 
 def test_help_of_training_describes_each_recipe_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +121,7 @@ def test_version_is_that_of_the_package(name: str, capsys: pytest.CaptureFixture
         (GenerateConfig, "model_path", "model"),
         (GenerateConfig, "system_prompt", "system"),
         (EvaluateConfig, "limit", "num"),
+        (ServeConfig, "max_model_len", "max_length"),
     ],
 )
 def test_names_of_other_trainers_and_engines_are_understood(schema: type, given: str, meant: str) -> None:

@@ -1,0 +1,195 @@
+"""The routes of `idlm-serve`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from idlm import __version__
+from idlm.infer.server.engine_client import Generation
+from idlm.infer.server.errors import ApiError, from_validation, internal_error, json_response
+from idlm.infer.server.guard import Guard
+from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
+from idlm.infer.server.service import Service
+
+Result = TypeVar("Result")
+
+
+def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
+    """The whole application: the routes behind the guard."""
+    return Guard(
+        routes(service),
+        api_key=api_key,
+        max_body=service.config.max_body,
+        observe=service.metrics.responded,
+    )
+
+
+def routes(service: Service) -> FastAPI:
+    """All routes. The pages of documentation are left out: they load scripts from elsewhere."""
+    app = FastAPI(title="idlm", version=__version__, docs_url=None, redoc_url=None)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGoneError, _client_gone)
+    app.add_exception_handler(Exception, _server_error)
+    _add_generation(app, service)
+    _add_descriptions(app, service)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        generation = await while_connected(request, service.chat(body))
+        reply = ChatReply(body, generation, service.model_name, service.token_texts)
+        return await _respond(request, reply, generation, streams=bool(body.stream))
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        generation = await while_connected(request, service.complete(body))
+        reply = CompletionReply(body, generation, service.model_name, service.token_texts)
+        return await _respond(request, reply, generation, streams=bool(body.stream))
+
+
+def _add_descriptions(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the server lives; it lives while it starts an engine again."""
+        return json_response({"status": service.status})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether a request would be taken now."""
+        status = service.status
+        return json_response({"status": status}, status=200 if status == "ready" else 503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return json_response(_model(service))
+
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        info = service.info
+        return json_response(
+            {
+                "model_path": service.config.model,
+                "tokenizer_path": None if service.tokenizer is None else service.tokenizer.name_or_path,
+                "served_model_name": service.model_name,
+                "is_generation": True,
+                "exactness": info.exactness,
+                "decoder": info.decoder,
+                "decoder_options": info.decoder_options,
+                "accelerators": info.settings["accelerators"],
+                "max_model_len": info.max_length,
+                "vocab_size": info.vocab_size,
+            }
+        )
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        return json_response(service.describe())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _model(service: Service) -> dict[str, Any]:
+    info = service.info
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.start_time,
+        "owned_by": "idlm",
+        "root": service.config.model,
+        "max_model_len": info.max_length,
+        "exactness": info.exactness,
+    }
+
+
+async def _respond(request: Request, reply: Reply, generation: Generation, *, streams: bool) -> Response:
+    if streams:
+        return EventStream(reply.stream(), generation)
+    try:
+        return json_response(await while_connected(request, reply.collect()))
+    finally:
+        generation.close()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a generation, which is aborted when the client is gone."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], generation: Generation) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(chunks, headers=headers, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection: nothing reads the answer."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client is gone; then ClientGoneError is raised."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return from_validation(error.errors()).response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    params = {400: "body", 404: "path", 405: "method"}
+    param = params.get(error.status_code)
+    return ApiError(error.status_code, f"{param}: {error.detail}", param=param).response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    return internal_error().response()

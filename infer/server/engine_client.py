@@ -1,0 +1,320 @@
+"""The engine process as the front end sees it: started, asked, and started again when it dies.
+
+All of it runs in one event loop. A request fails when the process that works on it ends; no request moves to
+the next process, because its client may have read a part of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments
+from idlm.infer.server.errors import ApiError, engine_unavailable, internal_error
+from idlm.infer.server.messages import (
+    FAULT,
+    RECEIVE_BYTES,
+    EngineInfo,
+    Event,
+    Message,
+    Stats,
+    joined,
+    pack,
+    params_message,
+    read_event,
+    unpacker,
+)
+from idlm.infer.server.metrics import Metrics
+from idlm.log import get_logger
+
+PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
+"""-P: a module of the working directory must never take the place of a library."""
+STOP_SECONDS = 10.0
+MAX_PAUSE = 30.0
+STATUS = {"IDLM-0448": 503}
+"""Status of errors that end a request in the engine, if it is not 500."""
+State = Literal["loading", "ready", "restarting", "stopped"]
+LOG = get_logger(__name__)
+
+
+class EngineClient:
+    """Starts the engine process, and sends it requests."""
+
+    def __init__(self, arguments: EngineArguments, metrics: Metrics) -> None:
+        self._arguments, self._metrics = arguments, metrics
+        self._numbers = itertools.count()
+        self._open: dict[str, Generation] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_closing = False
+        self.state: State = "loading"
+        self.info: EngineInfo | None = None
+        self.num_restarts = 0
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are not finished."""
+        return sum(generation.num_open for generation in self._generations())
+
+    async def run(self) -> None:
+        """Keep an engine process running until `close`.
+
+        Raises UserError if the first engine cannot be built. Later ones are tried again, after pauses.
+        """
+        pause = 0.5
+        while not self._is_closing:
+            start = time.monotonic()
+            failure = await self._run_process()
+            if self._is_closing:
+                break
+            if self.info is None:
+                raise failure
+            LOG.error("%s; it is restarted in %.1f s", failure.message, pause)
+            await asyncio.sleep(pause)
+            pause = 0.5 if time.monotonic() - start > MAX_PAUSE else min(2 * pause, MAX_PAUSE)
+        self.state = "stopped"
+
+    async def close(self) -> None:
+        """End the process; requests that are not finished fail."""
+        self._is_closing = True
+        if self._writer is not None:
+            self._writer.close()
+        self._fail_all(engine_unavailable("the server is shutting down"))
+
+    async def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+        """Queue prompts; returns when the engine has taken all of them.
+
+        Raises UserError if it refuses one, ApiError 503 if there is no engine.
+        """
+        number = next(self._numbers)
+        request_ids = [f"{number}-{place}" for place in range(len(prompts))]
+        generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
+        self._open |= dict.fromkeys(request_ids, generation)
+        try:
+            for request_id, prompt in zip(request_ids, prompts, strict=True):
+                message = {"id": request_id, "prompt_ids": prompt, "params": params_message(params)}
+                await self._send({"type": "add", **message})
+            for prompt in prompts:
+                await generation.wait_until_added()
+                self._metrics.prompt_tokens.inc(len(prompt))
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; the engine frees its pages before the next pass."""
+        if self._open.pop(request_id, None) is not None and self._writer is not None:
+            self._writer.write(pack({"type": "abort", "id": request_id}))
+
+    def _generations(self) -> set[Generation]:
+        return set(self._open.values())
+
+    async def _send(self, message: Message) -> None:
+        if self.state != "ready" or self._writer is None:
+            raise engine_unavailable(f"the engine is {self.state}")
+        self._writer.write(pack(message))
+        try:
+            await self._writer.drain()
+        except ConnectionError as error:
+            raise engine_unavailable("the engine process has ended") from error
+
+    async def _run_process(self) -> UserError:
+        """Run one engine process to its end; returns why it ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, *PROGRAM, str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        failure: UserError | None = None
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            arguments = self._arguments
+            names = ("model", "decoder", "settings", "options")
+            self._writer.write(pack({"type": "start", **{name: getattr(arguments, name) for name in names}}))
+            failure = await self._read(reader)
+        finally:
+            status = await self._end(process)
+        if failure is None:
+            failure = UserError(
+                "IDLM-0701",
+                f"the engine process ended with status {status}",
+                fix="read its messages above; a status of -9 is often a shortage of memory",
+            )
+        return failure
+
+    async def _end(self, process: asyncio.subprocess.Process) -> int:
+        """Close the connection, which the process ends at; fail what it worked on."""
+        # A process that is still loading does not read its end of the connection.
+        patience = STOP_SECONDS if self.state == "ready" else 0
+        if not self._is_closing and self.state == "ready":
+            self.num_restarts += 1
+            self._metrics.engine_lost()
+        self.state = "stopped" if self._is_closing else "restarting" if self.info else "loading"
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._fail_all(
+            ApiError(503, "the engine process ended while it worked on this request", code="engine_lost")
+        )
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(process.wait(), patience)
+        process.kill()
+        return await process.wait()
+
+    async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
+        """Handle messages until the process closes its end; returns the error that it reports."""
+        messages = unpacker()
+        while True:
+            try:
+                data = await reader.read(RECEIVE_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return None
+            messages.feed(data)
+            for message in messages:
+                if message["type"] == "failed":
+                    return UserError(message["code"], message["message"], fix=message["fix"])
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message["type"]:
+            case "step":
+                self._metrics.step(Stats(*message["stats"]))
+                for fields in message["events"]:
+                    self._deliver(read_event(fields))
+            case "added" | "refused":
+                generation = self._open.get(message["id"])
+                if generation is not None:
+                    generation.put_answer(message)
+            case "ready":
+                self.info = EngineInfo(**{key: value for key, value in message.items() if key != "type"})
+                self.state = "ready"
+                self._metrics.engine_ready()
+
+    def _deliver(self, event: Event) -> None:
+        self._metrics.generation_tokens.inc(len(event.token_ids))
+        if event.figures is not None:
+            self._metrics.finished(event.figures)
+        # An event of an aborted request has no reader.
+        generation = self._open.get(event.request_id)
+        if generation is not None:
+            generation.put(event)
+
+    def _fail_all(self, error: ApiError) -> None:
+        for generation in self._generations():
+            generation.fail(error)
+        self._open.clear()
+
+    def forget(self, request_id: str) -> None:
+        """The request is finished."""
+        self._open.pop(request_id, None)
+
+
+class Generation:
+    """The prompts of one HTTP request in the engine, with `n` samples each; iterating yields events."""
+
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, prompts: dict[str, list[int]], num_samples: int
+    ) -> None:
+        self._client, self._metrics = client, metrics
+        self.prompts, self.num_samples = list(prompts.values()), num_samples
+        self._places = {request_id: place for place, request_id in enumerate(prompts)}
+        self._left = dict.fromkeys(prompts, num_samples)
+        self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
+        self._unread: dict[int, Event] = {}
+        self._has_news = asyncio.Event()
+        self._error: ApiError | None = None
+        self._start = time.perf_counter()
+        self._emitted_at: dict[int, float] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are not finished."""
+        return sum(self._left.values())
+
+    async def wait_until_added(self) -> None:
+        """Wait for the engine's next answer to a prompt.
+
+        Raises UserError if it refuses the prompt, ApiError if it fails.
+        """
+        answer = await self._answers.get()
+        if isinstance(answer, ApiError):
+            raise answer
+        if answer["type"] == "refused":
+            if answer["code"] == FAULT:
+                raise internal_error()
+            raise UserError(answer["code"], answer["message"], fix=answer["fix"])
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """Each event, after the number of its sample among all samples of the HTTP request.
+
+        A sample's events that a slow reader has not read yet become one. Raises ApiError if the engine is
+        lost, or fails a sample.
+        """
+        try:
+            while self._unread or self.num_open or self._error:
+                while self._unread:
+                    choice = next(iter(self._unread))
+                    yield choice, self._unread.pop(choice)
+                if self._error is not None:
+                    raise self._error
+                if self.num_open:
+                    self._has_news.clear()
+                    await self._has_news.wait()
+            self._metrics.whole_request.observe(time.perf_counter() - self._start)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Abort what is not finished."""
+        for request_id, left in self._left.items():
+            if left:
+                self._client.abort(request_id)
+        self._left = dict.fromkeys(self._left, 0)
+
+    def put_answer(self, answer: Message) -> None:
+        """The engine's answer to a prompt."""
+        self._answers.put_nowait(answer)
+
+    def put(self, event: Event) -> None:
+        """An event of one of the samples."""
+        choice = self._places[event.request_id] * self.num_samples + event.sample
+        if event.figures is not None:
+            self._left[event.request_id] -= 1
+            if not self._left[event.request_id]:
+                self._client.forget(event.request_id)
+        if event.error is not None:
+            code, message, fix = event.error
+            self._error = ApiError(STATUS.get(code, 500), f"{message} ({fix})", code=code)
+        else:
+            unread = self._unread.get(choice)
+            self._unread[choice] = event if unread is None else joined(unread, event)
+            self._observe(choice, len(event.token_ids))
+        self._has_news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End all samples with an error."""
+        self._left = dict.fromkeys(self._left, 0)
+        self._answers.put_nowait(error)
+        self._error = error
+        self._has_news.set()
+
+    def _observe(self, choice: int, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if choice in self._emitted_at and num_tokens:
+            self._metrics.between_tokens.observe((now - self._emitted_at[choice]) / num_tokens)
+        elif not self._emitted_at:
+            self._metrics.first_token.observe(now - self._start)
+        self._emitted_at[choice] = now

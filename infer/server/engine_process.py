@@ -1,0 +1,160 @@
+"""The engine process of `idlm-serve`: builds an engine, and runs a forward pass after another while it has
+work. It ends when the front end is gone.
+
+The front end starts it with the number of an open socket (`engine_client.py`). It reads messages between two
+passes, so an abort frees its pages before the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import select
+import socket
+import sys
+
+from idlm.cli import command
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments
+from idlm.infer.engine import Engine, StreamEvent
+from idlm.infer.server.messages import (
+    FAULT,
+    RECEIVE_BYTES,
+    EngineInfo,
+    Message,
+    engine_stats,
+    error_message,
+    event_message,
+    pack,
+    unpacker,
+)
+from idlm.log import get_logger
+
+LOG = get_logger(__name__)
+
+
+def main() -> int:
+    """Run on the socket whose number is the only argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        return command.run(lambda _: run(connection))
+
+
+def run(connection: socket.socket) -> int:
+    """Build the engine that the first message asks for, and serve it; returns the exit status."""
+    inbox, messages = Inbox(connection), list[Message]()
+    while inbox.is_open and not messages:
+        messages = inbox.take(waits=True)
+    if not messages:
+        return 0
+    [start] = messages
+    try:
+        arguments = EngineArguments(
+            **{key: start[key] for key in ("model", "decoder", "settings", "options")}
+        )
+        engine = arguments.load()
+    except UserError as error:
+        connection.sendall(pack({"type": "failed", **error_message(error)}))
+        return command.USER_ERROR_STATUS
+    # What is loaded lives as long as the process: garbage collection need not look at it in every pass.
+    gc.collect()
+    gc.freeze()
+    connection.sendall(pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
+    try:
+        EngineLoop(engine, inbox, connection).run()
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        engine.close()
+    return 0
+
+
+def engine_info(engine: Engine) -> EngineInfo:
+    """What the front end has to know of the engine."""
+    return EngineInfo(
+        directory=str(engine.model.directory),
+        decoder=engine.decoder.name,
+        decoder_options=dataclasses.asdict(engine.decoder.config),
+        settings=engine.settings.options(),
+        exactness=engine.exactness,
+        max_length=engine.max_length,
+        vocab_size=engine.model.spec.vocab_size,
+        num_pages=engine.pool.num_pages,
+        page_size=engine.pool.page_size,
+        pid=os.getpid(),
+    )
+
+
+class Inbox:
+    """Messages of the front end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._unpacker = connection, unpacker()
+        self.is_open = True
+
+    def take(self, *, waits: bool) -> list[Message]:
+        """The messages that are here. `waits`: wait until there is one, or the front end is gone."""
+        ready, _, _ = select.select([self._connection], [], [], None if waits else 0)
+        if ready:
+            self._receive()
+        return list(self._unpacker)
+
+    def _receive(self) -> None:
+        try:
+            data = self._connection.recv(RECEIVE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        self.is_open = bool(data)
+        self._unpacker.feed(data)
+
+
+class EngineLoop:
+    """Messages in, forward passes, events out."""
+
+    def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
+        self._engine, self._inbox, self._connection = engine, inbox, connection
+
+    def run(self) -> None:
+        """Serve until the front end is gone."""
+        while self._inbox.is_open:
+            for message in self._inbox.take(waits=not self._engine.has_work):
+                self._handle(message)
+            if self._engine.has_work and self._inbox.is_open:
+                self._report(self._engine.step())
+
+    def _handle(self, message: Message) -> None:
+        request_id = message["id"]
+        if message["type"] == "abort":
+            self._abort(request_id)
+            return
+        try:
+            params = SamplingParams(**message["params"])
+            self._engine.add_request(request_id, message["prompt_ids"], params, streams=True)
+        except UserError as error:
+            self._send({"type": "refused", "id": request_id, **error_message(error)})
+        except Exception:
+            # A mistake of ours, found before anything is queued: other requests do not suffer from it.
+            LOG.exception("a request could not be queued")
+            self._send({"type": "refused", "id": request_id, "code": FAULT, "message": "", "fix": ""})
+        else:
+            self._send({"type": "added", "id": request_id})
+
+    def _abort(self, request_id: str) -> None:
+        self._report(
+            [
+                StreamEvent(done.request_id, done.index, (), "", done)
+                for done in self._engine.abort(request_id)
+            ]
+        )
+
+    def _report(self, events: list[StreamEvent]) -> None:
+        stats = engine_stats(self._engine)
+        self._send({"type": "step", "events": [event_message(event) for event in events], "stats": stats})
+
+    def _send(self, message: Message) -> None:
+        self._connection.sendall(pack(message))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

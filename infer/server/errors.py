@@ -1,0 +1,95 @@
+"""Errors of the HTTP interface, in the shape that OpenAI's clients read: message, type, param, code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.server.messages import FAULT
+
+RETRY_SECONDS = 1
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+UNION_TAGS = re.compile(
+    r"str|int|float|bool|dict|(list|constrained|function|dict|nullable|tagged)\b.*|.*\[.*"
+)
+"""Parts of pydantic's locations that name an alternative of a union, not a field."""
+REQUEST_ID = re.compile(r"^request '[\d-]+':? ")
+"""How the engine's messages begin; clients do not know the id."""
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the field that breaks the rule in `message`."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
+
+    def response(self) -> Response:
+        """The HTTP response; with Retry-After if the same request may succeed later."""
+        headers = {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return json_response(self.body(), status=self.status, headers=headers)
+
+
+def dump(content: Any) -> bytes:
+    """JSON as bytes; text that is not valid Unicode is escaped."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response of JSON."""
+    return Response(dump(content), status_code=status, headers=headers, media_type="application/json")
+
+
+def engine_unavailable(why: str) -> ApiError:
+    """No engine can work on the request now."""
+    return ApiError(503, f"{why}; try again later", code="engine_unavailable")
+
+
+def internal_error() -> ApiError:
+    """A mistake of ours. What it says may hold what no client shall know, and is in the server's log."""
+    return ApiError(500, "the server failed; its log says why", code=FAULT)
+
+
+def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:
+    """An error of the engine's checks: about the sampling setting that its message names, else the prompt."""
+    message = REQUEST_ID.sub("", error.message)
+    words = re.findall(r"\w+", message)
+    param = next((word for word in words if word in SamplingParams.__dataclass_fields__), prompt_field)
+    return ApiError(400, f"{param}: {message} ({error.fix})", param=param, code=error.code)
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first of the errors that pydantic found in a body; of several alternatives, which fail together,
+    that of the one which fits best, since it fails deepest.
+    """
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, f"body: not valid JSON ({errors[0]['ctx']['error']})", param="body")
+    fields = [_field(error) for error in errors]
+    same = [number for number, field in enumerate(fields) if field[:1] == fields[0][:1]]
+    chosen = max(same, key=lambda number: len(fields[number]))
+    param = ".".join(fields[chosen]) or "body"
+    message = errors[chosen]["msg"] if fields[0] else "give a JSON object, with content-type application/json"
+    return ApiError(400, f"{param}: {message}", param=param)
+
+
+def _field(error: Any) -> list[str]:
+    place = [str(part) for part in error["loc"] if part != "body"]
+    return [part for part in place if not UNION_TAGS.fullmatch(part)]

@@ -1,0 +1,140 @@
+"""What every request passes before it reaches a route: the API key, and limits on its headers and body.
+
+The body is read whole, so that no route sees one that is too large or too slow. The HTTP parser limits the
+size of headers (`run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from idlm.infer.server.errors import ApiError
+
+OPEN_PATHS = frozenset(("/health", "/ready"))
+HEADER_SECONDS, BODY_SECONDS = 30.0, 30.0
+
+
+class Guard:
+    """ASGI middleware. `observe` gets the status of every response."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, max_body: int, observe: Callable[[int], None]
+    ) -> None:
+        self._app, self._max_body, self._observe = app, max_body, observe
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what is refused, and hand on what is not."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._guard(scope, receive, self._observed(send))
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body is None:
+            return
+        is_read = False
+
+        async def replay() -> Message:
+            nonlocal is_read
+            if is_read:
+                return await receive()
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        # In constant time: how long a refusal takes says nothing about the key.
+        if len(given) != 1 or not hmac.compare_digest(given[0], self._key):
+            message = "authorization: a header 'Authorization: Bearer KEY' with the server's key is required"
+            raise ApiError(401, message, param="authorization", code="invalid_api_key")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client is gone. Raises ApiError 413 or 408."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > self._max_body:
+                raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > self._max_body:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            text = f"body: it did not arrive within {BODY_SECONDS:.0f} s"
+            raise ApiError(408, text, param="body") from error
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"body: larger than {self._max_body} bytes, the most allowed", param="body")
+
+    def _observed(self, send: Send) -> Send:
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._observe(message["status"])
+            await send(message)
+
+        return observed
+
+
+class TimedProtocol(H11Protocol):
+    """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; a part of a request begins to wait for the rest."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        if not self._is_waiting():
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._expire)
+
+    def _is_waiting(self) -> bool:
+        """Whether no request has come whole that is not answered yet."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._is_waiting():
+            self.transport.close()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

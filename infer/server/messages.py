@@ -1,0 +1,178 @@
+"""Messages between the HTTP front end and the engine process: msgpack maps over a pair of local sockets.
+
+Nothing is pickled, and no message names code. The front end sends
+
+    {"type": "start", "model", "decoder", "settings", "options"}     once, before anything else
+    {"type": "add", "id", "prompt_ids", "params"}                    one request
+    {"type": "abort", "id"}
+
+and the engine process answers
+
+    {"type": "ready", ...}                                           what `EngineInfo` holds
+    {"type": "failed", "code", "message", "fix"}                     it cannot be built, and the process ends
+    {"type": "added", "id"}   {"type": "refused", "id", "code", "message", "fix"}
+    {"type": "step", "events", "stats"}                              after each forward pass, and each abort
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+
+from idlm.contracts import Completion, SamplingParams, TokenLogprob
+from idlm.errors import UserError
+
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine, StreamEvent
+
+Message = dict[str, Any]
+MAX_MESSAGE = 1 << 28
+RECEIVE_BYTES = 1 << 18
+FAULT = "internal_error"
+"""Code of a refusal that is no fault of the request."""
+MAX_INTEGER = 2**63 - 1
+"""Largest integer that a request may hold; msgpack has 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What the front end knows of an engine that is ready.
+
+    `directory` is that of the model, which may have the tokenizer of an adapter. `exactness`: see
+    `Engine.exactness`.
+    """
+
+    directory: str
+    decoder: str
+    decoder_options: dict[str, Any]
+    settings: dict[str, Any]
+    exactness: str
+    max_length: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    pid: int
+
+
+class Figures(NamedTuple):
+    """The counts of one finished sample; see `Completion`."""
+
+    finish_reason: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_cached_tokens: int
+    num_forwards: int
+    accepted: list[int]
+    tested: list[int]
+    exactness: str
+
+
+class Event(NamedTuple):
+    """A `StreamEvent` as plain data. `logprobs` has (token id, logprob, [(id, logprob) of alternatives])."""
+
+    request_id: str
+    sample: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[tuple[int, float, list[tuple[int, float]]]]
+    figures: Figures | None
+    error: tuple[str, str, str] | None
+
+
+class Stats(NamedTuple):
+    """The state of the engine after a step; the last three count since the engine was built."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_preemptions: int
+    num_cache_queries: int
+    num_cache_hits: int
+
+
+IDLE = Stats(0, 0, 0.0, 0, 0, 0)
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of one message."""
+    packed: bytes = msgpack.packb(message, unicode_errors="backslashreplace")
+    return packed
+
+
+def unpacker() -> msgpack.Unpacker:
+    """Takes bytes (`feed`), and yields whole messages."""
+    return msgpack.Unpacker(max_buffer_size=MAX_MESSAGE)
+
+
+def params_message(params: SamplingParams) -> Message:
+    """Sampling settings as plain data."""
+    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+
+
+def error_message(error: UserError) -> Message:
+    """The parts of an error."""
+    return {"code": error.code, "message": error.message, "fix": error.fix}
+
+
+def event_message(event: StreamEvent) -> Event:
+    """A stream event as it is sent."""
+    error = event.error
+    return Event(
+        request_id=event.request_id,
+        sample=event.index,
+        token_ids=list(event.token_ids),
+        text=event.text,
+        logprobs=[_logprob(one) for one in event.logprobs],
+        figures=None if event.completion is None else _figures(event.completion),
+        error=None if error is None else (error.code, error.message, error.fix),
+    )
+
+
+def read_event(fields: Sequence[Any]) -> Event:
+    """The event of a message."""
+    event = Event(*fields)
+    return event if event.figures is None else event._replace(figures=Figures(*event.figures))
+
+
+def joined(first: Event, second: Event) -> Event:
+    """Two successive events of a sample as one."""
+    return second._replace(
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        logprobs=first.logprobs + second.logprobs,
+    )
+
+
+def engine_stats(engine: Engine) -> Stats:
+    """The state of an engine."""
+    scheduler, pool = engine.scheduler, engine.pool
+    cache = None if pool.cache is None else pool.cache.counts
+    return Stats(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        kv_usage=1 - pool.num_free / pool.num_pages,
+        num_preemptions=scheduler.num_preemptions,
+        num_cache_queries=0 if cache is None else cache.num_tokens,
+        num_cache_hits=0 if cache is None else cache.num_hit_tokens,
+    )
+
+
+def _logprob(token: TokenLogprob) -> tuple[int, float, list[tuple[int, float]]]:
+    return token.token_id, token.logprob, list(token.top.items())
+
+
+def _figures(done: Completion) -> Figures:
+    return Figures(
+        finish_reason=done.finish_reason,
+        num_prompt_tokens=done.num_prompt_tokens,
+        num_tokens=len(done.token_ids),
+        num_cached_tokens=done.num_cached_tokens,
+        num_forwards=done.num_forwards,
+        accepted=list(done.accepted_by_position),
+        tested=list(done.tested_by_position),
+        exactness=done.exactness,
+    )

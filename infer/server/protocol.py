@@ -1,0 +1,228 @@
+"""Bodies of requests, as OpenAI's clients send them, and what they ask of the engine.
+
+The fields after `stop` are extensions, named as vLLM names them where it has them. Fields that the engine
+cannot honour are refused unless their value changes nothing: an answer never follows other rules than those
+that were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from idlm.config.suggest import did_you_mean
+from idlm.contracts import SamplingParams
+from idlm.infer.server.errors import ApiError
+from idlm.infer.server.messages import MAX_INTEGER
+
+Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
+MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
+MAX_LOGPROBS = 20
+IGNORED = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls", "request_id", "priority"),
+    )
+)
+"""Fields that do not say what the answer shall be."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+}
+"""Fields that are not supported, and their values that ask for nothing."""
+
+
+class Body(BaseModel):
+    """A JSON object; fields without a declaration stay in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def check_extra(self, place: str = "") -> None:
+        """Raise ApiError for a field that is unknown or not supported; null counts as absent."""
+        for name, value in (self.model_extra or {}).items():
+            param = f"{place}{name}"
+            if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
+                continue
+            if name in NEUTRAL:
+                allowed = " or ".join(map(repr, NEUTRAL[name]))
+                rule = f"leave it out{f', or give {allowed}' if allowed else ''}"
+                raise ApiError(
+                    400, f"{param}: is not supported; {rule}", param=param, code="unsupported_parameter"
+                )
+            near = did_you_mean(name, type(self).model_fields)
+            raise ApiError(400, f"{param}: unknown field{near}", param=param, code="unknown_parameter")
+
+
+class StreamOptions(Body):
+    """Where a stream reports usage: in a last chunk, or in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Body):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    stop: (
+        Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
+        ]
+        | None
+    ) = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    tau: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    decoder_options: (
+        Annotated[
+            dict[str, bool | Integer | Annotated[float, Field(allow_inf_nan=False)] | str | None],
+            Field(max_length=32),
+        ]
+        | None
+    ) = None
+    return_token_ids: bool | None = None
+
+    @property
+    def has_final_usage(self) -> bool:
+        """Whether a stream ends in a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has usage."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def merged(
+        self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """The sampling settings: those given, else `defaults`. Raises UserError IDLM-0401."""
+        names = ("n", "temperature", "top_p", "seed", "top_k", "min_p", "tau", "ignore_eos")
+        given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")}
+        given["stop"] = None if self.stop == "" else self.stop
+        given["max_tokens"], given["logprobs"] = max_tokens, logprobs
+        given["top_k"] = 0 if self.top_k == -1 else self.top_k
+        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+
+
+class TextPart(Body):
+    """A part of a message. The server fetches nothing, so parts are text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message for a chat template, which knows developers as the system."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text, **named}
+
+
+class TemplateOptions(Body):
+    """Arguments of the chat template that a request may set."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """The sampling settings; of OpenAI's two names of the longest answer the newer one wins."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        max_tokens = self.max_completion_tokens or self.max_tokens
+        return self.merged(defaults, max_tokens=max_tokens, logprobs=logprobs)
+
+    def check(self) -> None:
+        """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
+        self.check_extra()
+        for number, message in enumerate(self.messages):
+            message.check_extra(f"messages.{number}.")
+            for part in message.content if isinstance(message.content, list) else ():
+                part.check_extra(f"messages.{number}.content.")
+        if self.chat_template_kwargs is not None:
+            self.chat_template_kwargs.check_extra("chat_template_kwargs.")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+
+    def thinking(self, default: bool | None) -> bool | None:
+        """`enable_thinking` for the template; None leaves it to the template."""
+        nested = None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
+        given = [value for value in (self.enable_thinking, nested, default) if value is not None]
+        return given[0] if given else None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. A prompt is text without a template, or token ids."""
+
+    prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """The sampling settings."""
+        return self.merged(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """One or more prompts: texts, or lists of token ids."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+    def check(self) -> None:
+        """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
+        self.check_extra()
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                400, "echo: prompt tokens have no logprobs here; leave out echo or logprobs", param="echo"
+            )

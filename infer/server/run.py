@@ -1,0 +1,132 @@
+"""Runs the front end: a listening socket, the HTTP server, and its end.
+
+The first SIGTERM or Ctrl-C drains: new requests are refused, those under way finish. The second one ends
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments, ServeConfig
+from idlm.infer.server.app import create_app
+from idlm.infer.server.engine_client import EngineClient
+from idlm.infer.server.guard import TimedProtocol
+from idlm.infer.server.metrics import Metrics
+from idlm.infer.server.service import Service
+from idlm.log import get_logger
+
+KEY_VARIABLE = "IDLM_API_KEY"
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS, CLOSE_SECONDS = 15, 2
+LOG = get_logger(__name__)
+
+
+def run_server(config: ServeConfig, arguments: EngineArguments) -> None:
+    """Serve until a signal ends it. Raises UserError if the address or the model cannot be used."""
+    api_key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+    check_address(config.host, api_key)
+    with listen(config.host, config.port) as listener:
+        asyncio.run(FrontEnd(config, arguments, api_key=api_key).run_on(listener))
+
+
+class FrontEnd(uvicorn.Server):
+    """The HTTP server of one model. It finishes requests before it stops listening, and a signal that ends it
+    is no failure.
+    """
+
+    def __init__(
+        self, config: ServeConfig, arguments: EngineArguments, *, api_key: str | None = None
+    ) -> None:
+        assert config.model is not None
+        model_name = config.served_model_name or Path(config.model).resolve().name
+        metrics = Metrics(model_name)
+        self.service = Service(config, EngineClient(arguments, metrics), metrics, model_name)
+        super().__init__(
+            uvicorn.Config(
+                create_app(self.service, api_key=api_key),
+                http=TimedProtocol,
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                h11_max_incomplete_event_size=config.max_header,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+            )
+        )
+
+    async def run_on(self, listener: socket.socket) -> None:
+        """Serve on a bound socket. Raises UserError if the model cannot be loaded."""
+        self.loop = asyncio.get_running_loop()
+        host, port = listener.getsockname()[:2]
+        LOG.info("%s is served at http://%s:%d when its engine is ready", self.service.model_name, host, port)
+        engine = asyncio.create_task(self.service.run())
+        # An engine that cannot be built ends the server.
+        engine.add_done_callback(lambda _: self.stop())
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            await self.service.close()
+            try:
+                await engine
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+
+    def stop(self) -> None:
+        """End without draining."""
+        self.should_exit = self.force_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second one."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def main_loop(self) -> None:
+        """Serve until a signal, then drain."""
+        await super().main_loop()
+        if not self.force_exit:
+            LOG.info("draining: requests under way finish, new ones are refused")
+            await self.service.drain(is_hurried=lambda: self.force_exit)
+        # Requests that are left fail, which ends their connections.
+        await self.service.close()
+
+
+def check_address(host: str, api_key: str | None) -> None:
+    """Raise UserError IDLM-0702 for an address that other machines reach without an API key."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost" and api_key is None:
+        raise UserError(
+            "IDLM-0702",
+            f"host={host} can be reached from other machines, and there is no API key",
+            fix=f"set the environment variable {KEY_VARIABLE}, or leave host= out to serve this machine only",
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound; port 0 takes a free one. Raises UserError IDLM-0703."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            "IDLM-0703", f"cannot listen on {host}:{port}: {error}", fix="choose another host= or port="
+        ) from error
+    return listener

@@ -1,0 +1,175 @@
+"""From a request's body to the events of its answer: limits, prompts as token ids, and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from idlm import __version__
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import ServeConfig
+from idlm.infer.server.engine_client import EngineClient, Generation
+from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error
+from idlm.infer.server.messages import EngineInfo
+from idlm.infer.server.metrics import Metrics
+from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.replies import TokenTexts
+from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
+
+QUEUE_FACTOR = 16
+LIMITS = ("max_n", "max_prompts", "max_waiting", "max_body", "max_header", "drain_seconds")
+DRAIN_POLL_SECONDS = 0.05
+
+
+class Service:
+    """One model behind HTTP. `tokenizer` is None for a checkpoint without one, and until it is ready."""
+
+    def __init__(self, config: ServeConfig, client: EngineClient, metrics: Metrics, model_name: str) -> None:
+        self.config, self.client, self.metrics, self.model_name = config, client, metrics, model_name
+        self.tokenizer: Any = None
+        self.token_texts = TokenTexts(None)
+        self.start_time = int(time.time())
+        self.is_draining = False
+        self._has_tokenizer = False
+        self._num_encoding = 0
+        # One thread, because tokenizers are not made for several at once.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    @property
+    def status(self) -> str:
+        """`ready`, or why no request can be taken."""
+        if self.is_draining:
+            return "draining"
+        return self.client.state if self._has_tokenizer or self.client.state != "ready" else "loading"
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine. Raises ApiError 503 before the first one is ready."""
+        if self.client.info is None:
+            raise engine_unavailable(f"the engine is {self.client.state}")
+        return self.client.info
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are not finished."""
+        return self.client.num_open + self._num_encoding
+
+    def describe(self) -> dict[str, Any]:
+        """What /server_info says; it has no key."""
+        info, config = self.info, self.config
+        return {
+            "version": __version__,
+            "model_path": config.model,
+            "served_model_name": self.model_name,
+            "status": self.status,
+            "start_time": self.start_time,
+            "num_restarts": self.client.num_restarts,
+            "num_open": self.num_open,
+            "limits": {name: getattr(config, name) for name in LIMITS},
+            "engine": dataclasses.asdict(info),
+        }
+
+    async def run(self) -> None:
+        """Run the engine, and load the tokenizer beside it. Raises UserError if either cannot be loaded."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._load_tokenizer())
+            tasks.create_task(self.client.run())
+
+    async def drain(self, *, is_hurried: Callable[[], bool]) -> None:
+        """Refuse new requests, and wait for those under way, at most `drain_seconds`."""
+        self.is_draining = True
+        deadline = time.monotonic() + self.config.drain_seconds
+        while self.num_open and time.monotonic() < deadline and not is_hurried():
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    async def close(self) -> None:
+        """End the engine process."""
+        await self.client.close()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, body: ChatRequest) -> Generation:
+        """Queue the answers of a conversation."""
+        body.check()
+        with self._checked(body, "messages"):
+            params = self._admit(body, num_prompts=1)
+            thinking = body.thinking(self.config.enable_thinking)
+            messages = [message.plain() for message in body.messages]
+            encode = functools.partial(encode_messages, enable_thinking=thinking)
+            return await self.client.generate(await self._encode(encode, [messages], params.n), params)
+
+    async def complete(self, body: CompletionRequest) -> Generation:
+        """Queue the answers of one or more prompts."""
+        body.check()
+        with self._checked(body, "prompt"):
+            prompts, params = body.prompts, self._admit(body, num_prompts=len(body.prompts))
+            if not isinstance(prompts[0], str):
+                return await self.client.generate(prompts, params)
+            encode = functools.partial(encode_prompt, template="none")
+            return await self.client.generate(await self._encode(encode, prompts, params.n), params)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for another model than the one that is served."""
+        if name is not None and name != self.model_name:
+            message = f"model: {name!r} is not served here; the model is {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    @contextlib.contextmanager
+    def _checked(self, body: ChatRequest | CompletionRequest, prompt_field: str) -> Iterator[None]:
+        """Check the model's name; turn errors of the engine's checks into answers that name a field."""
+        self.check_model(body.model)
+        try:
+            yield
+        except UserError as error:
+            raise from_user_error(error, prompt_field=prompt_field) from error
+
+    def _admit(self, body: ChatRequest | CompletionRequest, *, num_prompts: int) -> SamplingParams:
+        """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
+        config, params = self.config, body.params(self.config.sampling)
+        for field, num, most in (("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)):
+            if num > most:
+                raise ApiError(400, f"{field}: {num} of them, at most {most} are allowed", param=field)
+        if self.status != "ready":
+            raise engine_unavailable(f"the engine is {self.status}")
+        num_lanes: int = self.info.settings["max_num_seqs"]
+        most = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
+        if self.num_open + params.n * num_prompts > most:
+            message = f"{most} answers may be under way, and this one would be more; try again later"
+            raise ApiError(429, message, code="queue_full")
+        return params
+
+    async def _encode(
+        self, encode: Callable[..., list[int]], prompts: Sequence[Any], num_samples: int
+    ) -> list[list[int]]:
+        """Token ids of prompts, which are counted meanwhile."""
+        if self.tokenizer is None:
+            raise UserError(
+                "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
+            )
+        call = functools.partial(encode, self.tokenizer, max_tokens=self.info.max_length)
+        loop, num_encoded = asyncio.get_running_loop(), num_samples * len(prompts)
+        self._num_encoding += num_encoded
+        try:
+            return [await loop.run_in_executor(self._encoder, call, prompt) for prompt in prompts]
+        finally:
+            self._num_encoding -= num_encoded
+
+    async def _load_tokenizer(self) -> None:
+        """Load the tokenizer of the checkpoint (an adapter may bring its own), else that of its base."""
+        path = self.config.model
+        assert path is not None
+        loop = asyncio.get_running_loop()
+        self.tokenizer = await loop.run_in_executor(self._encoder, load_tokenizer, path)
+        while self.client.info is None and self.client.state == "loading":
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if self.tokenizer is None and self.client.info is not None:
+            directory = self.client.info.directory
+            self.tokenizer = await loop.run_in_executor(self._encoder, load_tokenizer, directory)
+        self.token_texts = TokenTexts(self.tokenizer)
+        self._has_tokenizer = True

@@ -1,0 +1,215 @@
+"""What happens when clients leave, the queue is full, the engine dies, and the server is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.infer.server import engine_process
+from idlm.infer.server.engine_client import Generation
+from idlm.infer.server.errors import RETRY_SECONDS, ApiError
+from idlm.infer.server.messages import Event, Figures, unpacker
+from idlm.infer.server.metrics import Metrics
+from idlm.text.tokenizer import encode_prompt
+from tests.contracts.engines import clear_answers
+from tests.integration.server.servers import (
+    PATIENCE,
+    PROMPT,
+    Client,
+    Running,
+    checkpoint,
+    events,
+    reference,
+    running,
+)
+
+KEY = "a-key-of-this-test"
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+"""A request that takes seconds: it is under way while a test looks."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running("max_waiting=2", "max_length=2000", api_key=KEY) as found:
+        yield found
+
+
+def is_running(server: Running, num: int) -> bool:
+    return server.metric("vllm:num_requests_running") == num
+
+
+def test_a_client_that_leaves_a_stream_frees_its_pages(server: Running) -> None:
+    with server.client.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
+        next(response.iter_lines())
+        assert server.metric("vllm:kv_cache_usage_perc") > 0
+    server.wait_until_idle()
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
+    assert server.metric("vllm:generation_tokens_total") < 2 * LONG["max_tokens"]
+
+
+def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running) -> None:
+    before = server.metric("vllm:request_success_total", finished_reason="abort")
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        body = b'{"prompt": "Lea has 3 hats.", "max_tokens": 1900, "ignore_eos": true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        server.wait_until(lambda: is_running(server, 1))
+    server.wait_until_idle()
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == before + 1
+
+
+def test_survivors_of_many_disconnects_have_the_text_of_a_quiet_run(server: Running) -> None:
+    """Every third stream is left at some chunk; what the others read does not change."""
+    prompts = [f"Tom has {number} pens. Tom finds 3." for number in range(12)]
+    params = [SamplingParams(seed=number, max_tokens=24) for number in range(12)]
+    ids = [encode_prompt(reference().tokenizer, prompt, template="none") for prompt in prompts]
+    quiet = [done.text for done in clear_answers(reference(), ids, params)]
+    num_tasks = server.num_tasks
+
+    def read(number: int) -> str | None:
+        body = {"prompt": prompts[number], "max_tokens": 24, "seed": number, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            text = ""
+            for place, chunk in enumerate(events(response.iter_lines())):
+                text += chunk["choices"][0]["text"]
+                if number % 3 == 0 and place == number // 3:
+                    return None
+            return text
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, range(12)))
+    assert found == [text if number % 3 else None for number, text in enumerate(quiet)]
+    server.wait_until_idle()
+    server.wait_until(lambda: server.num_tasks <= num_tasks)
+
+
+def test_a_full_queue_answers_429_with_retry_after(server: Running) -> None:
+    with server.client.stream("POST", "/v1/completions", json={**LONG, "n": 6, "stream": True}):
+        response = server.client.post("/v1/completions", json={"prompt": PROMPT})
+        assert (response.status_code, response.headers["retry-after"]) == (429, str(RETRY_SECONDS))
+        assert response.json()["error"]["type"] == "rate_limit_error"
+    server.wait_until_idle()
+    assert server.completion(prompt=PROMPT, max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_killed_engine_fails_its_requests_and_is_started_again(server: Running) -> None:
+    before = server.completion(prompt=PROMPT, temperature=0, max_tokens=6)["choices"][0]["text"]
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.client.post, "/v1/completions", json=LONG)
+        with server.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.wait_until(lambda: is_running(server, 2))
+            os.kill(server.client.get("/server_info").json()["engine"]["pid"], signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert '"code":"engine_lost"' in rest[-1] and "[DONE]" not in rest[-1]
+        assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "engine_lost")
+    refused = server.client.post("/v1/completions", json={"prompt": PROMPT})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, str(RETRY_SECONDS))
+    assert server.client.get("/health").status_code == 200, "the front end stays"
+    assert server.client.get("/ready").status_code == 503
+    assert server.metric("idlm:engine_restarts_total") == 1
+    assert not server.metric("vllm:kv_cache_usage_perc")
+    server.wait_until_ready()
+    assert server.completion(prompt=PROMPT, temperature=0, max_tokens=6)["choices"][0]["text"] == before
+
+
+def test_the_command_drains_and_exits_with_status_0() -> None:
+    """A stream that began before SIGTERM ends in [DONE]; requests after it are refused."""
+    words = [f"model={checkpoint()}", "port=0", "device=cpu", "dtype=float32", "max_length=1500"]
+    environment = {**os.environ, "IDLM_API_KEY": KEY}
+    command = [sys.executable, "-m", "idlm.infer.server.cli", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        url = next(line.split()[-6] for line in process.stderr if "is served at" in line)
+        server = Client(url, KEY)
+        server.wait_until_ready()
+        with server.client.stream(
+            "POST", "/v1/completions", json={**LONG, "max_tokens": 800, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            server.wait_until(lambda: server.client.get("/ready").json()["status"] == "draining")
+            refused = server.client.post("/v1/completions", json={"prompt": PROMPT})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, str(RETRY_SECONDS))
+            assert list(events(lines))[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+class StubClient:
+    """A client of an engine that is not there."""
+
+    def forget(self, request_id: str) -> None:
+        """Take note of nothing."""
+
+    abort = forget
+
+
+def test_a_mistake_of_ours_while_a_request_is_queued_costs_only_that_request() -> None:
+    class Faulty:
+        def add_request(self, *arguments: Any, **options: Any) -> None:
+            raise TypeError("a secret")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine: Any = Faulty()
+        loop = engine_process.EngineLoop(engine, engine_process.Inbox(theirs), theirs)
+        loop._handle({"type": "add", "id": "0-0", "prompt_ids": [1], "params": {}})
+        messages = unpacker()
+        messages.feed(ours.recv(1000))
+    [answer] = messages
+    assert (answer["type"], answer["message"]) == ("refused", "")
+    generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+    generation.put_answer(answer)
+    with pytest.raises(ApiError) as refusal:
+        asyncio.run(generation.wait_until_added())
+    assert refusal.value.status == 500 and "secret" not in refusal.value.message
+
+
+@pytest.mark.parametrize(("code", "status"), [("IDLM-0448", 503), ("IDLM-0457", 500)])
+def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> None:
+    figures = Figures("error", 1, 1, 0, 1, [], [], "exact")
+
+    async def read() -> list[int]:
+        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+        generation.put(Event("0-0", 0, [5], "a", [], None, None))
+        generation.put(Event("0-0", 0, [], "", [], figures, (code, "what", "fix")))
+        found = []
+        with pytest.raises(ApiError) as failure:
+            async for _, event in generation:
+                found += event.token_ids
+        assert (failure.value.status, failure.value.code) == (status, code)
+        return found
+
+    assert asyncio.run(read()) == [5]
+
+
+def test_events_that_are_not_read_yet_become_one() -> None:
+    figures = Figures("length", 1, 3, 0, 3, [], [], "exact")
+
+    async def read() -> list[tuple[int, list[int], str]]:
+        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1], "0-1": [2]}, 1)  # type: ignore[arg-type]
+        for token, text in ((5, "a"), (6, "b"), (7, "c")):
+            for name in ("0-0", "0-1"):
+                end = figures if token == 7 else None
+                generation.put(Event(name, 0, [token], text, [], end, None))
+        return [(choice, event.token_ids, event.text) async for choice, event in generation]
+
+    assert asyncio.run(read()) == [(0, [5, 6, 7], "abc"), (1, [5, 6, 7], "abc")]

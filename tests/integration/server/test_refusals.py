@@ -1,0 +1,273 @@
+"""What the server refuses: requests without the key, too large ones, and bodies that make no sense. Each 4xx
+names the field and the rule; no request gets a 5xx.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from idlm.errors import UserError
+from idlm.infer.server import guard
+from idlm.infer.server.app import routes
+from idlm.infer.server.cli import serve
+from idlm.infer.server.guard import OPEN_PATHS
+from idlm.infer.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from idlm.infer.server.run import check_address
+from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
+
+KEY = "a-key-of-this-test"
+MAX_BODY = 20_000
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
+VALID = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
+FIELDS = {CHAT: sorted(ChatRequest.model_fields), COMPLETIONS: sorted(CompletionRequest.model_fields)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits = (f"max_body={MAX_BODY}", "max_n=3", "max_prompts=2", "max_length=48", "sampling.max_tokens=3")
+    with running(*limits, api_key=KEY) as found:
+        yield found
+        assert found.front.service.client.num_restarts == 0
+
+
+def test_every_route_but_health_and_ready_needs_the_key(server: Running) -> None:
+    table = [
+        (route.path, method) for route in routes(server.front.service).routes for method in route.methods
+    ]  # type: ignore[attr-defined]
+    assert {(CHAT, "POST"), ("/metrics", "GET"), ("/openapi.json", "GET"), ("/server_info", "GET")} <= set(
+        table
+    )
+    with httpx.Client(base_url=server.url, trust_env=False) as stranger:
+        for path, method in [
+            *table,
+            ("/", "GET"),
+            ("/nowhere", "PUT"),
+            ("/health/", "GET"),
+            ("//ready", "GET"),
+        ]:
+            for key in (None, "Bearer", f"Bearer {KEY}x", KEY, "Bearer \xff"):
+                headers = {} if key is None else {"authorization": key.encode("latin-1")}
+                response = stranger.request(method, path, headers=headers)
+                assert (response.status_code == 401) == (path not in OPEN_PATHS), (path, method, key)
+            allowed = server.client.request(method, path)
+            assert allowed.status_code != 401 and allowed.status_code < 500, (path, method)
+    assert KEY not in server.client.get("/server_info").text
+
+
+def test_the_key_goes_with_every_address_but_this_machine() -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9"):
+        check_address(host, None)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+        check_address(host, KEY)
+        with pytest.raises(UserError, match="IDLM-0702"):
+            check_address(host, None)
+
+
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [("port=70000", "IDLM-0101"), ("max_n=0", "IDLM-0101"), ("host=no.such.host.invalid", "IDLM-0703")],
+)
+def test_options_of_the_command_are_checked(word: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IDLM_API_KEY", KEY)
+    with pytest.raises(UserError, match=code):
+        serve([f"model={checkpoint()}", word])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt.0"),
+        (COMPLETIONS, {"prompt": [3] * 48}, "prompt"),
+        (COMPLETIONS, {"prompt": "nut " * 4000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "b", "c"]}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 1e400}, "temperature"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+        (COMPLETIONS, {"prompt": "a", "top_k": 2**31}, "top_k"),
+        (COMPLETIONS, {"prompt": "a", "seed": 10**30}, "seed"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "n": 4}, "n"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a", ""]}, "stop.1"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "decoder_options": {"steps": 3}}, "decoder_options"),
+        (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
+        (COMPLETIONS, {"prompt": "a", "model": "another"}, "model"),
+        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+        (CHAT, {**VALID[CHAT], "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {**VALID[CHAT], "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {**VALID[CHAT], "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": [{"role": "user", "content": "nut " * 4000}]}, "messages"),
+    ],
+)
+def test_a_refusal_names_the_field_and_the_rule(
+    server: Running, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = server.client.post(path, content=json.dumps(body), headers=JSON)
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ") and len(error["message"]) > len(param) + 5
+
+
+def test_an_image_is_not_fetched(server: Running) -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+    status, error = server.refusal(CHAT, messages=[{"role": "user", "content": [part]}])
+    assert status == 400 and error["param"].startswith("messages.0.content")
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    body = {
+        **VALID[CHAT],
+        **neutral,
+        "user": "me",
+        "metadata": {},
+        "audio": None,
+        "max_tokens": None,
+        "n": None,
+    }
+    assert server.client.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}",
+        b'{"prompt": "a", "\\ud800": 1}',
+    ],
+    ids=repr,
+)
+def test_broken_bodies_are_refused(server: Running, content: bytes) -> None:
+    for path in (CHAT, COMPLETIONS):
+        response = server.client.post(path, content=content, headers=JSON)
+        error = response.json()["error"]
+        assert (response.status_code, bool(error["param"]), bool(error["message"])) == (400, True, True)
+
+
+def test_other_content_types_are_refused(server: Running) -> None:
+    """A page of another site can send such a body from a browser without asking."""
+    for headers in ({"content-type": "text/plain"}, {}):
+        response = server.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "body"
+
+
+def test_a_large_body_is_refused_with_and_without_its_length(server: Running) -> None:
+    large = json.dumps({"prompt": "a" * MAX_BODY}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield from (large[start : start + 1000] for start in range(0, len(large), 1000))
+
+    for content in (large, pieces()):
+        response = server.client.post(COMPLETIONS, content=content, headers=JSON)
+        assert response.status_code == 413
+        assert response.json()["error"]["param"] == "body"
+
+
+def test_large_headers_and_other_protocols_end_the_connection(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for sent in (
+        b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000,
+        b"\x00\x01\x02\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(sent)
+            answer = connection.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 4") or not answer
+    assert server.client.get("/health").status_code == 200
+
+
+def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".encode()
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    for sent, status in (
+        (b"", b""),
+        (head, b""),
+        (whole + head, b"HTTP/1.1 200"),
+        (head + b"content-length: 9\r\n\r\n{", b"HTTP/1.1 408"),
+    ):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+            connection.sendall(sent)
+            answer = b""
+            while data := connection.recv(1000):
+                answer += data
+            assert answer.startswith(status) and bool(answer) == bool(status)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(("user", "system", "tool")) | VALUES},
+        optional={"content": st.text(max_size=9) | VALUES, "name": VALUES, "tool_calls": VALUES},
+    ),
+    max_size=3,
+)
+LIKELY = {
+    "messages": MESSAGES,
+    "model": st.sampled_from(("tiny", "another")),
+    "prompt": st.text(max_size=20)
+    | st.lists(st.integers(-1, 200), max_size=60)
+    | st.lists(st.text(), max_size=3),
+    "stream": st.booleans(),
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    names = st.sampled_from((*FIELDS[path], *NEUTRAL)) | st.text(max_size=6)
+    changed = draw(st.lists(names, max_size=4, unique=True))
+    small = st.integers(0, 4) | st.floats(0, 2)
+    return VALID[path] | {name: draw(LIKELY.get(name, small) | VALUES) for name in changed}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_no_body_gets_a_5xx_and_each_4xx_names_its_field(
+    server: Running, path: str, data: st.DataObject
+) -> None:
+    body = data.draw(bodies(path))
+    response = server.client.post(path, content=json.dumps(body), headers=JSON)
+    assert response.status_code < 500
+    if response.status_code == 200 and body.get("stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    elif response.status_code == 200:
+        assert response.json()["choices"]
+    else:
+        error = response.json()["error"]
+        assert error["message"].startswith(f"{error['param']}: "), error
