@@ -182,6 +182,8 @@ def train(
         # The figures of a step come before anything else is done after it.
         callbacks=[watchdog, progress],
         balance=config.train.balance,
+        schedule=config.train.schedule,
+        decay=config.train.decay,
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
     trainer.remove_callback(PrinterCallback)

@@ -185,6 +185,7 @@ def make_objective(
         max_stride=max((stage.stride for stage in config.train.stages), default=1),
         stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
         max_padding=config.train.max_padding,
+        max_clean_weight=config.train.max_clean_weight,
     )
 
 

@@ -43,9 +43,9 @@ class RunShape:
         )
 
 
-def require_same_config(now_text: str, run: Path) -> None:
+def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -> None:
     """Raise UserError IDLM-0507 where the configuration `now_text` (YAML) trains another model than the run
-    in the folder `run` was started with.
+    in the folder `run` was started with; `defaults` are those of options.
     """
     path = run / CONFIG_FILE
     if not path.is_file():
@@ -59,7 +59,14 @@ def require_same_config(now_text: str, run: Path) -> None:
             fix="restore the file, or delete it to resume without comparing the configuration",
         ) from error
     stored = stored if isinstance(stored, dict) else {}
-    before, now = _comparable(stored), _comparable(yaml.safe_load(now_text))
+    # An earlier version did what is the default of an option that it did not know.
+    completed = {
+        key: defaults[key] | value
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+        else value
+        for key, value in stored.items()
+    }
+    before, now = _comparable(completed), _comparable(yaml.safe_load(now_text))
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys(), key=str)

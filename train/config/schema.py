@@ -79,6 +79,9 @@ class LoopConfig:
     balance: str = option(
         "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)", "step"
     )
+    max_clean_weight: float | None = option(
+        "bound of a balanced clean weight (clean_weight=auto); null: none", 10.0
+    )
     batch_size: int = option("packed rows per device and micro-batch", 1)
     accumulation: int = option("micro-batches per optimizer step", 1)
     global_batch: int | None = option(
@@ -93,9 +96,12 @@ class LoopConfig:
         "samples longer than max_length: error, drop, truncate, or split into parts", "error"
     )
     learning_rate: float = option("peak learning rate", 1e-5)
-    warmup: float = option(
-        "share of the steps with a rising rate; a cosine to zero follows, over all stages", 0.03
+    schedule: str = option(
+        "learning rate: cosine to zero over the run, cosine_per_stage, or wsd (stable, then a line to zero)",
+        "cosine",
     )
+    warmup: float = option("share of the steps, of the run or of each stage, with a rising rate", 0.03)
+    decay: float = option("schedule=wsd: share of the steps with a falling rate, at the end", 0.2)
     weight_decay: float = option("AdamW weight decay", 0.0)
     adam_beta2: float = option("AdamW beta2", 0.999)
     max_grad_norm: float = option("norm at which gradients are clipped; 0: not", 1.0)

@@ -81,8 +81,8 @@ class Objective(ABC):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
     `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
-    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `term_names` name
-    the summed losses, in the order of `Terms.sums`.
+    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `max_clean_weight`
+    bounds a balanced s. `term_names` name the summed losses, in the order of `Terms.sums`.
     """
 
     places_masks: ClassVar[bool]
@@ -102,6 +102,7 @@ class Objective(ABC):
     max_stride: int = 1
     stop_token_ids: tuple[int, ...] = ()
     max_padding: int = 0
+    max_clean_weight: float | None = None
 
     @abstractmethod
     def default_row_length(self, max_length: int) -> int:

@@ -3,7 +3,9 @@
     L       = L_mask + s * L_clean                      arXiv 2604.11035, section 3.1, equations 1 and 2
     L_mask  = mean of -log p(x_{i+1}) over noisy rows, which see masks of their block and clean rows
     L_clean = mean of -log p(x_{i+1}) over supervised clean rows, as in next-token training
-    s       = `clean_weight` of the stage, or balanced ("auto"): stop_gradient(L_mask / L_clean)
+    s       = `clean_weight` of the stage, or balanced ("auto"): stop_gradient(L_mask / L_clean), at most
+              `max_clean_weight`. The paper has no bound: at the first step of a base that is not converted
+              yet s was 630, and L_mask counted for nothing.
 
 `rows` makes both halves, `terms` the sums of both losses, `weights` (1, s). The means, also those in s, are
 over all rows of an optimizer step: all ranks and micro-batches.
@@ -100,6 +102,8 @@ class IntrospectiveConsistency(Objective):
             return torch.tensor([1.0, stage.clean_weight])
         assert means is not None
         balance = means[0] / means[1].clamp_min(SMALLEST_LOSS)
+        if self.max_clean_weight is not None:
+            balance = balance.clamp_max(self.max_clean_weight)
         return torch.stack([torch.ones_like(balance), balance]).detach()
 
 

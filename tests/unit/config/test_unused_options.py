@@ -9,8 +9,9 @@ import pytest
 
 from idlm.config.compose import compose, recipes
 from idlm.errors import UserError
-from idlm.train.config.check import RULES, Rule, check_config, unused_options, value_of
+from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
+from idlm.train.config.unused import RULES, Rule, unused_options, value_of
 from tests.integration.inference.command_lines import TINY
 
 STEPS = "train.stages=[{stride: 2, steps: 4, clean_weight: auto}]"
@@ -40,6 +41,8 @@ USED = {
     "train.steps": FRACTIONS,
     "train.epochs": FRACTIONS,
     "train.balance": STEPS,
+    "train.max_clean_weight": STEPS,
+    "train.decay": "train.schedule=wsd",
     "plan.num_gpus": "dry_run=true",
 }
 """For every key of the table a setting with which it is read."""
@@ -71,6 +74,8 @@ UNUSED = (
     (STEPS, "train.steps=9"),
     (STEPS, "train.epochs=9"),
     ("train.stages=[{stride: 2, steps: 4}]", "train.balance=previous"),
+    ("train.stages=[{stride: 2, steps: 4}]", "train.max_clean_weight=3"),
+    ("train.schedule=cosine_per_stage", "train.decay=0.3"),
     ("dry_run=false", "plan.num_gpus=8"),
 )
 """In the order of the table: a setting under which a key is not read, and the key with a value."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from idlm.checkpoint import verify
 from idlm.config.compose import compose
@@ -143,6 +144,13 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
     assert config_hash(other) != config_hash(config)
     with pytest.raises(UserError, match=r"learning_rate: 1e-05 -> 0.5"):
         choose_checkpoint(other, SHAPE)
+    with pytest.raises(UserError, match=r"schedule: 'cosine' -> 'wsd'"):
+        choose_checkpoint(config_of(tmp_path, **{"train.schedule": "wsd"}), SHAPE)
+    # A run of a version without the option goes on.
+    content = yaml.safe_load(stored.read_text())
+    del content["train"]["schedule"]
+    stored.write_text(yaml.safe_dump(content))
+    assert choose_checkpoint(config, SHAPE) is not None
     stored.write_text("a: [")
     with pytest.raises(UserError, match="IDLM-0303"):
         choose_checkpoint(config, SHAPE)
