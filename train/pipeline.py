@@ -137,10 +137,11 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
     if prepared.adapter is not None:
         trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
         lines.append(
-            f"gated LoRA, rank {prepared.adapter.rank}, on {', '.join(prepared.adapter.targets)}: "
-            f"{trained:,} parameters train; clean rows are the base model's, so that the clean loss is "
-            "constant and only the mask loss counts"
+            f"{'gated ' if config.is_gated else ''}LoRA, rank {prepared.adapter.rank}, on "
+            f"{', '.join(prepared.adapter.targets)}: {trained:,} parameters train"
         )
+        if config.is_gated:
+            lines.append("clean rows are the base model's: the clean loss is constant, the mask loss counts")
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
     lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:

@@ -141,7 +141,14 @@ def prepare_mask(
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None
     if config.adapter is not None:
-        return choose_mask(model, tokenizer, config.model.mask_token_id)
+        chosen = choose_mask(model, tokenizer, config.model.mask_token_id)
+        if not config.is_gated and chosen[0] >= num_vocabulary_rows(model):
+            raise UserError(
+                "IDLM-0530",
+                f"the base has no row for mask id {chosen[0]}, and an adapter that is merged adds none",
+                fix="set model.mask_token_id to an unused token, or adapter.gated=true",
+            )
+        return chosen
     mask_token_id, has_row = mask_token(tokenizer, num_vocabulary_rows(model), config.model.mask_token_id)
     if not has_row:
         grow_vocabulary(model, mask_token_id)
@@ -161,7 +168,7 @@ def prepare_adapter(
         targets=tuple(config.adapter.targets),
         base_path=None if config.model.path is None else str(Path(config.model.path).resolve()),
     )
-    add_adapter(model, spec, mask_row_D=mask_row_D, seed=config.train.seed)
+    add_adapter(model, spec, mask_row_D=mask_row_D, seed=config.train.seed, is_gated=config.adapter.gated)
     return spec
 
 

@@ -104,7 +104,7 @@ def _path_problems(config: TrainConfig) -> list[str]:
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
-    names = PUBLISHED_FILES if config.adapter is None else (*PUBLISHED_FILES, "README.md")
+    names = (*PUBLISHED_FILES, "README.md") if config.is_gated else PUBLISHED_FILES
     foreign = foreign_files(target, names)
     return problems + [
         f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
@@ -212,23 +212,31 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
     if config.adapter is None:
         return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
     name, problems = config.objective, []
+    if not config.adapter.targets:
+        problems.append("adapter.targets is empty: name at least one linear layer")
+    if not config.adapter.gated:
+        if not config.export.merge:
+            problems.append(
+                "export.merge=false: an adapter that is not gated changes every row, and idlm decodes with "
+                "gated ones alone; set export.merge=true, which publishes a whole checkpoint"
+            )
+        return problems
     if config.export.merge:
         problems.append(
             "export.merge=true: merging W + BA would change the clean rows, and with them the distribution "
-            "of the answers; leave it out: the adapter is published next to its base"
+            "of the answers; leave it out: the adapter is published next to its base (adapter.gated=false "
+            "trains one that is merged)"
         )
-    if not config.adapter.targets:
-        problems.append("adapter.targets is empty: name at least one linear layer")
     if not objective_has(config, "places_masks"):
-        problems.append(f"objective={name} has no mask rows for an adapter to train on")
+        problems.append(f"objective={name} has no mask rows for a gated adapter to train on")
     if not objective_has(config, "predicts_next"):
         problems.append(
-            f"objective={name} takes no adapter: its rows see later ones too, so that they are not those of "
-            "the base; remove adapter"
+            f"objective={name} takes no gated adapter: its rows see later ones too, so they are not those "
+            "of the base; remove adapter, or set adapter.gated=false"
         )
     return problems + [
-        f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the base "
-        "model's and their loss is constant; leave clean_weight out or set it to 0"
+        f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with a gated adapter clean rows are the "
+        "base model's and their loss is constant; leave clean_weight out or set it to 0"
         for index, stage in enumerate(config.train.stages)
         if stage.clean_weight not in (None, 0)
     ]

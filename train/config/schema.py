@@ -45,10 +45,11 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class AdapterConfig:
-    """A gated LoRA (R-ISD): it changes mask rows only, so that the base model stays as it is."""
+    """A LoRA. A gated one (R-ISD) changes mask rows only, so that the base model stays as it is."""
 
     rank: int = option("rank r of the low-rank update", 128)
     alpha: float = option("the update is scaled by alpha / rank", 256.0)
+    gated: bool = option("false: it changes all rows, trains as full fine-tuning does and is merged", True)
     targets: list[str] = option("last name parts of the adapted linear layers", list(PROJECTIONS))
 
 
@@ -62,7 +63,7 @@ class StageConfig:
     steps: int | None = option("optimizer steps of this stage", None)
     fraction: float | None = option("share of the run, in place of steps; fractions add up to 1", None)
     clean_weight: Any = option(
-        "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, and 0 with an adapter",
+        "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, 0 with a gated adapter",
         None,
     )
 
@@ -132,7 +133,7 @@ class ExportConfig:
     """The published checkpoint."""
 
     dtype: str | None = option("float32 or bfloat16; null: the dtype of training", None)
-    merge: bool = option("false: a gated adapter cannot be merged into its base", False)
+    merge: bool = option("true: merge an adapter that is not gated into its base, a whole checkpoint", False)
 
 
 @dataclass(kw_only=True)
@@ -149,7 +150,8 @@ class TrainConfig:
     resume: str = option("auto, never, or a checkpoint directory of this run", "auto")
     dry_run: bool = option("check everything and print the plan without training", False)
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig | None = option("a gated LoRA (R-ISD); null: train all weights", None)
+    adapter: AdapterConfig | None = option("a LoRA, gated (R-ISD) or not; null: train all weights", None)
+
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -157,6 +159,11 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gated adapter is trained, so that clean rows are the base model's."""
+        return self.adapter is not None and self.adapter.gated
 
 
 def refuse_problems(problems: list[str]) -> None:
@@ -184,14 +191,14 @@ def missing_keys(config: TrainConfig) -> list[str]:
 
 
 def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
-    """Return the stage's s, None for automatic balance; 0 by default with an adapter, which changes no clean
-    row.
+    """Return the stage's s, None for automatic balance; 0 by default with a gated adapter, which changes no
+    clean row.
     """
     if stage.clean_weight is None:
         # Imported here, because objectives import torch, which `--help` and missing keys need not wait for.
         from idlm.train.objectives.base import OBJECTIVES
 
-        has_clean_loss = config.adapter is None and OBJECTIVES.get(config.objective).predicts_next
+        has_clean_loss = not config.is_gated and OBJECTIVES.get(config.objective).predicts_next
         return DEFAULT_CLEAN_WEIGHT if has_clean_loss else 0.0
     return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)
 

@@ -34,7 +34,8 @@ class DataReport:
     `header`: what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are
     those before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated"
     or "split"). `lost_share`: targets that are dropped or cut off. `open_ends`: count and example of last
-    supervised tokens that do not stop the model. `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user.
+    supervised tokens that do not stop the model. `padding_share`: padding in the rows of an epoch. `warnings`
+    are sentences for the user.
     """
 
     config: DataConfig

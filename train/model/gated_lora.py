@@ -1,5 +1,5 @@
-"""Gated LoRA while training: MASK rows of a batch get the low-rank update, all other rows stay bitwise those
-of the base.
+"""LoRA while training. Gated (R-ISD), MASK rows of a batch get the low-rank update, and all other rows stay
+bitwise those of the base. Not gated, all rows get it, and it is merged into the base in the end.
 
 The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. An adapted module is an
 `nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights of a
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from idlm.errors import UserError
 from idlm.lora import MASK_ROW, AdapterSpec, low_rank, tensor_name
-from idlm.train.distributed.deepspeed import gathered
+from idlm.train.distributed.deepspeed import gathered, num_elements
 from idlm.train.model.checks import is_usable, mask_token, mean_of_others
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ class GatedProduct(torch.autograd.Function):
 class GatedLinear(nn.Linear):
     """Replaces a linear layer and owns its weight; A and B are float32 for any dtype of the base."""
 
-    def __init__(self, base: nn.Linear, gate: Gate, spec: AdapterSpec, generator: torch.Generator) -> None:
+    def __init__(
+        self, base: nn.Linear, gate: Gate | None, spec: AdapterSpec, generator: torch.Generator
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight
@@ -98,14 +100,19 @@ class GatedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., D] to [..., E]; the leading axes are those of the batch while a gate is set."""
+        if self.gate is None:
+            return functional.linear(x, self.weight, self.bias) + self._update(x).to(x.dtype)
         rows_M = self.gate.rows_M
         if rows_M is None:
             return functional.linear(x, self.weight, self.bias)
         x_MD = x.flatten(0, -2).index_select(0, rows_M)
-        as_trained = x_MD if torch.is_autocast_enabled(x.device.type) else x_MD.to(self.lora_A.dtype)
-        update_ME = low_rank(as_trained, self.lora_A, self.lora_B, self.scaling)
-        out: Tensor = GatedProduct.apply(x, x_MD, update_ME, self.weight, self.bias, rows_M)
+        out: Tensor = GatedProduct.apply(x, x_MD, self._update(x_MD), self.weight, self.bias, rows_M)
         return out
+
+    def _update(self, x: Tensor) -> Tensor:
+        """The low-rank product [..., E] of rows that the adapter changes."""
+        as_trained = x if torch.is_autocast_enabled(x.device.type) else x.to(self.lora_A.dtype)
+        return low_rank(as_trained, self.lora_A, self.lora_B, self.scaling)
 
 
 class GatedEmbedding(nn.Embedding):
@@ -137,9 +144,15 @@ class GatedEmbedding(nn.Embedding):
 
 
 def add_adapter(
-    model: PreTrainedModel, spec: AdapterSpec, *, mask_row_D: Tensor | None = None, seed: int = 0
+    model: PreTrainedModel,
+    spec: AdapterSpec,
+    *,
+    mask_row_D: Tensor | None = None,
+    seed: int = 0,
+    is_gated: bool = True,
 ) -> Gate:
-    """Freeze `model` and adapt the linear layers named in `spec.targets`, in place.
+    """Freeze `model` and adapt the linear layers named in `spec.targets`, in place, for MASK rows alone or,
+    without `is_gated`, for all rows.
 
     A is drawn as PEFT draws it (Kaiming uniform) from `seed`, the same on every device; B is zero.
     `mask_row_D`: start of a trained input embedding for MASK rows, None where the base's own row serves.
@@ -163,7 +176,7 @@ def add_adapter(
     gate, generator = Gate(), torch.Generator().manual_seed(seed)
     for name, linear in linears.items():
         if name.rpartition(".")[2] in spec.targets:
-            model.set_submodule(name, GatedLinear(linear, gate, spec, generator))
+            model.set_submodule(name, GatedLinear(linear, gate if is_gated else None, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
         if type(embedding) is not nn.Embedding:
@@ -206,6 +219,11 @@ def is_trained(name: str) -> bool:
     return name.rpartition(".")[2] in ("lora_A", "lora_B", "mask_row")
 
 
+def num_base_parameters(module: nn.Module) -> int:
+    """Parameters without those of an adapter."""
+    return sum(num_elements(value) for name, value in module.named_parameters() if not is_trained(name))
+
+
 def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The adapter's weights under the names that PEFT gives them, and `MASK_ROW` where one is trained."""
     tensors = {}
@@ -215,6 +233,29 @@ def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             target = MASK_ROW if kind == "mask_row" else tensor_name(module, kind.removeprefix("lora_"))
             tensors[target] = value.detach().cpu().contiguous()
     return tensors
+
+
+def merged(weights: dict[str, Tensor], *, scaling: float, mask_token_id: int | None) -> dict[str, Tensor]:
+    """The weights of a model whose adapter is not gated, with W + scaling * B A in place of W and the trained
+    row of MASK rows in the embedding. Changed weights are copies on the host; the sum is rounded once, to the
+    base's dtype.
+    """
+    changed: dict[int, Tensor] = {}
+    for name, b_Er in weights.items():
+        module, _, kind = name.rpartition(".")
+        base = weights.get(f"{module}.weight")
+        if base is None or kind not in ("lora_B", "mask_row"):
+            continue
+        if kind == "lora_B":
+            a_rD = weights[f"{module}.lora_A"]
+            new = base.float() + scaling * (b_Er.float() @ a_rD.float())
+        else:
+            new = base.clone()
+            new[mask_token_id] = b_Er.to(base.dtype)
+        changed[base.data_ptr()] = new.to("cpu", base.dtype)
+    # Names of tied weights share one tensor, also afterwards.
+    kept = {name: value for name, value in weights.items() if not is_trained(name)}
+    return {name: changed.get(value.data_ptr(), value) for name, value in kept.items()}
 
 
 def save_trained(model: nn.Module, directory: Path) -> None:

@@ -155,7 +155,7 @@ def run_setup(
         state_setup(config, world_size=world_size),
         rows=size * row_length,
         targets=round(size * (fed.clean_targets + fed.noisy_targets)),
-        mask_rows=round(size * fed.noisy_rows),
+        mask_rows=round(size * fed.noisy_rows) if config.is_gated else size * row_length,
         autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),

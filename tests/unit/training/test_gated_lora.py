@@ -60,13 +60,18 @@ def batch_of_two(seed: int = 0, *, stride: int = 3, label_shift: int = 0) -> dic
 
 
 def adapted(
-    family: str, *, dtype: torch.dtype = torch.float32, mask_row: bool = False, attention: str = "idlm_sdpa"
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    mask_row: bool = False,
+    attention: str = "idlm_sdpa",
+    is_gated: bool = True,
 ) -> Any:
     """A tiny model whose adapter is far from zero."""
     model = tiny_model(family, attention).to(dtype)
     generator = torch.Generator().manual_seed(5)
     row_D = torch.randn(WIDTH, generator=generator) if mask_row else None
-    add_adapter(model, SPEC, mask_row_D=row_D, seed=1)
+    add_adapter(model, SPEC, mask_row_D=row_D, seed=1, is_gated=is_gated)
     for module in model.modules():
         if isinstance(module, GatedLinear):
             nn.init.normal_(module.lora_B, std=0.2, generator=generator)
@@ -135,6 +140,24 @@ def test_an_adapted_layer_follows_the_reference(has_bias: bool) -> None:
     torch.testing.assert_close(layer(x_BTD).flatten(0, 1), expected, atol=1e-6, rtol=1e-6)
     gate.set(None)
     assert torch.equal(layer(x_BTD), nn.functional.linear(x_BTD, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("mask_row", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_without_a_gate_is_the_merged_model_and_trains_on_all_rows(
+    family: str, mask_row: bool
+) -> None:
+    model, batch = adapted(family, mask_row=mask_row, is_gated=False), batch_of_two()
+    ours = hidden_of(model, batch)
+    weights = gated.merged(model.state_dict(), scaling=SPEC.scaling, mask_token_id=MASK)
+    plain = tiny_model(family)
+    assert weights.keys() == plain.state_dict().keys()
+    tied = [weights[name].data_ptr() for name in ("model.embed_tokens.weight", "lm_head.weight")]
+    assert tied[0] == tied[1]
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(hidden_of(plain, batch), ours, atol=1e-4, rtol=1e-4)
+    from_clean = gradients(model, batch, "clean_index")
+    assert all(bool(from_clean[name].any()) for name in from_clean if "lora_" in name)
 
 
 @pytest.mark.parametrize("mask_row", [False, True])
