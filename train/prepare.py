@@ -18,8 +18,8 @@ from idlm.lora import AdapterSpec, base_identity
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
-from idlm.train.data.cache import CachedSource
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.mixture import CountedSource
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.distributed.collectives import is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
@@ -237,7 +237,7 @@ def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarr
     """
     if config.every is None or config.path is not None or source.num_samples is None:
         return None
-    records = source.records() if isinstance(source, CachedSource) else np.arange(source.num_samples)
+    records = source.records() if isinstance(source, CountedSource) else np.arange(source.num_samples)
     chance = np.random.default_rng([seed, source.num_samples]).random(source.num_samples)
     is_held_out = chance < config.holdout
     is_held_out[chance[: records.max() + 1].argmin()] = True
@@ -265,7 +265,7 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
             f"the endless source {config.data.source} has no samples to hold out",
             fix="give eval.path with held-out data, or eval.every=null",
         )
-    data = replace(config.data, path=config.eval.path, split="validation")
+    data = replace(config.data, path=config.eval.path, split="validation", sources=[])
     return _open(data, encoder, output_dir=config.output_dir)
 
 
@@ -273,7 +273,7 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
     """Store which data a run has in its folder; UserError IDLM-0235 where a resumed run has other data, with
     which it would see some samples twice and others never.
     """
-    if isinstance(source, CachedSource):
+    if isinstance(source, CountedSource):
         now = {"digest": source.digest(), "num_samples": source.num_samples}
         before = _remembered(run / DATA_FILE, now, is_continued=is_continued)
         if before != now:

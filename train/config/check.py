@@ -26,7 +26,7 @@ from idlm.train.config.schema import (
     missing_keys,
     refuse_problems,
 )
-from idlm.train.config.unused import objective_has, unused_options, value_of
+from idlm.train.config.unused import FILE_SOURCES, objective_has, unused_options, value_of
 from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
@@ -244,13 +244,36 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
 
 def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
-    problems = []
-    for key, path in (("data.path", data.path), ("eval.path", held_out)):
-        if data.source in SUFFIXES and path is not None and path.strip():
+    problems, owners = [], {}
+    places = [
+        ("data" if not data.sources else f"data.sources[{i}]", one) for i, one in enumerate(data.parts())
+    ]
+    given = [(f"{key}.path", one.path, one.source) for key, one in places]
+    for key, path, source in [*given, ("eval.path", held_out, data.source)]:
+        if source in SUFFIXES and path is not None and path.strip():
             try:
-                find_files(path, SUFFIXES[data.source])
+                found = find_files(path, SUFFIXES[source])
             except UserError as error:
                 problems.append(f"{key}: {error.message}")
+                continue
+            twice = next((file for file in found if owners.setdefault(file.resolve(), key) != key), None)
+            if twice is not None and key != "eval.path":
+                problems.append(f"{owners[twice.resolve()]} and {key} both hold {twice}: give it once")
+    return problems + (_mixture_problems(data) if data.sources else [])
+
+
+def _mixture_problems(data: DataConfig) -> list[str]:
+    problems = ["data.path and data.sources exclude each other"] if data.path is not None else []
+    for index, (one, made) in enumerate(zip(data.sources, data.parts(), strict=True)):
+        key = f"data.sources[{index}]"
+        if not (one.path or "").strip():
+            problems.append(f"{key}.path is missing")
+        if not one.weight > 0:
+            problems.append(f"{key}.weight={one.weight} must be above 0")
+        if made.source not in FILE_SOURCES:
+            problems.append(f"{key}.source={made.source!r} is not one of {', '.join(FILE_SOURCES)}")
+        if made.shape not in SHAPE_CHOICES:
+            problems.append(f"{key}.shape={made.shape!r} is not one of {', '.join(SHAPE_CHOICES)}")
     return problems
 
 

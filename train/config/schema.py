@@ -185,7 +185,7 @@ def missing_keys(config: TrainConfig) -> list[str]:
         problems.append("model.path is missing (or give model.config to start from random weights)")
     elif model.path is None and model.tokenizer is None:
         problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
-    if source in (*SUFFIXES, "hf") and config.data.path is None:
+    if source in (*SUFFIXES, "hf") and config.data.path is None and not config.data.sources:
         problems.append(f"data.path is missing: the {source} source needs one")
     return problems
 

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        ("data.path", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
+        ("data.path", "data.sources", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
         lambda c: c.data.source == "task",
         "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
     ),
@@ -39,7 +39,11 @@ RULES = (
         lambda c: c.data.source in FILE_SOURCES,
         "only data.source=task generates samples",
     ),
-    Rule(("data.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits"),
+    Rule(
+        ("data.split",),
+        lambda c: all(one.source in SUFFIXES for one in c.data.parts()),
+        "its files have no splits",
+    ),
     Rule(
         ("data.thinking", "data.turns", "data.chat_template"),
         lambda c: c.data.shape == "text",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.train.data.cache import CachedSource
 from idlm.train.data.file_rows import FileRows
+from idlm.train.data.mixture import CountedSource
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
@@ -80,6 +80,7 @@ class DataReport:
             f"{lengths.mean():.0f} on average, 50/90/99 %: {median}/{ninth}/{last}, longest {lengths.max()} "
             f"({self.longest_origin})",
         ]
+        lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")
         changed = [f"{num:,} {what}" for what, num in self.num_overlong.items() if num]
@@ -100,7 +101,7 @@ def inspect_data(
     Raises UserError IDLM-0234 when no sample ends in a token that stops the model.
     """
     file, source = dataset.rows if isinstance(dataset.rows, FileRows) else None, dataset.source
-    header: dict[str, Any] = source.header if isinstance(source, CachedSource) else {}
+    header: dict[str, Any] = source.header if isinstance(source, CountedSource) else {}
     num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)
     samples = [source.sample(index) for index in range(num_read)]
     if file is not None:

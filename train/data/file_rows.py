@@ -10,8 +10,8 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.train.data.base import Source
-from idlm.train.data.cache import CachedSource
 from idlm.train.data.layout import Sample
+from idlm.train.data.mixture import CountedSource
 from idlm.train.data.packing import LengthLimits, Recent, best_fit_decreasing
 
 POOL_SAMPLES = 1024
@@ -108,7 +108,7 @@ class FileRows:
 
 def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of all samples, int64 [num_samples], read where they are not cached."""
-    if isinstance(source, CachedSource):
+    if isinstance(source, CountedSource):
         return source.lengths, source.num_targets
     assert source.num_samples is not None, "an endless source has no lengths"
     samples = [source.sample(index) for index in range(source.num_samples)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.data.base import Encoder, Source, open_source
-from idlm.train.data.cache import CachedSource
+from idlm.train.data.mixture import CountedSource
 from idlm.train.distributed.collectives import gather_objects, highest
 from idlm.train.loop.liveness import note_progress, progress_count
 
@@ -35,7 +35,7 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
     for is_my_turn in (rank() == 0, is_first_of_node, True):
         _while_others_wait(work if is_my_turn and not sources else None)
     (source,) = sources
-    digests = gather_objects(source.digest() if isinstance(source, CachedSource) else "")
+    digests = gather_objects(source.digest() if isinstance(source, CountedSource) else "")
     if len(set(digests)) > 1:
         other = next(place for place, found in enumerate(digests) if found != digests[0])
         raise UserError(

@@ -18,6 +18,7 @@ STEPS = "train.stages=[{stride: 2, steps: 4, clean_weight: auto}]"
 FRACTIONS = "train.stages=[{stride: 2, fraction: 1.0, clean_weight: auto}]"
 USED = {
     "data.path": "data.source=jsonl",
+    "data.sources": "data.source=jsonl",
     "data.shape": "data.source=jsonl",
     "data.on_bad_record": "data.source=hf",
     "data.workers": "data.source=jsonl",
@@ -48,6 +49,7 @@ USED = {
 """For every key of the table a setting with which it is read."""
 UNUSED = (
     ("data.source=task", "data.path=my.jsonl"),
+    ("data.source=task", "data.sources=[{path: a}]"),
     ("data.source=task", "data.shape=pair"),
     ("data.source=task", "data.on_bad_record=skip"),
     ("data.source=task", "data.workers=2"),
