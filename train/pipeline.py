@@ -179,12 +179,9 @@ def train(
         train_dataset=prepared.dataset,
         objective=prepared.objective,
         attention=prepared.attention,
-        log_every=config.train.log_every,
         # The figures of a step come before anything else is done after it.
         callbacks=[watchdog, progress],
-        balance=config.train.balance,
-        schedule=config.train.schedule,
-        decay=config.train.decay,
+        **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
     trainer.remove_callback(PrinterCallback)
