@@ -193,6 +193,9 @@ def make_objective(
         stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
         max_padding=config.train.max_padding,
         max_clean_weight=config.train.max_clean_weight,
+        phase=config.train.phase,
+        distill=config.train.distill,
+        distill_share=config.train.distill_share,
     )
 
 

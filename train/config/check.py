@@ -16,6 +16,7 @@ import torch
 from idlm.checkpoint import foreign_files
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
+from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
@@ -37,6 +38,7 @@ from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
+from idlm.train.objectives.idlm import PHASES
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -135,6 +137,8 @@ def _choices(config: TrainConfig) -> list[str]:
         "train.overlong": OVERLONG_POLICIES,
         "train.balance": BALANCES,
         "train.schedule": SCHEDULES,
+        "train.phase": PHASES,
+        "train.distill": ("none", *DIVERGENCES),
         "train.device": DEVICES,
         "data.source": tuple(SOURCES.names()),
         "data.shape": SHAPE_CHOICES,
@@ -171,6 +175,8 @@ def _ranges(config: TrainConfig) -> list[str]:
     for key in ("train.warmup", "train.decay", "train.adam_beta2"):
         if not 0 <= value_of(config, key) < 1:
             found.append(f"{key}={value_of(config, key)} must be in [0, 1)")
+    if not 0 < config.train.distill_share <= 1:
+        found.append(f"train.distill_share={config.train.distill_share} must be in (0, 1]")
     if config.train.schedule == "wsd" and config.train.warmup + config.train.decay > 1:
         found.append("train.warmup and train.decay are shares of the same steps: their sum must not exceed 1")
     if not 0 < config.eval.holdout < 1:
@@ -209,9 +215,14 @@ def _deepspeed_problems(config: TrainConfig) -> list[str]:
 
 
 def _adapter_problems(config: TrainConfig) -> list[str]:
-    if config.adapter is None:
-        return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
     name, problems = config.objective, []
+    if config.train.distill != "none" and not (config.is_gated and name == "idlm"):
+        problems.append(
+            f"train.distill={config.train.distill} needs objective=idlm and a gated adapter: in other runs "
+            "the clean rows, which are the teacher, would be trained too"
+        )
+    if config.adapter is None:
+        return problems + (["export.merge=true: there is no adapter to merge"] if config.export.merge else [])
     if not config.adapter.targets:
         problems.append("adapter.targets is empty: name at least one linear layer")
     if not config.adapter.gated:

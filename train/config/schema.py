@@ -80,6 +80,14 @@ class LoopConfig:
     balance: str = option(
         "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)", "step"
     )
+    phase: str = option(
+        "where blocks of masks begin: response (with each response) or random (anew for every visit)",
+        "response",
+    )
+    distill: str = option(
+        "with a gated adapter: none (labels), kl or overlap (1 - overlap) of the draft to the base", "none"
+    )
+    distill_share: float = option("share of distillation in the loss, labels have the rest; 1: alone", 1.0)
     max_clean_weight: float | None = option(
         "bound of a balanced clean weight (clean_weight=auto); null: none", 10.0
     )

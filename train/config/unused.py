@@ -82,6 +82,8 @@ RULES = (
         lambda c: all(stage.clean_weight != AUTO_BALANCED for stage in c.train.stages),
         "no stage has clean_weight=auto",
     ),
+    Rule(("train.phase",), lambda c: c.objective != "idlm", "only objective=idlm has blocks of masks alone"),
+    Rule(("train.distill_share",), lambda c: c.train.distill == "none", "train.distill=none uses labels"),
     Rule(("train.decay",), lambda c: c.train.schedule != "wsd", "only train.schedule=wsd has such an end"),
     Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
 )

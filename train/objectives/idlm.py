@@ -10,6 +10,10 @@
 `rows` makes both halves, `terms` the sums of both losses, `weights` (1, s). The means, also those in s, are
 over all rows of an optimizer step: all ranks and micro-batches.
 
+With a gated adapter, whose clean rows are the base's, -log p in L_mask may give way, wholly or in part
+(`distill_share`), to the divergence of the mask's q from the clean row's p: they predict the same token. With
+`phase=random` blocks of masks start at another offset for every visit of a sample. Neither is in the paper.
+
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions.
 """
 
@@ -19,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +32,7 @@ from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows
 from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Overlap, Terms
 from idlm.train.objectives.curriculum import Stage
 
+PHASES = ("response", "random")
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio, which keeps s finite when the clean rows are learnt perfectly."""
 
@@ -49,8 +55,15 @@ class IntrospectiveConsistency(Objective):
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         assert self.mask_token_id is not None
+        phase = 0
+        if self.phase == "random":
+            phase = int(np.random.default_rng([*seed]).integers(stage.stride - 1))
         noisy = noisy_rows(
-            sample, mask_region=self.mask_region, stride=stage.stride, mask_token_id=self.mask_token_id
+            sample,
+            mask_region=self.mask_region,
+            stride=stage.stride,
+            mask_token_id=self.mask_token_id,
+            phase=phase,
         )
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
 
@@ -86,7 +99,13 @@ class IntrospectiveConsistency(Objective):
             nll = head.nll(rows, labels[index])
         else:
             per_row = torch.cat([coefficients[0].expand(len(noisy_M)), coefficients[1].expand(len(clean_M))])
-            loss, nll = head.loss(rows, labels[index], per_row[: len(index)])
+            if self.distill == "none":
+                loss, nll = head.loss(rows, labels[index], per_row[: len(index)])
+            else:
+                assert not trains_clean, "the verifying distribution is a constant"
+                verify = hidden.detach().index_select(0, clean_M)
+                how = {"divergence": self.distill, "share": self.distill_share}
+                loss, nll = head.distilled(rows, verify, labels[index], per_row[: len(index)], **how)
             if want_overlap and not trains_clean:
                 clean_nll = head.nll(hidden.detach().index_select(0, clean_M), labels[clean_M])
                 nll = torch.cat([nll, clean_nll])

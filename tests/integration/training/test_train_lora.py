@@ -166,6 +166,13 @@ def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
 
 
+def test_a_distilled_draft_with_a_random_phase_is_trained(base: Path, tmp_path: Path) -> None:
+    changes = {"train.distill": "kl", "train.distill_share": 0.5, "train.phase": "random"}
+    assert cli.main(lora_arguments(base, tmp_path / "out", **changes)) == 0
+    acceptance = [record["acceptance"][0] for record in metrics_of(tmp_path / "out")]
+    assert acceptance[-1] > acceptance[0]
+
+
 @pytest.mark.parametrize("objective", ["idlm", "block"])
 def test_an_adapter_without_a_gate_is_published_as_a_whole_checkpoint(
     base: Path, tmp_path: Path, objective: str
@@ -212,6 +219,8 @@ def test_what_an_adapter_cannot_do_is_refused(
     assert "no adapter to merge" in capsys.readouterr().err
     assert cli.main(lora_arguments(base, tmp_path / "out", **{"adapter.gated": "false"})) == 2
     assert "set export.merge=true" in capsys.readouterr().err
+    assert cli.main([*arguments(base, tmp_path / "out"), "train.distill=kl"]) == 2
+    assert "needs objective=idlm and a gated adapter" in capsys.readouterr().err
     rowless = write_base(tmp_path / "rowless", "llama", spare_rows=False)
     changes = {"adapter.gated": "false", "export.merge": "true"}
     assert cli.main(lora_arguments(rowless, tmp_path / "out", **changes)) == 2

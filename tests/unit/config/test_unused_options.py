@@ -43,6 +43,8 @@ USED = {
     "train.epochs": FRACTIONS,
     "train.balance": STEPS,
     "train.max_clean_weight": STEPS,
+    "train.phase": "objective=idlm",
+    "train.distill_share": "train.distill=kl",
     "train.decay": "train.schedule=wsd",
     "plan.num_gpus": "dry_run=true",
 }
@@ -77,6 +79,8 @@ UNUSED = (
     (STEPS, "train.epochs=9"),
     ("train.stages=[{stride: 2, steps: 4}]", "train.balance=previous"),
     ("train.stages=[{stride: 2, steps: 4}]", "train.max_clean_weight=3"),
+    ("objective=block", "train.phase=random"),
+    ("train.distill=none", "train.distill_share=0.5"),
     ("train.schedule=cosine_per_stage", "train.decay=0.3"),
     ("dry_run=false", "plan.num_gpus=8"),
 )

@@ -5,6 +5,7 @@ trains.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -158,6 +159,37 @@ def test_an_adapter_without_a_gate_is_the_merged_model_and_trains_on_all_rows(
     torch.testing.assert_close(hidden_of(plain, batch), ours, atol=1e-4, rtol=1e-4)
     from_clean = gradients(model, batch, "clean_index")
     assert all(bool(from_clean[name].any()) for name in from_clean if "lora_" in name)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("divergence", ["kl", "overlap"])
+def test_a_draft_learns_the_bases_distribution(divergence: str, share: float) -> None:
+    """Gradients of every adapter weight against autograd through whole logits of the same pass."""
+    objective = replace(tiny_objective(), distill=divergence, distill_share=share)
+    model, batch, stage = adapted("qwen3"), batch_of_two(), stage_of(3, 0.0)
+    runner = HiddenStates(model)
+    noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
+
+    def compute(head, hidden_BTD):
+        weights = torch.tensor([0.5, 0.0])
+        return objective.terms(head, hidden_BTD, batch, stage=stage, coefficients=weights, want_overlap=True)
+
+    terms = runner.terms(model, batch, "idlm_sdpa", compute)
+    assert terms.loss is not None and terms.overlap is not None
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    ours = torch.autograd.grad(terms.loss, list(trained.values()))
+    hidden = runner.hidden(model, batch, "idlm_sdpa").flatten(0, 1)
+    log_q, log_p = (runner.head(hidden[rows]).log_softmax(-1) for rows in (noisy_M, clean_M))
+    nll = nn.functional.nll_loss(log_q, batch["labels"].flatten()[noisy_M], reduction="sum")
+    overlap = torch.minimum(log_q.exp(), log_p.detach().exp()).sum()
+    kl = (log_p.detach().exp() * (log_p.detach() - log_q)).sum()
+    lost = kl if divergence == "kl" else len(noisy_M) - overlap
+    loss = 0.5 * ((1 - share) * nll + share * lost)
+    torch.testing.assert_close(terms.loss, loss)
+    torch.testing.assert_close(terms.sums[0], nll.detach())
+    torch.testing.assert_close(terms.overlap.sums.sum(), overlap.detach())
+    for mine, theirs in zip(ours, torch.autograd.grad(loss, list(trained.values())), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mask_row", [False, True])
