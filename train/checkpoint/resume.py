@@ -35,8 +35,8 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     """Return the checkpoint to continue from, or None to start a new run. A new run renames the files of an
     older one.
 
-    UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512, 0513: another configuration, number of
-    rows per step, number of ZeRO processes. IDLM-0302: damaged files.
+    UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512: another configuration, number of rows
+    per step. IDLM-0302: damaged files.
     """
     run = Path(config.output_dir) / RUN_FOLDER
     if run.is_dir():

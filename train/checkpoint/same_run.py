@@ -1,4 +1,4 @@
-"""Refuses to continue a run with another configuration, batch or number of ZeRO processes."""
+"""Refuses to continue a run with another configuration or number of rows per step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -
 
 
 def require_same_shape(now: RunShape, checkpoint: Path) -> None:
-    """Raise UserError IDLM-0512 for another number of rows per step, 0513 for other ZeRO processes."""
+    """Raise UserError IDLM-0512 for another number of rows per step."""
     before = RunShape(**read_json(checkpoint / SHAPE_FILE))
     if now.global_batch != before.global_batch:
         per_pass = now.world_size * now.batch_size
@@ -98,15 +98,12 @@ def require_same_shape(now: RunShape, checkpoint: Path) -> None:
             f"learning rate would shift",
             fix=fix,
         )
-    if before.world_size != now.world_size and before.zero_stage:
-        raise UserError(
-            "IDLM-0513",
-            f"{checkpoint} holds the ZeRO-{before.zero_stage} state of {before.world_size} processes, one "
-            f"part each; this run has {now.world_size}",
-            fix=f"continue on {before.world_size} processes, or start a new run from the weights of the "
-            "last finished stage (model.path). DeepSpeed's `ds_to_universal` re-cuts such states for other "
-            "numbers of processes, but its output has no manifest, and idlm unpickles nothing without one",
-        )
+
+
+def needs_recut(now: RunShape, checkpoint: Path) -> bool:
+    """Return whether `checkpoint` holds ZeRO parts of another number of processes."""
+    before = RunShape(**read_json(checkpoint / SHAPE_FILE))
+    return bool(before.zero_stage) and before.world_size != now.world_size
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
