@@ -9,6 +9,7 @@ before it is loaded. The state of random generators, one per process, is left ou
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import shutil
@@ -16,6 +17,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+from transformers import TrainerCallback
 
 from idlm.checkpoint import MANIFEST, verify
 from idlm.errors import UserError
@@ -39,6 +43,21 @@ def recut(checkpoint: Path) -> Path:
     target = checkpoint.parent / RECUT_FOLDER / checkpoint.name
     while_others_wait((lambda: _make(checkpoint, target)) if rank() == 0 else None)
     return target
+
+
+class MendLoaded(TrainerCallback):
+    """Mends what DeepSpeed 0.19 leaves wrong under ZeRO-3 when it has loaded a recut checkpoint.
+
+    All groups of weights share one tensor as AdamW's count of steps, which then grows once for every group.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        # accelerate wraps DeepSpeed's optimizer, which wraps torch's.
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        for values in optimizer.state.values():
+            values["step"] = copy.deepcopy(values["step"])
 
 
 def remove_recut(run: Path) -> None:
@@ -80,16 +99,17 @@ def _convert(checkpoint: Path, staging: Path) -> None:
     try:
         with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
             ds_to_universal.main(arguments)
-    except OSError:
-        raise
     # DeepSpeed reports what it cannot convert by a dozen types of exceptions.
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            # A full disk, say.
+            raise
         raise UserError(
             "IDLM-0513",
             f"DeepSpeed cannot cut {checkpoint} for another number of processes: {type(error).__name__}: "
             f"{error}",
-            fix="continue on the number of processes that it was saved by, or start a new run from the weights "
-            "of the last finished stage (model.path)",
+            fix="continue on as many processes as saved it, or start a new run from the weights of the last "
+            "finished stage (model.path)",
         ) from error
 
 
