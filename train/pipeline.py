@@ -17,6 +17,7 @@ from idlm.errors import UserError
 from idlm.log import rank
 from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
+from idlm.train.checkpoint.recut import RECUT_FOLDER, recut
 from idlm.train.checkpoint.resume import (
     RUN_FOLDER,
     choose_checkpoint,
@@ -25,6 +26,7 @@ from idlm.train.checkpoint.resume import (
     store_finished,
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
+from idlm.train.checkpoint.same_run import needs_recut
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
@@ -96,7 +98,10 @@ def _run(
         if rank() == 0:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
         return Outcome(signal=None, last_step=0)
-    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config.train)))
+    now = shape(config.train)
+    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, now))
+    if checkpoint is not None and needs_recut(now, checkpoint):
+        checkpoint = recut(checkpoint)
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
@@ -137,10 +142,11 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
     if prepared.adapter is not None:
         trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
         lines.append(
-            f"gated LoRA, rank {prepared.adapter.rank}, on {', '.join(prepared.adapter.targets)}: "
-            f"{trained:,} parameters train; clean rows are the base model's, so that the clean loss is "
-            "constant and only the mask loss counts"
+            f"{'gated ' if config.is_gated else ''}LoRA, rank {prepared.adapter.rank}, on "
+            f"{', '.join(prepared.adapter.targets)}: {trained:,} parameters train"
         )
+        if config.is_gated:
+            lines.append("clean rows are the base model's: the clean loss is constant, the mask loss counts")
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
     lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:
@@ -178,12 +184,13 @@ def train(
         train_dataset=prepared.dataset,
         objective=prepared.objective,
         attention=prepared.attention,
-        log_every=config.train.log_every,
         # The figures of a step come before anything else is done after it.
         callbacks=[watchdog, progress],
-        balance=config.train.balance,
+        **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
+    if checkpoint is not None and checkpoint.parent.name == RECUT_FOLDER:
+        trainer.expect_recut()
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:

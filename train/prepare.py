@@ -18,8 +18,8 @@ from idlm.lora import AdapterSpec, base_identity
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
-from idlm.train.data.cache import CachedSource
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.mixture import CountedSource
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.distributed.collectives import is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
@@ -141,7 +141,14 @@ def prepare_mask(
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None
     if config.adapter is not None:
-        return choose_mask(model, tokenizer, config.model.mask_token_id)
+        chosen = choose_mask(model, tokenizer, config.model.mask_token_id)
+        if not config.is_gated and chosen[0] >= num_vocabulary_rows(model):
+            raise UserError(
+                "IDLM-0530",
+                f"the base has no row for mask id {chosen[0]}, and an adapter that is merged adds none",
+                fix="set model.mask_token_id to an unused token, or adapter.gated=true",
+            )
+        return chosen
     mask_token_id, has_row = mask_token(tokenizer, num_vocabulary_rows(model), config.model.mask_token_id)
     if not has_row:
         grow_vocabulary(model, mask_token_id)
@@ -161,7 +168,7 @@ def prepare_adapter(
         targets=tuple(config.adapter.targets),
         base_path=None if config.model.path is None else str(Path(config.model.path).resolve()),
     )
-    add_adapter(model, spec, mask_row_D=mask_row_D, seed=config.train.seed)
+    add_adapter(model, spec, mask_row_D=mask_row_D, seed=config.train.seed, is_gated=config.adapter.gated)
     return spec
 
 
@@ -185,6 +192,10 @@ def make_objective(
         max_stride=max((stage.stride for stage in config.train.stages), default=1),
         stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
         max_padding=config.train.max_padding,
+        max_clean_weight=config.train.max_clean_weight,
+        phase=config.train.phase,
+        distill=config.train.distill,
+        distill_share=config.train.distill_share,
     )
 
 
@@ -229,7 +240,7 @@ def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarr
     """
     if config.every is None or config.path is not None or source.num_samples is None:
         return None
-    records = source.records() if isinstance(source, CachedSource) else np.arange(source.num_samples)
+    records = source.records() if isinstance(source, CountedSource) else np.arange(source.num_samples)
     chance = np.random.default_rng([seed, source.num_samples]).random(source.num_samples)
     is_held_out = chance < config.holdout
     is_held_out[chance[: records.max() + 1].argmin()] = True
@@ -257,7 +268,7 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
             f"the endless source {config.data.source} has no samples to hold out",
             fix="give eval.path with held-out data, or eval.every=null",
         )
-    data = replace(config.data, path=config.eval.path, split="validation")
+    data = replace(config.data, path=config.eval.path, split="validation", sources=[])
     return _open(data, encoder, output_dir=config.output_dir)
 
 
@@ -265,7 +276,7 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
     """Store which data a run has in its folder; UserError IDLM-0235 where a resumed run has other data, with
     which it would see some samples twice and others never.
     """
-    if isinstance(source, CachedSource):
+    if isinstance(source, CountedSource):
         now = {"digest": source.digest(), "num_samples": source.num_samples}
         before = _remembered(run / DATA_FILE, now, is_continued=is_continued)
         if before != now:

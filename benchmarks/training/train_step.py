@@ -153,6 +153,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             f"+data.task_args.vocab_size={MASK_TOKEN_ID}",
             f"+data.task_args.length={LENGTH}",
             f"train.max_length={LENGTH}",
+            "train.overlong=error",
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",

@@ -1,19 +1,27 @@
 """Cross-entropy of a linear head without its logits in memory; contract and mathematics in README.md."""
 
 from idlm.kernels.linear_cross_entropy.op import (
+    DIVERGENCES,
     MAX_LOGITS_BYTES,
     chunk_rows,
     linear_cross_entropy,
+    linear_distillation,
     linear_overlap,
     token_nll,
 )
-from idlm.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from idlm.kernels.linear_cross_entropy.reference import (
+    linear_cross_entropy_reference,
+    linear_distillation_reference,
+)
 
 __all__ = [
+    "DIVERGENCES",
     "MAX_LOGITS_BYTES",
     "chunk_rows",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_distillation",
+    "linear_distillation_reference",
     "linear_overlap",
     "token_nll",
 ]

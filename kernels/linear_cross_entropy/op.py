@@ -8,7 +8,7 @@ rows, m rows of a chunk, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ MAX_LOGITS_BYTES = 200_000_000
 """Maximum bytes of logits in memory; benchmarks/training/lm_loss.py sweeps it on an H200."""
 ROW_MULTIPLE = 128
 ALIGNED_BYTES = 16
+DIVERGENCES = ("kl", "overlap")
 
 
 def linear_cross_entropy(
@@ -35,13 +36,50 @@ def linear_cross_entropy(
     NaN loss. Under autocast the products run in its dtype, with gradients of an fp32 weight summed in fp32.
     The result can be differentiated once.
     """
+    return _loss(hidden_MD, weight_VD, labels_M, coefficients_M, bias_V, max_logits_bytes, None)
+
+
+def linear_distillation(
+    draft_MD: Tensor,
+    verify_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    coefficients_M: Tensor,
+    *,
+    divergence: str,
+    share: float,
+    bias_V: Tensor | None = None,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """As `linear_cross_entropy`, of (1 - share) * nll + share * divergence in place of nll.
+
+    q is the distribution of a row of `draft_MD`, p, a constant, that of the row of `verify_MD` [M, D].
+    `divergence` is "kl", sum_v p (log p - log q), or "overlap", 1 - sum_v min(p, q), the expected rate of
+    rejection of a sampled draft.
+    """
+    assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
+    assert divergence in DIVERGENCES and 0 <= share <= 1, f"{divergence=} {share=}"
+    teacher = _Teacher(verify_MD.detach(), divergence, share)
+    return _loss(draft_MD, weight_VD, labels_M, coefficients_M, bias_V, max_logits_bytes // 2, teacher)
+
+
+def _loss(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    coefficients_M: Tensor,
+    bias_V: Tensor | None,
+    max_logits_bytes: int,
+    teacher: _Teacher | None,
+) -> tuple[Tensor, Tensor]:
     _check(hidden_MD, weight_VD, labels_M, bias_V)
     assert coefficients_M.shape == labels_M.shape, f"{coefficients_M.shape=} {labels_M.shape=}"
     parameters = (hidden_MD, weight_VD, bias_V)
     if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for p in parameters):
-        nll_M = _Pass(*parameters, max_logits_bytes).run(labels_M, None)
-        return (coefficients_M * nll_M).sum(), nll_M
-    loss, nll_M = _LinearCrossEntropy.apply(*parameters, labels_M, coefficients_M.detach(), max_logits_bytes)
+        loss_M, nll_M = _Pass(*parameters, max_logits_bytes).run(labels_M, None, teacher)
+        return (coefficients_M * loss_M).sum(), nll_M
+    rest = labels_M, coefficients_M.detach(), max_logits_bytes, teacher
+    loss, nll_M = _LinearCrossEntropy.apply(*parameters, *rest)
     return loss, nll_M
 
 
@@ -56,7 +94,7 @@ def token_nll(
 ) -> Tensor:
     """Negative log-likelihood [M] without gradients: one product instead of three."""
     _check(hidden_MD, weight_VD, labels_M, bias_V)
-    return _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes).run(labels_M, None)
+    return _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes).run(labels_M, None)[1]
 
 
 @torch.no_grad()
@@ -87,6 +125,14 @@ def chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
     return max(1, min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
 
 
+class _Teacher(NamedTuple):
+    """What a draft is compared with, see `linear_distillation`."""
+
+    verify_MD: Tensor
+    divergence: str
+    share: float
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,13 +143,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_M: Tensor,
         coefficients_M: Tensor,
         max_logits_bytes: int,
+        teacher: _Teacher | None,
     ) -> tuple[Tensor, Tensor]:
         work = _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes)
         work.allocate_gradients(*ctx.needs_input_grad[:3])
-        nll_M = work.run(labels_M, coefficients_M.to(work.loss_dtype).contiguous())
+        loss_M, nll_M = work.run(labels_M, coefficients_M.to(work.loss_dtype).contiguous(), teacher)
         ctx.gradients = work.gradients
         ctx.mark_non_differentiable(nll_M)
-        return (coefficients_M * nll_M).sum(), nll_M
+        return (coefficients_M * loss_M).sum(), nll_M
 
     @staticmethod
     @once_differentiable
@@ -113,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 _scale(gradient, grad_loss)
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 class _Pass:
@@ -149,16 +196,37 @@ class _Pass:
             grad_bias,
         )
 
-    def run(self, labels_M: Tensor, coefficients_M: Tensor | None) -> Tensor:
-        """nll [M]; with coefficients it also fills the allocated gradients."""
+    def run(
+        self, labels_M: Tensor, coefficients_M: Tensor | None, teacher: _Teacher | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and nll [M], the same without a teacher; with coefficients it also fills the allocated
+        gradients.
+        """
         nll_M = torch.empty(len(self.hidden_MD), dtype=self.loss_dtype, device=self.hidden_MD.device)
+        loss_M = nll_M if teacher is None else torch.empty_like(nll_M)
+        verify = None
+        if teacher is not None:
+            bias_V, num_bytes = self.bias_V, self.max_logits_bytes
+            verify = _Pass(teacher.verify_MD, self.own_weight_VD, bias_V, num_bytes).logits()
         for chunk, logits_mV in self.logits():
             coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
-            _softmax_inplace(logits_mV, labels_M[chunk], coefficients_m, nll_M[chunk])
+            if teacher is None or verify is None:
+                _softmax_inplace(logits_mV, labels_M[chunk], coefficients_m, nll_M[chunk])
+            else:
+                _distilled_inplace(
+                    logits_mV,
+                    next(verify)[1],
+                    labels_M[chunk],
+                    coefficients_m,
+                    loss_M=loss_M[chunk],
+                    nll_M=nll_M[chunk],
+                    divergence=teacher.divergence,
+                    share=teacher.share,
+                )
             if coefficients_m is not None:
                 self._accumulate(logits_mV, chunk)
         self._finish()
-        return nll_M
+        return loss_M, nll_M
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of rows with their logits, which the next chunk overwrites."""
@@ -227,6 +295,42 @@ def _softmax_inplace(
         gradient_mV = torch.exp(wide_mV - log_total_m[:, None])
         gradient_mV[torch.arange(len(labels_m)), labels_m] -= 1
         logits_mV.copy_(gradient_mV.mul_(coefficients_m[:, None]))
+
+
+def _distilled_inplace(
+    draft_mV: Tensor,
+    verify_mV: Tensor,
+    labels_m: Tensor,
+    coefficients_m: Tensor | None,
+    *,
+    loss_M: Tensor,
+    nll_M: Tensor,
+    divergence: str,
+    share: float,
+) -> None:
+    """Fill `loss_M` and `nll_M`; with coefficients, turn the draft's logits into the gradient, in place."""
+    if draft_mV.is_cuda:
+        from idlm.kernels.linear_cross_entropy.kernel import distilled_rows_inplace
+
+        kept = {"loss_M": loss_M, "nll_M": nll_M, "divergence": divergence, "share": share}
+        distilled_rows_inplace(draft_mV, verify_mV, labels_m, coefficients_m, **kept)
+        return
+    both = (logits.to(nll_M.dtype).log_softmax(dim=-1) for logits in (draft_mV, verify_mV))
+    log_q_mV, log_p_mV = both
+    q_mV, p_mV = log_q_mV.exp(), log_p_mV.exp()
+    rows = torch.arange(len(labels_m))
+    torch.neg(log_q_mV[rows, labels_m], out=nll_M)
+    if divergence == "kl":
+        lost_m = torch.where(p_mV > 0, p_mV * (log_p_mV - log_q_mV), 0).sum(dim=-1)
+        soft_mV = q_mV - p_mV
+    else:
+        is_low = q_mV < p_mV
+        lost_m = torch.where(is_low, p_mV - q_mV, 0).sum(dim=-1)
+        soft_mV = q_mV * ((q_mV * is_low).sum(dim=-1, keepdim=True) - is_low.to(q_mV.dtype))
+    loss_M.copy_((1 - share) * nll_M + share * lost_m)
+    if coefficients_m is not None:
+        q_mV[rows, labels_m] -= 1
+        draft_mV.copy_(coefficients_m[:, None] * ((1 - share) * q_mV + share * soft_mV))
 
 
 def _overlap(draft_mV: Tensor, verify_mV: Tensor, overlap_m: Tensor) -> None:

@@ -65,9 +65,14 @@ def visibility(
     block_starts_BT: torch.Tensor,
     is_noisy_BT: torch.Tensor,
     reach_BT: torch.Tensor | None = None,
+    *,
+    queries_noisy: bool = False,
 ) -> Visibility:
     """The ranges of packed rows. `reach_BT`: the last position that a row sees of its own half, at least its
     own, not descending, and inside its block for a noisy row; None: its own position, which is causal.
+
+    `queries_noisy`: clean rows are keys alone. As queries they see one key, themselves, so that the output of
+    such a row is finite; no gradient comes from it.
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order raises AssertionError; on a GPU
@@ -102,6 +107,9 @@ def visibility(
     )
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
     own_until, own_from = _reached(doc + clean_half * ~noisy, positions_BT, reach_BT, is_real)
+    if queries_noisy:
+        own_start, own_until = torch.where(noisy, own_start, rows), torch.where(noisy, own_until, rows + 1)
+        own_from, own_end = torch.where(noisy, own_from, rows), torch.where(noisy, own_end, rows)
     query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, own_until, is_real)), dim=2)
     key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(own_from, own_end, is_real)), dim=2)
     return Visibility(

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from idlm.kernels.linear_cross_entropy import (
+    DIVERGENCES,
     chunk_rows,
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_distillation,
+    linear_distillation_reference,
     linear_overlap,
     token_nll,
 )
@@ -142,3 +145,37 @@ def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) 
     assert rows == 1 or rows * row_bytes <= budget
     fewest = -(-num_rows // max(1, budget // row_bytes))
     assert -(-num_rows // rows) <= fewest + fewest // 4 + 1
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows_at_once", [None, 7])
+def test_distillation_equals_the_reference(divergence, share, dtype, shape, rows_at_once) -> None:
+    hidden, weight, bias, labels, coefficients = problem(*shape, dtype)
+    verify = problem(*shape, dtype, seed=1)[0]
+    limit = {} if rows_at_once is None else {"max_logits_bytes": 2 * rows_at_once * (shape[1] + 4) * 8}
+    how = {"divergence": divergence, "share": share, "bias_V": bias}
+    loss, nll = linear_distillation(hidden, verify, weight, labels, coefficients, **how, **limit)
+    expected, expected_nll = linear_distillation_reference(
+        hidden, verify, weight, labels, coefficients, **how
+    )
+    tolerance = {"atol": EXACT[dtype], "rtol": EXACT[dtype]}
+    torch.testing.assert_close(loss, expected, **tolerance)
+    torch.testing.assert_close(nll, expected_nll, **tolerance)
+    wanted = (hidden, weight, bias)
+    for mine, theirs in zip(gradients(3 * loss, wanted), gradients(3 * expected, wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    with torch.no_grad():
+        again, _ = linear_distillation(hidden, verify, weight, labels, coefficients, **how, **limit)
+    torch.testing.assert_close(again, loss.detach(), **tolerance)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_draft_that_equals_its_teacher_has_nothing_to_learn(divergence) -> None:
+    hidden, weight, _, labels, coefficients = problem(9, 20, 6, torch.float64)
+    how = {"divergence": divergence, "share": 1.0}
+    loss, _ = linear_distillation(hidden, hidden, weight, labels, coefficients, **how)
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-12)
+    assert gradients(loss, (hidden,))[0].abs().max() < 1e-12

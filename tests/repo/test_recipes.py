@@ -27,7 +27,15 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 def test_there_are_recipes() -> None:
-    assert {"tiny", "tiny_base", "qwen3_8b", "qwen3_8b_lora", "qwen3_32b", "qwen3_0_6b"} <= set(RECIPES)
+    assert {
+        "tiny",
+        "tiny_base",
+        "qwen3_8b",
+        "qwen3_8b_lora",
+        "qwen3_8b_ar",
+        "qwen3_32b",
+        "qwen3_0_6b",
+    } <= set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -63,4 +71,23 @@ def test_its_global_batch_is_the_papers(name: str, world_size: int, paths: list[
     curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=3200)
     assert curriculum.global_batch == PAPER_BATCH
     assert curriculum.num_steps == 200
-    assert [stage.stride for stage in curriculum.stages] == [2, 3, 4]
+    assert [stage.num_steps for stage in curriculum.stages] == [100, 100]
+    assert [stage.stride for stage in curriculum.stages] == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "stride", "weight"), [("n4", 4, None), ("n8", 8, None), ("block", 4, 0.0)])
+def test_extensions_and_controls_train_what_they_say(
+    name: str, stride: int, weight: float | None, paths: list[str]
+) -> None:
+    config = compose("train", TrainConfig, [f"recipe=qwen3_8b_{name}", *paths])
+    curriculum = make_curriculum(settle_accumulation(config, world_size=8), world_size=8, rows_per_epoch=3200)
+    assert [(stage.stride, stage.clean_weight) for stage in curriculum.stages] == [(stride, weight)]
+    assert curriculum.global_batch == PAPER_BATCH
+    whole = compose("train", TrainConfig, ["recipe=qwen3_8b", *paths])
+    assert config.data == whole.data and config.train.learning_rate == whole.train.learning_rate
+
+
+def test_the_32b_is_merged_and_trains_its_clean_rows(paths: list[str]) -> None:
+    config = compose("train", TrainConfig, ["recipe=qwen3_32b", *paths])
+    assert config.adapter is not None and not config.is_gated and config.export.merge
+    assert [stage.clean_weight for stage in config.train.stages] == [0.2]

@@ -1,5 +1,5 @@
-"""Publishes a trained model as a stock checkpoint of its base architecture, or an adapter as a stock PEFT
-directory, plus `idlm_config.json`: at the end of every stage.
+"""Publishes a trained model, also one with a merged adapter, as a stock checkpoint of its base architecture,
+or a gated adapter as a stock PEFT directory, plus `idlm_config.json`: at the end of every stage.
 
 Any tool that loads the base architecture loads the result. Files that do not read back bitwise equal to the
 weights in memory are not published. A stage goes to `<output_dir>/stages/<number>-stride-<stride>`, the last
@@ -29,7 +29,7 @@ from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.resume import STAGE_FOLDER
 from idlm.train.distributed.collectives import from_rank_zero
 from idlm.train.distributed.deepspeed import whole_weights
-from idlm.train.model.gated_lora import is_trained, peft_tensors
+from idlm.train.model.gated_lora import is_trained, merged, peft_tensors
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
@@ -63,16 +63,18 @@ def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, tar
     ZeRO-3 are gathered, rank 0 writes.
     """
     adapter = prepared.adapter
-    weights = whole_weights(prepared.model, wanted=is_trained if adapter is not None else lambda name: True)
+    weights = whole_weights(prepared.model, wanted=is_trained if config.is_gated else lambda name: True)
     semantics = dataclasses.replace(
         prepared.objective.semantics(stride),
-        gated=adapter is not None,
-        base_identity=prepared.base_identity,
+        gated=config.is_gated,
+        base_identity=prepared.base_identity if config.is_gated else None,
         stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
     )
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
     model, tokenizer = prepared.model, prepared.tokenizer
-    if adapter is None:
+    if adapter is not None and not config.is_gated and weights is not None:
+        weights = merged(weights, scaling=adapter.scaling, mask_token_id=prepared.mask_token_id)
+    if adapter is None or not config.is_gated:
         from_rank_zero(lambda: export(model, tokenizer, semantics, target, dtype=dtype, weights=weights))
     else:
         from_rank_zero(

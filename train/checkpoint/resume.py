@@ -22,7 +22,7 @@ from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.publish import clear_stale
 from idlm.train.checkpoint.same_run import CONFIG_FILE, RunShape, require_same_config, require_same_shape
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import AdapterConfig, TrainConfig
 
 log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
@@ -35,8 +35,8 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     """Return the checkpoint to continue from, or None to start a new run. A new run renames the files of an
     older one.
 
-    UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512, 0513: another configuration, number of
-    rows per step, number of ZeRO processes. IDLM-0302: damaged files.
+    UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512: another configuration, number of rows
+    per step. IDLM-0302: damaged files.
     """
     run = Path(config.output_dir) / RUN_FOLDER
     if run.is_dir():
@@ -50,7 +50,7 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
         found = named_checkpoint(config)
         verify(found, sealed=True)
     if found is not None:
-        require_same_config(config_text(config), run)
+        require_same_config(config_text(config), run, defaults=_defaults())
         require_same_shape(shape, found)
     else:
         _move_aside(run)
@@ -99,7 +99,7 @@ def finished_text(config: TrainConfig) -> str | None:
     stored = _finished_file(config)
     if config.resume != "auto" or not stored.is_file():
         return None
-    require_same_config(config_text(config), stored.parent)
+    require_same_config(config_text(config), stored.parent, defaults=_defaults())
     target = Path(config.output_dir)
     report = target / REPORT_FILE if config.report.enabled else None
     try:
@@ -135,6 +135,10 @@ def _published(config: TrainConfig) -> dict[str, Any]:
 def config_text(config: TrainConfig) -> str:
     """Return the whole configuration as YAML, which `idlm-train config=FILE` reads."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def _defaults() -> dict[str, Any]:
+    return asdict(TrainConfig(adapter=AdapterConfig()))
 
 
 def config_hash(config: TrainConfig) -> str:

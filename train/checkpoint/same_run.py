@@ -1,4 +1,4 @@
-"""Refuses to continue a run with another configuration, batch or number of ZeRO processes."""
+"""Refuses to continue a run with another configuration or number of rows per step."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class RunShape:
         )
 
 
-def require_same_config(now_text: str, run: Path) -> None:
+def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -> None:
     """Raise UserError IDLM-0507 where the configuration `now_text` (YAML) trains another model than the run
-    in the folder `run` was started with.
+    in the folder `run` was started with; `defaults` are those of options.
     """
     path = run / CONFIG_FILE
     if not path.is_file():
@@ -59,7 +59,14 @@ def require_same_config(now_text: str, run: Path) -> None:
             fix="restore the file, or delete it to resume without comparing the configuration",
         ) from error
     stored = stored if isinstance(stored, dict) else {}
-    before, now = _comparable(stored), _comparable(yaml.safe_load(now_text))
+    # An earlier version did what is the default of an option that it did not know.
+    completed = {
+        key: defaults[key] | value
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+        else value
+        for key, value in stored.items()
+    }
+    before, now = _comparable(completed), _comparable(yaml.safe_load(now_text))
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys(), key=str)
@@ -74,7 +81,7 @@ def require_same_config(now_text: str, run: Path) -> None:
 
 
 def require_same_shape(now: RunShape, checkpoint: Path) -> None:
-    """Raise UserError IDLM-0512 for another number of rows per step, 0513 for other ZeRO processes."""
+    """Raise UserError IDLM-0512 for another number of rows per step."""
     before = RunShape(**read_json(checkpoint / SHAPE_FILE))
     if now.global_batch != before.global_batch:
         per_pass = now.world_size * now.batch_size
@@ -91,15 +98,12 @@ def require_same_shape(now: RunShape, checkpoint: Path) -> None:
             f"learning rate would shift",
             fix=fix,
         )
-    if before.world_size != now.world_size and before.zero_stage:
-        raise UserError(
-            "IDLM-0513",
-            f"{checkpoint} holds the ZeRO-{before.zero_stage} state of {before.world_size} processes, one "
-            f"part each; this run has {now.world_size}",
-            fix=f"continue on {before.world_size} processes, or start a new run from the weights of the "
-            "last finished stage (model.path). DeepSpeed's `ds_to_universal` re-cuts such states for other "
-            "numbers of processes, but its output has no manifest, and idlm unpickles nothing without one",
-        )
+
+
+def needs_recut(now: RunShape, checkpoint: Path) -> bool:
+    """Return whether `checkpoint` holds ZeRO parts of another number of processes."""
+    before = RunShape(**read_json(checkpoint / SHAPE_FILE))
+    return bool(before.zero_stage) and before.world_size != now.world_size
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,22 @@
 """Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
 
-An option without effect is refused too. `RULES` lists the options that no code reads because of another one;
-an option that is read but changes nothing passes.
+An option without effect is refused too (train/config/unused.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from idlm.checkpoint import foreign_files
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
+from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
@@ -27,6 +27,7 @@ from idlm.train.config.schema import (
     missing_keys,
     refuse_problems,
 )
+from idlm.train.config.unused import FILE_SOURCES, objective_has, unused_options, value_of
 from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
@@ -36,7 +37,8 @@ from idlm.train.distributed.deepspeed import uses_deepspeed
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES
+from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
+from idlm.train.objectives.idlm import PHASES
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -57,7 +59,10 @@ NOT_NEGATIVE = (
     *("train.weight_decay", "train.max_grad_norm", "train.workers", "train.seed"),
     *("train.max_padding", "data.workers", "report.num_samples"),
 )
-ABOVE_ZERO = ("train.learning_rate", "train.epochs", "train.hang_seconds", "plan.tflops", "adapter.alpha")
+ABOVE_ZERO = (
+    *("train.learning_rate", "train.epochs", "train.hang_seconds", "train.max_clean_weight"),
+    *("plan.tflops", "adapter.alpha"),
+)
 PATHS = {
     "output_dir": "name a folder",
     "model.path": "name a checkpoint directory",
@@ -67,74 +72,6 @@ PATHS = {
     "eval.path": "name a file, or leave it out",
     "train.deepspeed": "name a file, or leave it out",
 }
-FILE_SOURCES = (*SUFFIXES, "hf")
-
-
-class Rule(NamedTuple):
-    """`keys` are not read where `applies`; `why` completes the sentence "KEY=VALUE has no effect: ..."."""
-
-    keys: tuple[str, ...]
-    applies: Callable[[TrainConfig], bool]
-    why: str
-
-
-RULES = (
-    Rule(
-        ("data.path", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
-        lambda c: c.data.source == "task",
-        "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
-    ),
-    Rule(
-        ("eval.path", "eval.holdout"),
-        lambda c: c.data.source == "task",
-        "data.source=task is evaluated on its own validation split",
-    ),
-    Rule(
-        ("data.task", "data.level", "data.task_args"),
-        lambda c: c.data.source in FILE_SOURCES,
-        "only data.source=task generates samples",
-    ),
-    Rule(("data.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits"),
-    Rule(
-        ("data.thinking", "data.turns", "data.chat_template"),
-        lambda c: c.data.shape == "text",
-        "records of data.shape=text are trained on as they are",
-    ),
-    Rule(
-        ("eval.num_items", "eval.path", "eval.holdout"),
-        lambda c: c.eval.every is None,
-        "nothing is evaluated without eval.every",
-    ),
-    Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
-    Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
-    Rule(
-        ("wandb.project", "wandb.name"),
-        lambda c: c.wandb.mode == "disabled",
-        "wandb.mode=disabled sends nothing",
-    ),
-    Rule(("model.config",), lambda c: c.model.path is not None, "model.path has its own config.json"),
-    Rule(
-        ("model.mask_token_id",),
-        lambda c: not _objective_has(c, "places_masks"),
-        "the objective places no masks",
-    ),
-    Rule(
-        ("train.max_padding",),
-        lambda c: not _objective_has(c, "pads_answers"),
-        "the objective does not pad answers",
-    ),
-    Rule(
-        ("train.steps", "train.epochs"),
-        lambda c: any(stage.steps is not None for stage in c.train.stages),
-        "train.stages give steps, whose sum is the length of the run; give fractions instead",
-    ),
-    Rule(
-        ("train.balance",),
-        lambda c: all(stage.clean_weight != AUTO_BALANCED for stage in c.train.stages),
-        "no stage has clean_weight=auto",
-    ),
-    Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
-)
 
 
 def check_config(config: TrainConfig) -> None:
@@ -169,7 +106,7 @@ def _path_problems(config: TrainConfig) -> list[str]:
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
-    names = PUBLISHED_FILES if config.adapter is None else (*PUBLISHED_FILES, "README.md")
+    names = (*PUBLISHED_FILES, "README.md") if config.is_gated else PUBLISHED_FILES
     foreign = foreign_files(target, names)
     return problems + [
         f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
@@ -190,12 +127,6 @@ def _not_finite(values: Any, key: str = "") -> list[str]:
     return [line for name, value in items for line in _not_finite(value, name)]
 
 
-def _objective_has(config: TrainConfig, flag: str) -> bool:
-    """A flag of the objective's class; true for an unknown objective, which is reported by its name alone."""
-    known = config.objective in OBJECTIVES.names()
-    return not known or bool(getattr(OBJECTIVES.get(config.objective), flag))
-
-
 def _choices(config: TrainConfig) -> list[str]:
     allowed: dict[str, tuple[str, ...]] = {
         "objective": tuple(OBJECTIVES.names()),
@@ -205,6 +136,9 @@ def _choices(config: TrainConfig) -> list[str]:
         "model.compile": COMPILE_CHOICES,
         "train.overlong": OVERLONG_POLICIES,
         "train.balance": BALANCES,
+        "train.schedule": SCHEDULES,
+        "train.phase": PHASES,
+        "train.distill": ("none", *DIVERGENCES),
         "train.device": DEVICES,
         "data.source": tuple(SOURCES.names()),
         "data.shape": SHAPE_CHOICES,
@@ -238,9 +172,13 @@ def _ranges(config: TrainConfig) -> list[str]:
         found += [
             f"{key}={v} must be {text}" for key, v in values.items() if v is not None and not is_fine(v)
         ]
-    for key in ("train.warmup", "train.adam_beta2"):
+    for key in ("train.warmup", "train.decay", "train.adam_beta2"):
         if not 0 <= value_of(config, key) < 1:
             found.append(f"{key}={value_of(config, key)} must be in [0, 1)")
+    if not 0 < config.train.distill_share <= 1:
+        found.append(f"train.distill_share={config.train.distill_share} must be in (0, 1]")
+    if config.train.schedule == "wsd" and config.train.warmup + config.train.decay > 1:
+        found.append("train.warmup and train.decay are shares of the same steps: their sum must not exceed 1")
     if not 0 < config.eval.holdout < 1:
         found.append(f"eval.holdout={config.eval.holdout} must be in (0, 1)")
     if config.train.seed >= 2**32:
@@ -277,26 +215,39 @@ def _deepspeed_problems(config: TrainConfig) -> list[str]:
 
 
 def _adapter_problems(config: TrainConfig) -> list[str]:
-    if config.adapter is None:
-        return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
     name, problems = config.objective, []
+    if config.train.distill != "none" and not (config.is_gated and name == "idlm"):
+        problems.append(
+            f"train.distill={config.train.distill} needs objective=idlm and a gated adapter: in other runs "
+            "the clean rows, which are the teacher, would be trained too"
+        )
+    if config.adapter is None:
+        return problems + (["export.merge=true: there is no adapter to merge"] if config.export.merge else [])
+    if not config.adapter.targets:
+        problems.append("adapter.targets is empty: name at least one linear layer")
+    if not config.adapter.gated:
+        if not config.export.merge:
+            problems.append(
+                "export.merge=false: an adapter that is not gated changes every row, and idlm decodes with "
+                "gated ones alone; set export.merge=true, which publishes a whole checkpoint"
+            )
+        return problems
     if config.export.merge:
         problems.append(
             "export.merge=true: merging W + BA would change the clean rows, and with them the distribution "
-            "of the answers; leave it out: the adapter is published next to its base"
+            "of the answers; leave it out: the adapter is published next to its base (adapter.gated=false "
+            "trains one that is merged)"
         )
-    if not config.adapter.targets:
-        problems.append("adapter.targets is empty: name at least one linear layer")
-    if not _objective_has(config, "places_masks"):
-        problems.append(f"objective={name} has no mask rows for an adapter to train on")
-    if not _objective_has(config, "predicts_next"):
+    if not objective_has(config, "places_masks"):
+        problems.append(f"objective={name} has no mask rows for a gated adapter to train on")
+    if not objective_has(config, "predicts_next"):
         problems.append(
-            f"objective={name} takes no adapter: its rows see later ones too, so that they are not those of "
-            "the base; remove adapter"
+            f"objective={name} takes no gated adapter: its rows see later ones too, so they are not those "
+            "of the base; remove adapter, or set adapter.gated=false"
         )
     return problems + [
-        f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the base "
-        "model's and their loss is constant; leave clean_weight out or set it to 0"
+        f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with a gated adapter clean rows are the "
+        "base model's and their loss is constant; leave clean_weight out or set it to 0"
         for index, stage in enumerate(config.train.stages)
         if stage.clean_weight not in (None, 0)
     ]
@@ -304,13 +255,36 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
 
 def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
-    problems = []
-    for key, path in (("data.path", data.path), ("eval.path", held_out)):
-        if data.source in SUFFIXES and path is not None and path.strip():
+    problems, owners = [], {}
+    places = [
+        ("data" if not data.sources else f"data.sources[{i}]", one) for i, one in enumerate(data.parts())
+    ]
+    given = [(f"{key}.path", one.path, one.source) for key, one in places]
+    for key, path, source in [*given, ("eval.path", held_out, data.source)]:
+        if source in SUFFIXES and path is not None and path.strip():
             try:
-                find_files(path, SUFFIXES[data.source])
+                found = find_files(path, SUFFIXES[source])
             except UserError as error:
                 problems.append(f"{key}: {error.message}")
+                continue
+            twice = next((file for file in found if owners.setdefault(file.resolve(), key) != key), None)
+            if twice is not None and key != "eval.path":
+                problems.append(f"{owners[twice.resolve()]} and {key} both hold {twice}: give it once")
+    return problems + (_mixture_problems(data) if data.sources else [])
+
+
+def _mixture_problems(data: DataConfig) -> list[str]:
+    problems = ["data.path and data.sources exclude each other"] if data.path is not None else []
+    for index, (one, made) in enumerate(zip(data.sources, data.parts(), strict=True)):
+        key = f"data.sources[{index}]"
+        if not (one.path or "").strip():
+            problems.append(f"{key}.path is missing")
+        if not one.weight > 0:
+            problems.append(f"{key}.weight={one.weight} must be above 0")
+        if made.source not in FILE_SOURCES:
+            problems.append(f"{key}.source={made.source!r} is not one of {', '.join(FILE_SOURCES)}")
+        if made.shape not in SHAPE_CHOICES:
+            problems.append(f"{key}.shape={made.shape!r} is not one of {', '.join(SHAPE_CHOICES)}")
     return problems
 
 
@@ -336,7 +310,7 @@ def _loop_problems(config: TrainConfig) -> list[str]:
 
 def _stage_problems(config: TrainConfig) -> list[str]:
     stages, has_length = config.train.stages, (config.train.steps, config.train.epochs) != (None, None)
-    if not _objective_has(config, "has_strides"):
+    if not objective_has(config, "has_strides"):
         problems = [] if has_length else ["train.steps is missing"]
         if stages:
             name = config.objective
@@ -344,7 +318,7 @@ def _stage_problems(config: TrainConfig) -> list[str]:
         return problems
     if not stages:
         return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
-    has_clean_loss = _objective_has(config, "predicts_next")
+    has_clean_loss = objective_has(config, "predicts_next")
     problems = [
         f"train.stages[{index}]{problem}"
         for index, stage in enumerate(stages)
@@ -376,25 +350,3 @@ def _problems_of_stage(stage: StageConfig, *, has_clean_loss: bool) -> Iterator[
         yield f".clean_weight={weight!r}: the objective has no clean loss"
     elif weight not in (None, AUTO_BALANCED) and not (type(weight) in (int, float) and weight >= 0):
         yield f".clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}"
-
-
-def value_of(config: TrainConfig, key: str) -> Any:
-    """Return the value of the dotted `key`, None where its section is null."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-def unused_options(config: TrainConfig) -> list[str]:
-    """Return a sentence about each option that is set and not read; blank paths are refused in `check`."""
-    defaults, found = TrainConfig(), {}
-    for rule in RULES:
-        for key in rule.keys:
-            value, default = value_of(config, key), value_of(defaults, key)
-            if key not in found and value not in (default, "") and rule.applies(config):
-                shown = "null" if default is None else default
-                found[key] = (
-                    f"{key}={value} has no effect: {rule.why}; else leave it out, or set {key}={shown}"
-                )
-    return list(found.values())

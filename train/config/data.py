@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from idlm.config.schema import option
@@ -12,11 +12,23 @@ MAX_DEFAULT_WORKERS = 8
 
 
 @dataclass(kw_only=True)
+class SourceConfig:
+    """One of several sources; what it leaves out is that of `data`."""
+
+    path: str | None = option("file, folder or pattern; for hf a folder or a hub name", None)
+    weight: float = option("share of the samples, relative to the other sources", 1.0)
+    source: str | None = option("jsonl, parquet or hf; null: data.source", None)
+    shape: str | None = option("shape of its records; null: data.shape", None)
+    split: str | None = option("split of an hf dataset; null: data.split", None)
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The training data."""
 
     source: str = option("a registered source: jsonl, parquet, hf (a saved dataset) or task", "jsonl")
     path: str | None = option("file, folder or pattern of the source; for hf a folder or a hub name", None)
+    sources: list[SourceConfig] = option("sources to mix by weight, in place of path", [])
     split: str = option("split of an hf dataset", "train")
     shape: str = option(
         "shape of the records: messages, sharegpt, pair, alpaca, text, answers; auto: as the first record",
@@ -44,3 +56,14 @@ class DataConfig:
     cache_dir: str | None = option(
         "folder of tokenised data; null: the folder data_cache next to output_dir", None
     )
+
+    def parts(self) -> list[DataConfig]:
+        """Return the configuration of each of `sources`, or this one where there are none."""
+        if not self.sources:
+            return [self]
+        parts = []
+        for one in self.sources:
+            given = {name: getattr(one, name) for name in ("path", "source", "shape", "split")}
+            given = {name: value for name, value in given.items() if value is not None or name == "path"}
+            parts.append(replace(self, sources=[], **given))
+        return parts

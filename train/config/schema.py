@@ -45,10 +45,11 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class AdapterConfig:
-    """A gated LoRA (R-ISD): it changes mask rows only, so that the base model stays as it is."""
+    """A LoRA. A gated one (R-ISD) changes mask rows only, so that the base model stays as it is."""
 
     rank: int = option("rank r of the low-rank update", 128)
     alpha: float = option("the update is scaled by alpha / rank", 256.0)
+    gated: bool = option("false: it changes all rows, trains as full fine-tuning does and is merged", True)
     targets: list[str] = option("last name parts of the adapted linear layers", list(PROJECTIONS))
 
 
@@ -62,7 +63,7 @@ class StageConfig:
     steps: int | None = option("optimizer steps of this stage", None)
     fraction: float | None = option("share of the run, in place of steps; fractions add up to 1", None)
     clean_weight: Any = option(
-        "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, and 0 with an adapter",
+        "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, 0 with a gated adapter",
         None,
     )
 
@@ -79,6 +80,17 @@ class LoopConfig:
     balance: str = option(
         "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)", "step"
     )
+    phase: str = option(
+        "where blocks of masks begin: response (with each response) or random (anew for every visit)",
+        "response",
+    )
+    distill: str = option(
+        "with a gated adapter: none (labels), kl or overlap (1 - overlap) of the draft to the base", "none"
+    )
+    distill_share: float = option("share of distillation in the loss, labels have the rest; 1: alone", 1.0)
+    max_clean_weight: float | None = option(
+        "bound of a balanced clean weight (clean_weight=auto); null: none", 10.0
+    )
     batch_size: int = option("packed rows per device and micro-batch", 1)
     accumulation: int = option("micro-batches per optimizer step", 1)
     global_batch: int | None = option(
@@ -93,9 +105,12 @@ class LoopConfig:
         "samples longer than max_length: error, drop, truncate, or split into parts", "error"
     )
     learning_rate: float = option("peak learning rate", 1e-5)
-    warmup: float = option(
-        "share of the steps with a rising rate; a cosine to zero follows, over all stages", 0.03
+    schedule: str = option(
+        "learning rate: cosine to zero over the run, cosine_per_stage, or wsd (stable, then a line to zero)",
+        "cosine",
     )
+    warmup: float = option("share of the steps, of the run or of each stage, with a rising rate", 0.03)
+    decay: float = option("schedule=wsd: share of the steps with a falling rate, at the end", 0.2)
     weight_decay: float = option("AdamW weight decay", 0.0)
     adam_beta2: float = option("AdamW beta2", 0.999)
     max_grad_norm: float = option("norm at which gradients are clipped; 0: not", 1.0)
@@ -126,7 +141,7 @@ class ExportConfig:
     """The published checkpoint."""
 
     dtype: str | None = option("float32 or bfloat16; null: the dtype of training", None)
-    merge: bool = option("false: a gated adapter cannot be merged into its base", False)
+    merge: bool = option("true: merge an adapter that is not gated into its base, a whole checkpoint", False)
 
 
 @dataclass(kw_only=True)
@@ -143,7 +158,8 @@ class TrainConfig:
     resume: str = option("auto, never, or a checkpoint directory of this run", "auto")
     dry_run: bool = option("check everything and print the plan without training", False)
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig | None = option("a gated LoRA (R-ISD); null: train all weights", None)
+    adapter: AdapterConfig | None = option("a LoRA, gated (R-ISD) or not; null: train all weights", None)
+
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -151,6 +167,11 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gated adapter is trained, so that clean rows are the base model's."""
+        return self.adapter is not None and self.adapter.gated
 
 
 def refuse_problems(problems: list[str]) -> None:
@@ -172,20 +193,20 @@ def missing_keys(config: TrainConfig) -> list[str]:
         problems.append("model.path is missing (or give model.config to start from random weights)")
     elif model.path is None and model.tokenizer is None:
         problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
-    if source in (*SUFFIXES, "hf") and config.data.path is None:
+    if source in (*SUFFIXES, "hf") and config.data.path is None and not config.data.sources:
         problems.append(f"data.path is missing: the {source} source needs one")
     return problems
 
 
 def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
-    """Return the stage's s, None for automatic balance; 0 by default with an adapter, which changes no clean
-    row.
+    """Return the stage's s, None for automatic balance; 0 by default with a gated adapter, which changes no
+    clean row.
     """
     if stage.clean_weight is None:
         # Imported here, because objectives import torch, which `--help` and missing keys need not wait for.
         from idlm.train.objectives.base import OBJECTIVES
 
-        has_clean_loss = config.adapter is None and OBJECTIVES.get(config.objective).predicts_next
+        has_clean_loss = not config.is_gated and OBJECTIVES.get(config.objective).predicts_next
         return DEFAULT_CLEAN_WEIGHT if has_clean_loss else 0.0
     return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)
 

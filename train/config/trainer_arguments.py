@@ -49,7 +49,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         per_device_train_batch_size=loop.batch_size,
         gradient_accumulation_steps=loop.accumulation,
         learning_rate=loop.learning_rate,
-        lr_scheduler_type="cosine",
         warmup_steps=loop.warmup,
         weight_decay=loop.weight_decay,
         adam_beta2=loop.adam_beta2,

@@ -21,6 +21,7 @@ from idlm.text.chat import render_conversation
 from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import Message, encode_messages, encode_prompt, num_token_ids
 from idlm.train.data.layout import Sample
+from idlm.train.data.mixture import MixedSource
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
@@ -71,9 +72,14 @@ def has_splits(source: str) -> bool:
 
 
 def open_source(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
-    """Return the source of `data`; this process tokenises it where it is not cached."""
+    """Return the source of `data`, or its mixture of sources; this process tokenises what is not cached."""
     folder = data.cache_dir or str(Path(output_dir).absolute().parent / CACHE_FOLDER)
-    return SOURCES.get(data.source)(dataclasses.replace(data, cache_dir=folder), encoder)
+    opened = [
+        SOURCES.get(one.source)(dataclasses.replace(one, cache_dir=folder), encoder) for one in data.parts()
+    ]
+    if not data.sources:
+        return opened[0]
+    return MixedSource(opened, [one.weight for one in data.sources], seed=data.seed)
 
 
 def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) -> Encoder:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.train.data.cache import CachedSource
 from idlm.train.data.file_rows import FileRows
+from idlm.train.data.mixture import CountedSource
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
@@ -33,8 +33,9 @@ class DataReport:
 
     `header`: what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are
     those before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated"
-    or "split"). `open_ends`: count and example of last supervised tokens that do not stop the model.
-    `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user.
+    or "split"). `lost_share`: targets that are dropped or cut off. `open_ends`: count and example of last
+    supervised tokens that do not stop the model. `padding_share`: padding in the rows of an epoch. `warnings`
+    are sentences for the user.
     """
 
     config: DataConfig
@@ -45,6 +46,7 @@ class DataReport:
     num_supervised: int
     longest_origin: str
     num_overlong: dict[str, int]
+    lost_share: float
     open_ends: dict[int, tuple[int, str]]
     rows_per_epoch: int | None
     padding_share: float
@@ -78,11 +80,13 @@ class DataReport:
             f"{lengths.mean():.0f} on average, 50/90/99 %: {median}/{ninth}/{last}, longest {lengths.max()} "
             f"({self.longest_origin})",
         ]
+        lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")
         changed = [f"{num:,} {what}" for what, num in self.num_overlong.items() if num]
         if changed:
-            lines.append(f"samples that are too long: {', '.join(changed)}")
+            lost = f"; {self.lost_share:.1%} of all supervised tokens are lost"
+            lines.append(f"samples that are too long: {', '.join(changed)}{lost if self.lost_share else ''}")
         if header.get("num_skipped"):
             example = header["skipped_examples"][0]
             lines.append(f"{header['num_skipped']:,} bad records skipped, such as {example}")
@@ -97,7 +101,7 @@ def inspect_data(
     Raises UserError IDLM-0234 when no sample ends in a token that stops the model.
     """
     file, source = dataset.rows if isinstance(dataset.rows, FileRows) else None, dataset.source
-    header: dict[str, Any] = source.header if isinstance(source, CachedSource) else {}
+    header: dict[str, Any] = source.header if isinstance(source, CountedSource) else {}
     num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)
     samples = [source.sample(index) for index in range(num_read)]
     if file is not None:
@@ -108,10 +112,11 @@ def inspect_data(
         num_supervised = sum(sample.num_targets for sample in samples)
         longest = samples[int(lengths.argmax())]
     is_chat = tuple(header.get("shapes", ())) != ("text",)
-    num_overlong = {}
+    num_overlong, lost_share = {}, 0.0
     if file is not None:
         cut = "split" if file.limits.overlong == "split" else "truncated"
         num_overlong = {"dropped": file.num_dropped, cut: file.num_cut}
+        lost_share = file.num_lost / max(1, int(file.num_targets.sum()))
     report = DataReport(
         config=config,
         header=header,
@@ -121,6 +126,7 @@ def inspect_data(
         num_supervised=header.get("num_supervised", num_supervised),
         longest_origin=longest.origin,
         num_overlong=num_overlong,
+        lost_share=lost_share,
         open_ends=_open_ends(header, samples, {int(tokenizer.eos_token_id), *stop_token_ids}),
         rows_per_epoch=dataset.rows_per_epoch(),
         padding_share=0.0 if file is None else file.padding_share,
@@ -165,8 +171,8 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
         yield "data.thinking=off renders like strip: this chat template has no enable_thinking"
     if report.supervised_share < MIN_SUPERVISED:
         yield f"only {report.supervised_share:.1%} of the tokens are supervised"
-    lost = sum(num for what, num in report.num_overlong.items() if what != "split") / max(
-        1, len(report.lengths)
-    )
-    if lost > MAX_LOST:
-        yield f"{lost:.1%} of the samples are dropped or truncated: raise train.max_length"
+    if report.lost_share > MAX_LOST:
+        yield (
+            f"{report.lost_share:.1%} of the supervised tokens are lost, because their samples are too long: "
+            "set train.overlong=split, or raise train.max_length"
+        )

@@ -10,8 +10,8 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.train.data.base import Source
-from idlm.train.data.cache import CachedSource
 from idlm.train.data.layout import Sample
+from idlm.train.data.mixture import CountedSource
 from idlm.train.data.packing import LengthLimits, Recent, best_fit_decreasing
 
 POOL_SAMPLES = 1024
@@ -37,8 +37,8 @@ class FileRows:
     """Packed rows of a finite source, `len` per epoch, planned before data workers start, which share it.
 
     A unit is what is packed, a whole sample or a part of one: `units`, int64 [units, 4], has its sample,
-    start, stop and rows. `left_out`, bool [num_samples], marks samples that are not used; raises UserError
-    IDLM-0205 where no sample fits.
+    start, stop and rows. `num_lost`: targets that no unit has. `left_out`, bool [num_samples], marks samples
+    that are not used; raises UserError IDLM-0205 where no sample fits.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class FileRows:
         is_wanted = np.ones(len(costs), dtype=bool) if left_out is None else ~left_out
         is_overlong = is_wanted & ((self.lengths > limits.max_length) | (costs > limits.row_length))
         fitting = np.flatnonzero(is_wanted & ~is_overlong)
-        parts = self._parts(np.flatnonzero(is_overlong))
+        parts, num_kept = self._parts(np.flatnonzero(is_overlong))
         whole = np.stack([fitting, np.zeros_like(fitting), self.lengths[fitting], costs[fitting]], axis=1)
         self.units = np.concatenate([whole, parts])
+        self.num_lost = int(self.num_targets[is_overlong].sum()) - num_kept
         self.num_cut = len(np.unique(parts[:, 0]))
         self.num_dropped = int(is_wanted.sum()) - len(fitting) - self.num_cut
         if not len(self.units):
@@ -92,20 +93,22 @@ class FileRows:
         """Return the order in which an epoch visits the rows, int64 [rows]."""
         return np.random.default_rng([self.seed, epoch]).permutation(len(self))
 
-    def _parts(self, overlong: np.ndarray) -> np.ndarray:
-        """Return the units of samples that are too long."""
-        parts = []
+    def _parts(self, overlong: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return the units of samples that are too long, and how many targets they have."""
+        parts, num_targets = [], 0
         # Samples that are dropped need not be read.
         for index in [] if self.limits.overlong == "drop" else overlong.tolist():
             sample = self.source.sample(index)
             for start, stop in self.limits.parts(sample):
-                parts.append((index, start, stop, self.limits.num_rows(sample.piece(start, stop))))
-        return np.asarray(parts, dtype=np.int64).reshape(-1, 4)
+                piece = sample.piece(start, stop)
+                num_targets += piece.num_targets
+                parts.append((index, start, stop, self.limits.num_rows(piece)))
+        return np.asarray(parts, dtype=np.int64).reshape(-1, 4), num_targets
 
 
 def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of all samples, int64 [num_samples], read where they are not cached."""
-    if isinstance(source, CachedSource):
+    if isinstance(source, CountedSource):
         return source.lengths, source.num_targets
     assert source.num_samples is not None, "an endless source has no lengths"
     samples = [source.sample(index) for index in range(source.num_samples)]

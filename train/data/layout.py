@@ -124,9 +124,9 @@ def clean_rows(sample: Sample, mask_region: str) -> Rows:
     )
 
 
-def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: int) -> Rows:
+def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: int, phase: int = 0) -> Rows:
     """Return one mask per supervised position; each run of positions is cut into blocks of `stride - 1`
-    masks.
+    masks, the first of which lacks its last `phase` masks.
 
     A mask at position i predicts token i+1, so the first response token has its mask at the last prompt
     position.
@@ -137,7 +137,8 @@ def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: 
     opens_run = np.ones(len(positions), dtype=bool)
     opens_run[1:] = np.diff(positions) != 1
     run_starts = positions[opens_run][np.cumsum(opens_run) - 1] if len(positions) else positions
-    block_starts = positions - (positions - run_starts) % (stride - 1)
+    first_starts = positions - (positions - run_starts + phase) % (stride - 1)
+    block_starts = np.maximum(first_starts, run_starts)
     return Rows(
         input_ids=np.full(len(positions), mask_token_id, dtype=np.int64),
         positions=positions,

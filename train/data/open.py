@@ -7,21 +7,17 @@ builds its own; then the rest. Each rank plans rows from its own data, so digest
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.data.base import Encoder, Source, open_source
-from idlm.train.data.cache import CachedSource
-from idlm.train.distributed.collectives import gather_objects, highest
-from idlm.train.loop.liveness import note_progress, progress_count
+from idlm.train.data.mixture import CountedSource
+from idlm.train.distributed.collectives import gather_objects
+from idlm.train.distributed.waiting import while_others_wait
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
-
-SECONDS_BETWEEN_SIGNS = 5.0
 
 
 def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
@@ -33,9 +29,9 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
         sources.append(open_source(data, encoder, output_dir=output_dir))
 
     for is_my_turn in (rank() == 0, is_first_of_node, True):
-        _while_others_wait(work if is_my_turn and not sources else None)
+        while_others_wait(work if is_my_turn and not sources else None)
     (source,) = sources
-    digests = gather_objects(source.digest() if isinstance(source, CachedSource) else "")
+    digests = gather_objects(source.digest() if isinstance(source, CountedSource) else "")
     if len(set(digests)) > 1:
         other = next(place for place, found in enumerate(digests) if found != digests[0])
         raise UserError(
@@ -44,37 +40,3 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
             fix="give every node the same files, tokenizer and template, or a data.cache_dir that they share",
         )
     return source
-
-
-def _while_others_wait(work: Callable[[], None] | None) -> None:
-    """Do `work` (None: wait for ranks that have some); UserErrors are raised on all ranks.
-
-    Collective calls at short intervals keep the process group from timing out.
-    """
-    failures: list[Exception] = []
-
-    def guarded() -> None:
-        try:
-            if work is not None:
-                work()
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=guarded, name="open data", daemon=True)
-    thread.start()
-    heard = -1
-    while heard:
-        thread.join(timeout=SECONDS_BETWEEN_SIGNS if work is not None else 0.0)
-        is_working = work is not None and thread.is_alive()
-        before, heard = heard, highest(1 + progress_count() if is_working else 0)
-        if not is_working and heard > before:
-            # Progress of the rank that this one waits for counts as progress here: it is no hang.
-            note_progress()
-    unexpected = [error for error in failures if not isinstance(error, UserError)]
-    if unexpected:
-        # The other ranks wait below; the watchdog ends them.
-        raise unexpected[0]
-    reported = [(error.code, error.message, error.fix) for error in failures if isinstance(error, UserError)]
-    for found in gather_objects(reported):
-        for code, message, fix in found:
-            raise UserError(code, message, fix=fix)

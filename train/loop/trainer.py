@@ -1,8 +1,8 @@
 """A thin subclass of transformers' Trainer, whose loop calls `idlm.train.step`; and how a signal stops it.
 
 Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
-step), `compute_loss`, `training_step`, `_get_train_sampler` and `get_train_dataloader`, those for saving in
-`idlm.train.checkpoint.save`.
+step), `compute_loss`, `training_step`, `create_scheduler`, `_get_train_sampler` and `get_train_dataloader`,
+those for saving in `idlm.train.checkpoint.save`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
 from idlm.train.objectives.base import Batch, Objective
+from idlm.train.objectives.curriculum import rate_factor
 from idlm.train.step import PreviousMeans, TrainingStep
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ ECHO_SECONDS = 2.0
 
 
 class IdlmTrainer(SavingTrainer):
-    """`objective` decides rows and losses; `balance` is one of `train.objectives.curriculum.BALANCES`."""
+    """`objective` decides rows and losses; `balance` is one of `train.objectives.curriculum.BALANCES`,
+    `schedule` of its SCHEDULES, `decay` as in its `rate_factor`.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,16 @@ class IdlmTrainer(SavingTrainer):
         log_every: int,
         callbacks: list[Any],
         balance: str = "step",
+        schedule: str = "cosine",
+        decay: float = 0.0,
     ) -> None:
+        self.rate_factor = partial(
+            rate_factor,
+            curriculum=train_dataset.curriculum,
+            schedule=schedule,
+            warmup=args.warmup_steps,
+            decay=decay,
+        )
         previous = PreviousMeans() if balance == "previous" else None
         super().__init__(
             model=model,
@@ -105,6 +117,16 @@ class IdlmTrainer(SavingTrainer):
         if engine is not None:
             guard.check_skipped(engine.engine.optimizer)
         return loss
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The learning rate of each step. DeepSpeed gives its own `optimizer`."""
+        if self.lr_scheduler is None:
+            chosen = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.rate_factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The dataset is already in training order; a random order would undo curriculum and resume.

@@ -1,5 +1,5 @@
-"""Gated LoRA while training: MASK rows of a batch get the low-rank update, all other rows stay bitwise those
-of the base.
+"""LoRA while training. Gated (R-ISD), MASK rows of a batch get the low-rank update, and all other rows stay
+bitwise those of the base. Not gated, all rows get it, and it is merged into the base in the end.
 
 The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. An adapted module is an
 `nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights of a
@@ -12,7 +12,6 @@ width.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 from idlm.errors import UserError
 from idlm.lora import MASK_ROW, AdapterSpec, low_rank, tensor_name
-from idlm.train.distributed.deepspeed import gathered
+from idlm.train.distributed.deepspeed import gathered, num_elements
 from idlm.train.model.checks import is_usable, mask_token, mean_of_others
 
 if TYPE_CHECKING:
@@ -30,58 +29,20 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """The MASK rows of the current batch, shared by all adapted modules of one model.
+    """What the adapted modules of one model do now; `idlm.train.step.BodyAndHead` sets it.
 
-    It stays set until the next batch, because checkpointed layers run again in the backward pass.
+    `is_gated`: clean and MASK rows run apart, and MASK rows alone through an open gate; otherwise all rows
+    run together, the linear layers adapt all of them, and `rows_M`, flat indices into B*T, are the MASK rows,
+    which the embedding asks for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_gated: bool = True) -> None:
+        self.is_gated = is_gated
+        self.is_open = not is_gated
         self.rows_M: Tensor | None = None
 
-    def set(self, rows_M: Tensor | None) -> None:
-        """Flat indices into B*T, on the model's device; None: the base model, nothing is gated."""
-        if rows_M is not None and len(rows_M) > 1 and "torch._dynamo" in sys.modules:
-            # Compiled layers have static shapes, but the number of MASK rows changes with every batch.
-            # Importing the compiler takes seconds, so a run without compiled layers does not.
-            torch._dynamo.mark_dynamic(rows_M, 0)
-        self.rows_M = rows_M
 
-
-class GatedProduct(torch.autograd.Function):
-    """`linear` of all rows by a frozen weight, plus `update_ME` on the MASK rows.
-
-    Gradients flow to `x_MD`, the MASK rows of `x`, and to the update. No other row depends on a trained
-    weight, so the product for their gradient, half of the backward pass, is left out.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        x_MD: Tensor,
-        update_ME: Tensor,
-        weight_ED: Tensor,
-        bias_E: Tensor | None,
-        rows_M: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(weight_ED, rows_M)
-        ctx.dtypes = x_MD.dtype, update_ME.dtype
-        out = functional.linear(x, weight_ED, bias_E)
-        out.flatten(0, -2).index_add_(0, rows_M, update_ME.to(out.dtype))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight_ED, rows_M = ctx.saved_tensors
-        of_input, of_update = ctx.dtypes
-        grad_ME = grads[0].flatten(0, -2).index_select(0, rows_M)
-        grad_MD = None
-        if ctx.needs_input_grad[1]:
-            grad_MD = (grad_ME @ weight_ED.to(grad_ME.dtype)).to(of_input)
-        return None, grad_MD, grad_ME.to(of_update), None, None, None
-
-
-class GatedLinear(nn.Linear):
+class AdaptedLinear(nn.Linear):
     """Replaces a linear layer and owns its weight; A and B are float32 for any dtype of the base."""
 
     def __init__(self, base: nn.Linear, gate: Gate, spec: AdapterSpec, generator: torch.Generator) -> None:
@@ -97,15 +58,16 @@ class GatedLinear(nn.Linear):
         self.scaling, self.gate = spec.scaling, gate
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., D] to [..., E]; the leading axes are those of the batch while a gate is set."""
-        rows_M = self.gate.rows_M
-        if rows_M is None:
-            return functional.linear(x, self.weight, self.bias)
-        x_MD = x.flatten(0, -2).index_select(0, rows_M)
-        as_trained = x_MD if torch.is_autocast_enabled(x.device.type) else x_MD.to(self.lora_A.dtype)
-        update_ME = low_rank(as_trained, self.lora_A, self.lora_B, self.scaling)
-        out: Tensor = GatedProduct.apply(x, x_MD, update_ME, self.weight, self.bias, rows_M)
-        return out
+        """`x` [..., D] to [..., E]: all rows by the base if the gate is closed, all adapted if it is open."""
+        base = functional.linear(x, self.weight, self.bias)
+        if not self.gate.is_open:
+            return base
+        if torch.is_autocast_enabled(x.device.type) or x.dtype == self.lora_A.dtype:
+            low_Mr = functional.linear(x, self.lora_A).flatten(0, -2)
+            out_ME = torch.addmm(base.flatten(0, -2), low_Mr, self.lora_B.t(), alpha=self.scaling)
+            return out_ME.view(base.shape)
+        update = low_rank(x.to(self.lora_A.dtype), self.lora_A, self.lora_B, self.scaling)
+        return base + update.to(base.dtype)
 
 
 class GatedEmbedding(nn.Embedding):
@@ -127,6 +89,8 @@ class GatedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Embeddings [..., D] of `input` [...]."""
+        if self.gate.is_gated and self.gate.is_open:
+            return self.mask_row.to(self.weight.dtype).expand(*input.shape, -1)
         rows_M = self.gate.rows_M
         if rows_M is None:
             return functional.embedding(input, self.weight, self.padding_idx)
@@ -137,9 +101,15 @@ class GatedEmbedding(nn.Embedding):
 
 
 def add_adapter(
-    model: PreTrainedModel, spec: AdapterSpec, *, mask_row_D: Tensor | None = None, seed: int = 0
+    model: PreTrainedModel,
+    spec: AdapterSpec,
+    *,
+    mask_row_D: Tensor | None = None,
+    seed: int = 0,
+    is_gated: bool = True,
 ) -> Gate:
-    """Freeze `model` and adapt the linear layers named in `spec.targets`, in place.
+    """Freeze `model` and adapt the linear layers named in `spec.targets`, in place, for MASK rows alone or,
+    without `is_gated`, for all rows.
 
     A is drawn as PEFT draws it (Kaiming uniform) from `seed`, the same on every device; B is zero.
     `mask_row_D`: start of a trained input embedding for MASK rows, None where the base's own row serves.
@@ -160,10 +130,10 @@ def add_adapter(
             f"adapter.targets: {type(model).__name__} has no linear layer named {', '.join(unknown)}",
             fix=f"choose from {', '.join(known)}",
         )
-    gate, generator = Gate(), torch.Generator().manual_seed(seed)
+    gate, generator = Gate(is_gated=is_gated), torch.Generator().manual_seed(seed)
     for name, linear in linears.items():
         if name.rpartition(".")[2] in spec.targets:
-            model.set_submodule(name, GatedLinear(linear, gate, spec, generator))
+            model.set_submodule(name, AdaptedLinear(linear, gate, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
         if type(embedding) is not nn.Embedding:
@@ -175,7 +145,6 @@ def add_adapter(
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
     model.register_load_state_dict_post_hook(_expect_trained_only)
-    # `idlm.train.step.BodyAndHead` sets its rows.
     model.mask_gate = gate
     return gate
 
@@ -206,6 +175,11 @@ def is_trained(name: str) -> bool:
     return name.rpartition(".")[2] in ("lora_A", "lora_B", "mask_row")
 
 
+def num_base_parameters(module: nn.Module) -> int:
+    """Parameters without those of an adapter."""
+    return sum(num_elements(value) for name, value in module.named_parameters() if not is_trained(name))
+
+
 def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The adapter's weights under the names that PEFT gives them, and `MASK_ROW` where one is trained."""
     tensors = {}
@@ -215,6 +189,29 @@ def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             target = MASK_ROW if kind == "mask_row" else tensor_name(module, kind.removeprefix("lora_"))
             tensors[target] = value.detach().cpu().contiguous()
     return tensors
+
+
+def merged(weights: dict[str, Tensor], *, scaling: float, mask_token_id: int | None) -> dict[str, Tensor]:
+    """The weights of a model whose adapter is not gated, with W + scaling * B A in place of W and the trained
+    row of MASK rows in the embedding. Changed weights are copies on the host; the sum is rounded once, to the
+    base's dtype.
+    """
+    changed: dict[int, Tensor] = {}
+    for name, b_Er in weights.items():
+        module, _, kind = name.rpartition(".")
+        base = weights.get(f"{module}.weight")
+        if base is None or kind not in ("lora_B", "mask_row"):
+            continue
+        if kind == "lora_B":
+            a_rD = weights[f"{module}.lora_A"]
+            new = base.float() + scaling * (b_Er.float() @ a_rD.float())
+        else:
+            new = base.clone()
+            new[mask_token_id] = b_Er.to(base.dtype)
+        changed[base.data_ptr()] = new.to("cpu", base.dtype)
+    # Names of tied weights share one tensor, also afterwards.
+    kept = {name: value for name, value in weights.items() if not is_trained(name)}
+    return {name: changed.get(value.data_ptr(), value) for name, value in kept.items()}
 
 
 def save_trained(model: nn.Module, directory: Path) -> None:

@@ -21,7 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idlm.kernels.linear_cross_entropy import linear_cross_entropy, linear_overlap, token_nll
+from idlm.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_distillation,
+    linear_overlap,
+    token_nll,
+)
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.train.data.layout import Sample, SampleRows
@@ -44,6 +49,20 @@ class Head:
     def loss(self, hidden_MD: Tensor, labels_M: Tensor, coefficients_M: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum of coefficient * nll, differentiable; nll [M] in nats, float32, detached)."""
         return linear_cross_entropy(hidden_MD, self.weight_VD, labels_M, coefficients_M, bias_V=self.bias_V)
+
+    def distilled(
+        self,
+        draft_MD: Tensor,
+        verify_MD: Tensor,
+        labels_M: Tensor,
+        coefficients_M: Tensor,
+        *,
+        divergence: str,
+        share: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `loss` does, of (1 - share) * nll + share * divergence of draft and `verify_MD`."""
+        rows = draft_MD, verify_MD, self.weight_VD, labels_M, coefficients_M
+        return linear_distillation(*rows, divergence=divergence, share=share, bias_V=self.bias_V)
 
     def nll(self, hidden_MD: Tensor, labels_M: Tensor) -> Tensor:
         """Return nll [M] in nats without gradients, for a third of the cost of `loss`."""
@@ -81,8 +100,9 @@ class Objective(ABC):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
     `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
-    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `term_names` name
-    the summed losses, in the order of `Terms.sums`.
+    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `max_clean_weight`
+    bounds a balanced s. `phase`, `distill` and `distill_share` are those of `objective=idlm`. `term_names`
+    name the summed losses, in the order of `Terms.sums`.
     """
 
     places_masks: ClassVar[bool]
@@ -102,6 +122,10 @@ class Objective(ABC):
     max_stride: int = 1
     stop_token_ids: tuple[int, ...] = ()
     max_padding: int = 0
+    max_clean_weight: float | None = None
+    phase: str = "response"
+    distill: str = "none"
+    distill_share: float = 1.0
 
     @abstractmethod
     def default_row_length(self, max_length: int) -> int:

@@ -1,5 +1,5 @@
 """Stages of increasing stride in one run (arXiv 2604.11035, appendix H.1, whose authors run one job per
-stage).
+stage), and the learning rate over them.
 
 The stage of a step or data item is a pure function of its index: a resumed run and a run with other
 accumulation see the same stages at the same items.
@@ -7,11 +7,13 @@ accumulation see the same stages at the same items.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 AUTO_BALANCED = "auto"
 BALANCES = ("step", "previous")
+SCHEDULES = ("cosine", "wsd", "cosine_per_stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,28 @@ class Curriculum:
     def stage_of_item(self, item: int) -> Stage:
         """Return the stage of the 0-based data item (packed row)."""
         return self.stage_of_step(item // self.global_batch)
+
+
+def rate_factor(step: int, *, curriculum: Curriculum, schedule: str, warmup: float, decay: float) -> float:
+    """Return the learning rate of the 0-based optimizer step as a share of its peak.
+
+    `cosine`: a linear rise over the share `warmup` of the steps, then half a cosine to zero at the end of the
+    run. `cosine_per_stage`: the same in every stage, as if each were a job of its own. `wsd` (warm-up,
+    stable, decay): the peak after the rise, then a line to zero over the last share `decay` of the steps.
+    """
+    start, num_steps = 0, curriculum.num_steps
+    if schedule == "cosine_per_stage" and step < num_steps:
+        stage = curriculum.stage_of_step(step)
+        start = sum(one.num_steps for one in curriculum.stages[: stage.index])
+        num_steps = stage.num_steps
+    step, num_rising = step - start, math.ceil(num_steps * warmup)
+    if step < num_rising:
+        return step / num_rising
+    if schedule == "wsd":
+        return min(1.0, max(0, num_steps - step) / max(1, math.ceil(num_steps * decay)))
+    # In this order the results are those of transformers' `get_cosine_schedule_with_warmup`, bit for bit.
+    progress = (step - num_rising) / max(1, num_steps - num_rising)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
 
 
 def split_steps(total: int, fractions: Sequence[float]) -> list[int]:

@@ -3,10 +3,16 @@
     L       = L_mask + s * L_clean                      arXiv 2604.11035, section 3.1, equations 1 and 2
     L_mask  = mean of -log p(x_{i+1}) over noisy rows, which see masks of their block and clean rows
     L_clean = mean of -log p(x_{i+1}) over supervised clean rows, as in next-token training
-    s       = `clean_weight` of the stage, or balanced ("auto"): stop_gradient(L_mask / L_clean)
+    s       = `clean_weight` of the stage, or balanced ("auto"): stop_gradient(L_mask / L_clean), at most
+              `max_clean_weight`. The paper has no bound: at the first step of a base that is not converted
+              yet s was 630, and L_mask counted for nothing.
 
 `rows` makes both halves, `terms` the sums of both losses, `weights` (1, s). The means, also those in s, are
 over all rows of an optimizer step: all ranks and micro-batches.
+
+With a gated adapter, whose clean rows are the base's, -log p in L_mask may give way, wholly or in part
+(`distill_share`), to the divergence of the mask's q from the clean row's p: they predict the same token. With
+`phase=random` blocks of masks start at another offset for every visit of a sample. Neither is in the paper.
 
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions.
 """
@@ -17,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +32,7 @@ from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows
 from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Overlap, Terms
 from idlm.train.objectives.curriculum import Stage
 
+PHASES = ("response", "random")
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio, which keeps s finite when the clean rows are learnt perfectly."""
 
@@ -47,8 +55,15 @@ class IntrospectiveConsistency(Objective):
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         assert self.mask_token_id is not None
+        phase = 0
+        if self.phase == "random":
+            phase = int(np.random.default_rng([*seed]).integers(stage.stride - 1))
         noisy = noisy_rows(
-            sample, mask_region=self.mask_region, stride=stage.stride, mask_token_id=self.mask_token_id
+            sample,
+            mask_region=self.mask_region,
+            stride=stage.stride,
+            mask_token_id=self.mask_token_id,
+            phase=phase,
         )
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
 
@@ -84,7 +99,13 @@ class IntrospectiveConsistency(Objective):
             nll = head.nll(rows, labels[index])
         else:
             per_row = torch.cat([coefficients[0].expand(len(noisy_M)), coefficients[1].expand(len(clean_M))])
-            loss, nll = head.loss(rows, labels[index], per_row[: len(index)])
+            if self.distill == "none":
+                loss, nll = head.loss(rows, labels[index], per_row[: len(index)])
+            else:
+                assert not trains_clean, "the verifying distribution is a constant"
+                verify = hidden.detach().index_select(0, clean_M)
+                how = {"divergence": self.distill, "share": self.distill_share}
+                loss, nll = head.distilled(rows, verify, labels[index], per_row[: len(index)], **how)
             if want_overlap and not trains_clean:
                 clean_nll = head.nll(hidden.detach().index_select(0, clean_M), labels[clean_M])
                 nll = torch.cat([nll, clean_nll])
@@ -100,6 +121,8 @@ class IntrospectiveConsistency(Objective):
             return torch.tensor([1.0, stage.clean_weight])
         assert means is not None
         balance = means[0] / means[1].clamp_min(SMALLEST_LOSS)
+        if self.max_clean_weight is not None:
+            balance = balance.clamp_max(self.max_clean_weight)
         return torch.stack([torch.ones_like(balance), balance]).detach()
 
 

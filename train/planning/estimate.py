@@ -155,7 +155,7 @@ def run_setup(
         state_setup(config, world_size=world_size),
         rows=size * row_length,
         targets=round(size * (fed.clean_targets + fed.noisy_targets)),
-        mask_rows=round(size * fed.noisy_rows),
+        mask_rows=round(size * fed.noisy_rows) if config.is_gated else size * row_length,
         autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
@@ -174,8 +174,8 @@ def _time_plan(
 ) -> TimePlan:
     """Time of all steps; `stages`: each with the average packed row that it is fed.
 
-    Extra FLOPs: one forward pass of the layers for recomputed activations, and one more, with the head, for
-    an auto-balanced stage with accumulation that balances its own step.
+    Extra FLOPs: one forward pass of the layers for recomputed activations, the teacher's logits, and one more
+    pass, with the head, for an auto-balanced stage with accumulation that balances its own step.
     """
     num_steps = sum(stage.num_steps for stage, _ in stages)
     needed = extra = tokens = 0.0
@@ -186,6 +186,8 @@ def _time_plan(
         needed += rows * train_flops(work, fed, trains_clean=stage.clean_weight != 0)
         if config.model.gradient_checkpointing:
             extra += rows * forward
+        if config.train.distill != "none":
+            extra += rows * FORWARD * work.head * fed.noisy_targets
         if stage.clean_weight is None and config.train.accumulation > 1 and config.train.balance == "step":
             extra += rows * (forward + FORWARD * work.head * (fed.clean_targets + fed.noisy_targets))
     return TimePlan(

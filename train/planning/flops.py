@@ -15,7 +15,7 @@ from torch import nn
 
 from idlm.masks import PADDING_DOC
 from idlm.train.distributed.deepspeed import whole_shape
-from idlm.train.model.gated_lora import GatedLinear
+from idlm.train.model.gated_lora import AdaptedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +67,8 @@ class TokenCounts(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
     """Multiply-adds of one row: `layers` in the linear layers, `head` in the output head, `adapter` in a
-    gated LoRA; `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains.
+    LoRA; `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains,
+    `is_gated`: which changes noisy rows alone.
     """
 
     layers: int
@@ -75,6 +76,7 @@ class ModelWork:
     queries: int
     adapter: int = 0
     is_frozen: bool = False
+    is_gated: bool = False
 
 
 def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
@@ -100,13 +102,14 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
     if not isinstance(head, nn.Linear) or not all(hasattr(config, name) for name in sizes):
         return None
-    layers = adapter = 0
+    layers, adapter, is_gated = 0, 0, False
     for module in model.modules():
         if isinstance(module, nn.Linear):
             if module is not head:
                 layers += module.in_features * module.out_features
-            if isinstance(module, GatedLinear):
+            if isinstance(module, AdaptedLinear):
                 adapter += whole_shape(module.lora_A)[0] * (module.in_features + module.out_features)
+                is_gated = module.gate.is_gated
         elif isinstance(module, nn.Embedding):
             continue
         elif any(len(whole_shape(value)) > 1 for value in module.parameters(recurse=False)):
@@ -118,6 +121,7 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
         queries=config.num_hidden_layers * config.num_attention_heads * head_dim,
         adapter=adapter,
         is_frozen=adapter > 0,
+        is_gated=is_gated,
     )
 
 
@@ -127,16 +131,18 @@ def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True)
     All weights train: three products per weight and row, in the layers for every row, in the head for rows
     with a target. Gated LoRA: one product for every row; for noisy rows, which alone are changed by what
     trains, also that for the gradient of the activations, three products with A and B, and the backward pass
-    of attention. The head of a frozen base gives no gradient of its weights.
+    of attention. A LoRA that is not gated does so for every row. The head of a frozen base gives no gradient
+    of its weights.
     """
-    if work.is_frozen:
-        linear = FORWARD * work.layers * fed.rows + ACTIVATIONS * work.layers * fed.noisy_rows
-        linear += (FORWARD + ACTIVATIONS + WEIGHTS) * work.adapter * fed.noisy_rows
-        head = (FORWARD + ACTIVATIONS) * work.head * fed.noisy_targets
-        attention = work.queries * (PAIR_FORWARD * fed.pairs + PAIR_BACKWARD * fed.noisy_pairs)
-        return linear + head + attention
     products = FORWARD + ACTIVATIONS + WEIGHTS
     targets = fed.noisy_targets + (fed.clean_targets if trains_clean else 0)
+    if work.is_frozen:
+        changed, pairs = (fed.noisy_rows, fed.noisy_pairs) if work.is_gated else (fed.rows, fed.pairs)
+        linear = FORWARD * work.layers * fed.rows + ACTIVATIONS * work.layers * changed
+        linear += products * work.adapter * changed
+        head = (FORWARD + ACTIVATIONS) * work.head * (fed.noisy_targets if work.is_gated else targets)
+        attention = work.queries * (PAIR_FORWARD * fed.pairs + PAIR_BACKWARD * pairs)
+        return linear + head + attention
     attention = work.queries * (PAIR_FORWARD + PAIR_BACKWARD) * fed.pairs
     return products * (work.layers * fed.rows + work.head * targets) + attention
 

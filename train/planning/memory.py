@@ -14,12 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from idlm.kernels.linear_cross_entropy.op import MAX_LOGITS_BYTES
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, whole_shape
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, whole_shape
 from idlm.train.distributed.deepspeed_settings import BUCKET_ELEMENTS, LIVE_ELEMENTS
-from idlm.train.model.gated_lora import is_trained
+from idlm.train.model.gated_lora import num_base_parameters
 from idlm.train.planning.state import GIB, RunSetup, Term, state_terms
 
 if TYPE_CHECKING:
@@ -88,14 +86,9 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
         vocabulary=whole_shape(model.get_input_embeddings().weight)[0],
         has_qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         is_tied=model.get_input_embeddings().weight is head.weight,
-        num_parameters=_num_own(model),
-        layer_parameters=_num_own(layers[0][0]),
+        num_parameters=num_base_parameters(model),
+        layer_parameters=num_base_parameters(layers[0][0]),
     )
-
-
-def _num_own(module: nn.Module) -> int:
-    """Parameters without those of an adapter."""
-    return sum(num_elements(value) for name, value in module.named_parameters() if not is_trained(name))
 
 
 def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryPlan:
@@ -152,8 +145,13 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
 def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
     per_row, formula = kept_per_row(shape, run)
     per_mask_row, mask_formula = kept_per_mask_row(shape, run)
-    per_layer = run.rows * per_row + run.mask_rows * per_mask_row
-    formula = f"R ({formula})" + (f" + M ({mask_formula})" if mask_formula else "")
+    per_layer, formula = run.rows * per_row, f"R ({formula})"
+    if run.rank:
+        # Clean rows of a gated adapter keep what attention takes and gives, and their keys and values.
+        e = run.size
+        per_clean_row, clean_formula = _sum((2 * e, shape.queries, "Q"), (4 * e, shape.keys, "K"))
+        per_layer = run.mask_rows * (per_row + per_mask_row) + (run.rows - run.mask_rows) * per_clean_row
+        formula = f"M ({formula[3:-1]} + {mask_formula}) + (R - M) ({clean_formula})"
     stream = 4 if run.autocast else run.size
     if run.is_checkpointed:
         kept = shape.layers * run.rows * stream * shape.width

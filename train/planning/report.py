@@ -87,10 +87,9 @@ def report_run(
         "last metrics": describe(metrics[-1]) if metrics else "none",
     }
     if prepared.adapter is not None:
-        facts["adapter"] = (
-            f"gated LoRA, rank {prepared.adapter.rank}, next to its base {prepared.adapter.base_path}; clean "
-            "rows are the base model's"
-        )
+        kind = "next to its base {}; clean rows are the base model's" if config.is_gated else "merged into {}"
+        lora = f"{'gated ' if config.is_gated else ''}LoRA, rank {prepared.adapter.rank}"
+        facts["adapter"] = f"{lora}, {kind.format(prepared.adapter.base_path)}"
     exports = [stage_directory(config.output_dir, stage) for stage in curriculum.stages[:-1]]
     exports = [path.relative_to(target) for path in exports if path.is_dir()]
     if exports:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from idlm.errors import UserError
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters, num_elements, zero_stage
+from idlm.train.model.gated_lora import num_base_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,9 +38,10 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """How a model is trained. `rows` and `targets` (rows with a label) of a micro-batch, `mask_rows` of them
-    noisy. `zero_stage` None: without DeepSpeed. `is_bf16`: weights are bfloat16; `autocast`: float32 weights,
-    bfloat16 products. `rank` 0: all weights train; else a gated LoRA with `adapter_parameters`.
+    """How a model is trained. `rows` and `targets` (rows with a label) of a micro-batch; an adapter changes
+    `mask_rows` of them: the noisy ones, all if it is not gated. `zero_stage` None: without DeepSpeed.
+    `is_bf16`: weights are bfloat16; `autocast`: float32 weights, bfloat16 products. `rank` 0: all weights
+    train; else a LoRA with `adapter_parameters`.
     """
 
     rows: int
@@ -143,12 +145,13 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     """What the run will write; `model` with its adapter, if any.
 
     A checkpoint holds all training state but gradients. One more than `save_total_limit` exists while the
-    newest is written. Every stage publishes the weights, or the adapter alone.
+    newest is written. Every stage publishes the weights, or a gated adapter alone.
     """
     trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
     whole = replace(state_setup(config, world_size=1), offloads=False)
     dtype = config.export.dtype or config.model.dtype
-    is_float32_adapter = config.adapter is not None and config.export.dtype is None
+    is_float32_adapter = config.is_gated and config.export.dtype is None
+    published = trained if config.is_gated else num_base_parameters(model)
     output_dir = Path(config.output_dir).absolute()
     place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     written = [*output_dir.glob("run/checkpoint-*/**/*"), *output_dir.glob("stages/**/*")]
@@ -159,7 +162,7 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
         num_checkpoints=min(
             config.train.save_total_limit + 1, math.ceil(curriculum.num_steps / config.train.save_every)
         ),
-        export_bytes=trained * (4 if is_float32_adapter else EXPORT_BYTES[dtype]),
+        export_bytes=published * (4 if is_float32_adapter else EXPORT_BYTES[dtype]),
         num_exports=len(curriculum.stages),
         free_bytes=shutil.disk_usage(place).free,
         place=str(place),

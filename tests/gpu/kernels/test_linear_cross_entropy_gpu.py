@@ -13,8 +13,11 @@ from torch.nn import functional
 
 from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import (
+    DIVERGENCES,
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_distillation,
+    linear_distillation_reference,
     linear_overlap,
     token_nll,
 )
@@ -145,3 +148,33 @@ def test_a_step_never_waits_for_the_device(tmp_path, request: pytest.FixtureRequ
     guard.note(terms.loss * float("nan"), batch)
     with pytest.raises(UserError, match="IDLM-0503"):
         guard.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("shape", [(1, 33, 8), (129, 8193, 64), (500, 50_257, 128)], ids=str)
+def test_distillation_on_the_gpu(shape: tuple[int, int, int], divergence: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_rows, num_tokens, width = shape
+    draft, verify = (torch.randn(num_rows, width, device="cuda", dtype=dtype) for _ in range(2))
+    weight = (torch.randn(num_tokens, width, device="cuda") * 2 / width**0.5).to(dtype)
+    labels = torch.randint(0, num_tokens, (num_rows,), device="cuda")
+    coefficients, how = torch.rand(num_rows, device="cuda"), {"divergence": divergence, "share": 0.6}
+    draft.requires_grad_()
+    loss, nll = linear_distillation(
+        draft, verify, weight, labels, coefficients, **how, max_logits_bytes=256 * num_tokens * 2
+    )
+    (mine,) = torch.autograd.grad(loss, draft)
+    wide = draft.detach().double().requires_grad_()
+    truth, true_nll = linear_distillation_reference(
+        wide, verify.double(), weight.double(), labels, coefficients, **how
+    )
+    (expected,) = torch.autograd.grad(truth, wide)
+    plain = draft.detach().requires_grad_()
+    (other,) = torch.autograd.grad(
+        linear_distillation_reference(plain, verify, weight, labels, coefficients, **how)[0], plain
+    )
+    slack = SLACK[dtype]
+    assert relative(loss, truth) <= 20 * slack
+    assert relative(nll, true_nll) <= 20 * slack
+    assert relative(mine, expected) <= 2 * relative(other, expected) + 4 * slack

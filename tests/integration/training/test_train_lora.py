@@ -166,6 +166,38 @@ def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
 
 
+def test_a_distilled_draft_with_a_random_phase_is_trained(base: Path, tmp_path: Path) -> None:
+    changes = {"train.distill": "kl", "train.distill_share": 0.5, "train.phase": "random"}
+    assert cli.main(lora_arguments(base, tmp_path / "out", **changes)) == 0
+    acceptance = [record["acceptance"][0] for record in metrics_of(tmp_path / "out")]
+    assert acceptance[-1] > acceptance[0]
+
+
+@pytest.mark.parametrize("objective", ["idlm", "block"])
+def test_an_adapter_without_a_gate_is_published_as_a_whole_checkpoint(
+    base: Path, tmp_path: Path, objective: str
+) -> None:
+    output, merging = tmp_path / "out", {"adapter.gated": "false", "export.merge": "true"}
+    changes = merging | {"objective": objective, "train.save_every": 3, "train.learning_rate": 0.01}
+    with ctrl_c_after(3):
+        assert cli.main(lora_arguments(base, output, **changes)) == 130
+    assert cli.main(lora_arguments(base, output, **changes)) == 0
+    whole = tmp_path / "whole"
+    assert cli.main(lora_arguments(base, whole, **changes)) == 0
+    assert metrics_of(output) == metrics_of(whole)
+    assert_same_weights(whole / "model.safetensors", output / "model.safetensors")
+    before, after = (load_file(path / "model.safetensors") for path in (base, output))
+    assert before.keys() == after.keys()
+    moved = {name.rpartition("_proj")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert len(moved) == 2 * 7
+    semantics = Semantics.load(output)
+    assert not semantics.gated and semantics.base_identity is None
+    if objective == "idlm":
+        assert [record["clean_weight"] for record in metrics_of(output)] == [pytest.approx(0.2)] * 5
+    assert "adapter_config.json" not in {path.name for path in output.iterdir()}
+    Engine.from_pretrained(output, device="cpu").generate(PROMPTS, SamplingParams(max_tokens=4))
+
+
 def test_what_an_adapter_cannot_do_is_refused(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +217,14 @@ def test_what_an_adapter_cannot_do_is_refused(
         assert part in told
     assert cli.main([*arguments(base, tmp_path / "out"), "export.merge=true"]) == 2
     assert "no adapter to merge" in capsys.readouterr().err
+    assert cli.main(lora_arguments(base, tmp_path / "out", **{"adapter.gated": "false"})) == 2
+    assert "set export.merge=true" in capsys.readouterr().err
+    assert cli.main([*arguments(base, tmp_path / "out"), "train.distill=kl"]) == 2
+    assert "needs objective=idlm and a gated adapter" in capsys.readouterr().err
+    rowless = write_base(tmp_path / "rowless", "llama", spare_rows=False)
+    changes = {"adapter.gated": "false", "export.merge": "true"}
+    assert cli.main(lora_arguments(rowless, tmp_path / "out", **changes)) == 2
+    assert "IDLM-0530" in capsys.readouterr().err
     assert cli.main(lora_arguments(base, tmp_path / "out", **{"adapter.targets": "[q_proj,wqkv]"})) == 2
     assert "no linear layer named wqkv" in capsys.readouterr().err
     assert not (tmp_path / "out" / "adapter_config.json").exists()

@@ -74,11 +74,23 @@ def test_every_stage_is_published(quick: dict[str, Any]) -> None:
         assert not quick[world]["left"], "no staging directory is left behind"
 
 
-def test_another_number_of_processes_is_refused_with_numbers(quick: dict[str, Any]) -> None:
+def check_recut(told: dict[str, Any], expected: list[list[float]], *, tolerance: float) -> None:
+    for way, run in told.items():
+        assert set(run["status"].values()) == {0}, (way, run["log"])
+        assert "recut" not in run["left"], "its own checkpoint replaces the cut"
+        found = losses(run)
+        assert len(found) == len(expected)
+        for first, second in zip(expected, found, strict=True):
+            assert second == pytest.approx(first, abs=tolerance, rel=0), way
+
+
+def test_a_run_goes_on_with_another_number_of_processes(quick: dict[str, Any]) -> None:
+    check_recut(quick["recut"], losses(quick["one"]), tolerance=1e-6)
+
+
+def test_another_number_of_rows_is_refused_with_numbers(quick: dict[str, Any]) -> None:
     refusals = quick["refusals"]
     assert all(text.startswith("[2]") for text in refusals.values()), refusals
-    assert "IDLM-0513" in refusals["world"]
-    assert "continue on 2 processes" in refusals["world"]
     assert "IDLM-0512" in refusals["batch"]
     assert "set train.accumulation=2" in refusals["batch"]
     assert "IDLM-0512" in refusals["uneven"]
@@ -95,6 +107,8 @@ def test_every_zero_stage_trains_resumes_and_exports() -> None:
         for first, second in zip(alone, losses(run), strict=True):
             assert second == pytest.approx(first, abs=tolerance, rel=0), name
         assert len(run["weights"]) == 2, name
+        if "recut" in run:
+            check_recut(run["recut"], losses(run), tolerance=tolerance)
 
 
 @pytest.mark.slow

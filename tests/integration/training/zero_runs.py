@@ -30,6 +30,7 @@ def quick(folder: Path, base: Path) -> dict[str, Any]:
     checkpoints = sorted(path.name for path in (run / "out" / "run").glob("checkpoint-*"))
     kept = folder / "two" / "other-shape"
     shutil.copytree(run, kept)
+    shutil.copytree(run, folder / "two" / "to-one")
     two.finish(run, "killed while saving")
     return {
         "one": one.expected,
@@ -38,12 +39,31 @@ def quick(folder: Path, base: Path) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "resumes": [two.tally.equal, two.tally.resumes],
         "complaints": two.tally.complaints,
+        "recut": _recut(folder, base, folder / "two" / "to-one", two),
         "refusals": {
-            "world": _refused(folder, base, kept, **{"train.zero_stage": 2}),
             "batch": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.accumulation": 8}),
             "uneven": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.batch_size": 3}),
         },
     }
+
+
+def _recut(folder: Path, base: Path, run: Path, two: resume.World) -> dict[str, Any]:
+    """Runs that go on with another number of processes: `run` from two to one, a new one from one to two."""
+    lone = resume.World.__new__(resume.World)
+    lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
+    told: dict[str, Any] = {"two to one": _go_on(lone, run)}
+    run = folder / f"{two.folder.name}-to-two"
+    pids = lone.start(run, crashes.Plan(rank=0, step=resume.STAGE_END, point=1))
+    crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+    told["one to two"] = _go_on(two, run)
+    return told
+
+
+def _go_on(world: resume.World, run: Path) -> dict[str, Any]:
+    status = world.run(run)
+    lines = (run / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    left = sorted(path.name for path in (run / "out" / "run").iterdir())
+    return {"status": status, "losses": list(map(json.loads, lines)), "left": left, "log": world.log(run)}
 
 
 def _refused(folder: Path, base: Path, run: Path, **changes: Any) -> str:
@@ -70,9 +90,12 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
         run = folder / name / "killed"
         pids = world.start(run, crashes.Plan(rank=1, step=resume.STAGE_END, point=1))
         crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+        shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)
         told[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
         told[name]["complaints"] = world.tally.complaints
+        if name in ("zero1", "zero3", "bf16"):
+            told[name]["recut"] = _recut(folder, base, folder / name / "to-one", world)
     return told
 
 

@@ -65,6 +65,28 @@ def test_overlap(num_tokens: int) -> None:
     torch.testing.assert_close(overlap, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("divergence", ["kl", "overlap"])
+@pytest.mark.parametrize("num_tokens", [1, 7, kernel.TILE // 2, kernel.TILE // 2 + 1, kernel.TILE + 77])
+def test_distillation(num_tokens: int, divergence: str, share: float) -> None:
+    (memory, draft), (_, verify) = (rows_in_poison(3, num_tokens, seed=seed) for seed in (0, 1))
+    if num_tokens > 7:
+        verify[:, 3:5] = float("-inf")
+    labels = torch.tensor([0, num_tokens - 1, num_tokens // 2])
+    coefficients = torch.tensor([0.5, 0.0, -2.0])
+    how = {"divergence": divergence, "share": share}
+    expected = {name: torch.empty(3) for name in ("loss_M", "nll_M")}
+    found = {name: torch.empty(3) for name in ("loss_M", "nll_M")}
+    before = draft.clone()
+    kernel.distilled_rows_inplace(draft, verify, labels, None, **found, **how)
+    assert torch.equal(draft, before), "without coefficients the logits stay"
+    kernel.distilled_rows_inplace(draft, verify, labels, coefficients, **found, **how)
+    op._distilled_inplace(before, verify, labels, coefficients, **expected, **how)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(draft, before, atol=2e-6, rtol=1e-5)
+    assert memory.isnan().sum() == memory.numel() - draft.numel(), "nothing is written outside the rows"
+
+
 @pytest.mark.parametrize("factor", [1.0, -2.5])
 @pytest.mark.parametrize("num_values", [0, 1, kernel.SCALE_TILE, kernel.SCALE_TILE + 1])
 def test_scaling(factor: float, num_values: int) -> None:

@@ -9,14 +9,16 @@ import pytest
 
 from idlm.config.compose import compose, recipes
 from idlm.errors import UserError
-from idlm.train.config.check import RULES, Rule, check_config, unused_options, value_of
+from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
+from idlm.train.config.unused import RULES, Rule, unused_options, value_of
 from tests.integration.inference.command_lines import TINY
 
 STEPS = "train.stages=[{stride: 2, steps: 4, clean_weight: auto}]"
 FRACTIONS = "train.stages=[{stride: 2, fraction: 1.0, clean_weight: auto}]"
 USED = {
     "data.path": "data.source=jsonl",
+    "data.sources": "data.source=jsonl",
     "data.shape": "data.source=jsonl",
     "data.on_bad_record": "data.source=hf",
     "data.workers": "data.source=jsonl",
@@ -40,11 +42,16 @@ USED = {
     "train.steps": FRACTIONS,
     "train.epochs": FRACTIONS,
     "train.balance": STEPS,
+    "train.max_clean_weight": STEPS,
+    "train.phase": "objective=idlm",
+    "train.distill_share": "train.distill=kl",
+    "train.decay": "train.schedule=wsd",
     "plan.num_gpus": "dry_run=true",
 }
 """For every key of the table a setting with which it is read."""
 UNUSED = (
     ("data.source=task", "data.path=my.jsonl"),
+    ("data.source=task", "data.sources=[{path: a}]"),
     ("data.source=task", "data.shape=pair"),
     ("data.source=task", "data.on_bad_record=skip"),
     ("data.source=task", "data.workers=2"),
@@ -71,6 +78,10 @@ UNUSED = (
     (STEPS, "train.steps=9"),
     (STEPS, "train.epochs=9"),
     ("train.stages=[{stride: 2, steps: 4}]", "train.balance=previous"),
+    ("train.stages=[{stride: 2, steps: 4}]", "train.max_clean_weight=3"),
+    ("objective=block", "train.phase=random"),
+    ("train.distill=none", "train.distill_share=0.5"),
+    ("train.schedule=cosine_per_stage", "train.decay=0.3"),
     ("dry_run=false", "plan.num_gpus=8"),
 )
 """In the order of the table: a setting under which a key is not read, and the key with a value."""

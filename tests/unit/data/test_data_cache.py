@@ -284,7 +284,7 @@ def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     assert f"{lengths.sum():,} tokens" in text and f"50/90/99 %: {int(np.median(lengths))}/" in text
     assert f"longest {lengths.max()} (" in text
     assert "a.jsonl:201" in text and "thinking=keep" in text and "warning: " in text
-    assert "samples are dropped or truncated" in text
+    assert "supervised tokens are lost" in text
 
 
 def test_a_run_does_not_continue_with_other_data(tmp_path: Path, tokenizer) -> None:

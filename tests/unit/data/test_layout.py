@@ -36,12 +36,15 @@ def test_blocks_restart_with_every_supervised_run() -> None:
 
 
 @given(
-    st.lists(st.booleans(), min_size=2, max_size=40), st.integers(2, 6), st.sampled_from(["response", "all"])
+    st.lists(st.booleans(), min_size=2, max_size=40),
+    st.integers(2, 6),
+    st.sampled_from(["response", "all"]),
+    st.integers(0, 5),
 )
 @settings(max_examples=200, deadline=None)
-def test_properties_of_the_noisy_half(flags: list[bool], stride: int, region: str) -> None:
-    sample = sample_of(flags)
-    rows = noisy_rows(sample, mask_region=region, stride=stride, mask_token_id=MASK)
+def test_properties_of_the_noisy_half(flags: list[bool], stride: int, region: str, phase: int) -> None:
+    sample, phase = sample_of(flags), phase % (stride - 1)
+    rows = noisy_rows(sample, mask_region=region, stride=stride, mask_token_id=MASK, phase=phase)
     clean = clean_rows(sample, region)
     supervised = np.flatnonzero(clean.labels != IGNORE_LABEL)
     assert np.array_equal(rows.positions, supervised), "the halves supervise different positions"
@@ -50,11 +53,28 @@ def test_properties_of_the_noisy_half(flags: list[bool], stride: int, region: st
     offsets = rows.positions - rows.block_starts
     assert ((offsets >= 0) & (offsets < stride - 1)).all()
     assert len(sample) - 1 not in rows.positions, "the last position has no target"
+    runs = np.split(rows.block_starts, np.flatnonzero(np.diff(rows.positions) != 1) + 1)
+    firsts = [np.unique(run, return_counts=True)[1][0] for run in runs if len(run)]
+    lengths = [len(run) for run in runs if len(run)]
+    assert firsts == [min(length, stride - 1 - phase) for length in lengths], (
+        "the phase shortens first blocks"
+    )
     for start in np.unique(rows.block_starts):
         members = rows.positions[rows.block_starts == start]
         assert np.array_equal(members, np.arange(start, start + len(members))), "a block has a gap"
     wanted = len(flags) - 1 if region == "all" else sum(flags[1:])
     assert target_flags(sample, region).sum() == wanted
+
+
+def test_a_random_phase_is_even_over_visits_and_drawn_again_alike() -> None:
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response", phase="random")
+    stage = Stage(index=0, stride=4, num_steps=1, clean_weight=0.2)
+    sample = Sample.from_pair([1, 2, 3], list(range(10, 30)))
+    visits = [objective.rows(sample, stage, (7, item, 0)).noisy.block_starts for item in range(300)]
+    again = [objective.rows(sample, stage, (7, item, 0)).noisy.block_starts for item in range(300)]
+    assert all(map(np.array_equal, visits, again))
+    firsts = np.bincount([int((starts == 2).sum()) for starts in visits])
+    assert firsts[0] == 0 and len(firsts) == 4 and firsts[1:].min() > 70
 
 
 @pytest.mark.parametrize("region", ["response", "all"])

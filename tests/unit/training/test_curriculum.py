@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_cosine_schedule_with_warmup
 
 from idlm.errors import UserError
 from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
@@ -13,7 +17,7 @@ from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import plan_file
 from idlm.train.data.layout import Sample
 from idlm.train.data.packing import best_fit_decreasing
-from idlm.train.objectives.curriculum import split_steps
+from idlm.train.objectives.curriculum import SCHEDULES, Curriculum, Stage, rate_factor, split_steps
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
 MASK = 999
@@ -73,6 +77,34 @@ def test_stages_change_exactly_at_their_step() -> None:
     assert curriculum.stages[2].clean_weight is None
     assert curriculum.max_stride == 4
     assert curriculum.num_items == 18
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.3])
+def test_a_cosine_is_that_of_transformers_bit_for_bit(warmup: float) -> None:
+    curriculum = make_dataset(FakeSource(None)).curriculum
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    expected = get_cosine_schedule_with_warmup(optimizer, math.ceil(9 * warmup), 9).lr_lambdas[0]
+    settings = {"curriculum": curriculum, "schedule": "cosine", "warmup": warmup, "decay": 0.2}
+    assert [rate_factor(step, **settings) for step in range(10)] == [expected(step) for step in range(10)]
+
+
+def test_other_schedules_give_late_stages_their_share() -> None:
+    thirds = [Stage(index=i, stride=2 + i, num_steps=100, clean_weight=0.2) for i in range(3)]
+    shares = {}
+    for schedule in SCHEDULES:
+        settings = {"schedule": schedule, "warmup": 0.03, "decay": 0.2}
+        settings["curriculum"] = Curriculum(stages=tuple(thirds), global_batch=1)
+        rates = [rate_factor(step, **settings) for step in range(300)]
+        assert max(rates) == 1.0 and min(rates) >= 0.0
+        assert rate_factor(300, **settings) == 0.0
+        shares[schedule] = sum(rates[200:]) / sum(rates)
+    assert shares["cosine"] < 0.07 and shares["wsd"] > 0.25
+    assert shares["cosine_per_stage"] == pytest.approx(1 / 3)
+    curriculum = make_dataset(FakeSource(None)).curriculum
+    per_stage = {"curriculum": curriculum, "schedule": "cosine_per_stage", "warmup": 0.0, "decay": 0.4}
+    assert [step for step in range(9) if rate_factor(step, **per_stage) == 1.0] == [0, 3, 5]
+    stable = {"curriculum": curriculum, "schedule": "wsd", "warmup": 0.12, "decay": 0.4}
+    assert [rate_factor(step, **stable) for step in range(9)] == [0, 0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
 def test_items_do_not_depend_on_how_the_global_batch_is_split() -> None:
@@ -141,8 +173,13 @@ def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:
     dropping = make_dataset(FakeSource(40), max_length=50, overlong="drop")
     too_long = sum(len(FakeSource(40).sample(i)) > 50 for i in range(40))
     assert dropping.rows.num_dropped == too_long > 0
+    samples = [FakeSource(40).sample(i) for i in range(40)]
+    assert dropping.rows.num_lost == sum(sample.num_targets for sample in samples if len(sample) > 50)
     cutting = make_dataset(FakeSource(40), max_length=50, overlong="truncate")
     assert cutting.rows.num_dropped == 0
+    beyond = sum(sample.piece(49, len(sample)).num_targets for sample in samples if len(sample) > 50)
+    assert cutting.rows.num_lost == beyond > 0
+    assert make_dataset(FakeSource(40), max_length=50, overlong="split").rows.num_lost == 0
     assert max(int(cutting[item]["position_ids"].max()) for item in range(8)) == 49
     endless = make_dataset(FakeSource(None), max_length=50, overlong="drop")
     assert max(int(endless[item]["position_ids"].max()) for item in range(8)) < 50

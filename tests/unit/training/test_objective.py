@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -297,6 +298,12 @@ def test_clean_weight_is_fixed_or_balances_the_two_losses() -> None:
     assert not weights.requires_grad
     terms = weights * means.detach()
     assert float(terms[0]) == pytest.approx(float(terms[1]))
+    # At the start of an unconverted base.
+    means = torch.tensor([12.6, 0.02])
+    bounded = replace(objective, max_clean_weight=10.0)
+    assert objective.weights(stage_of(4, None), means).tolist() == pytest.approx([1.0, 630.0])
+    assert bounded.weights(stage_of(4, None), means).tolist() == [1.0, 10.0]
+    assert bounded.weights(stage_of(4, 0.2), None).tolist() == pytest.approx([1.0, 0.2])
 
 
 @pytest.mark.parametrize(("fill", "is_replaced"), [(0.0, True), (float("nan"), True), (None, False)])

@@ -12,19 +12,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from idlm.checkpoint import verify
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import clear_stale, publish
+from idlm.train.checkpoint import recut
 from idlm.train.checkpoint.resume import (
     choose_checkpoint,
     config_hash,
     config_text,
     store_config,
 )
-from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
+from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_recut
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.loop.metrics import read_metrics
@@ -99,7 +101,7 @@ def test_what_dead_publishers_left_is_cleared(tmp_path: Path) -> None:
     [
         ({"world_size": 4}, "IDLM-0512", ("8 processes x 1 rows x 4", "= 16 rows", "train.accumulation=8")),
         ({"world_size": 5}, "IDLM-0512", ("5 does not",)),
-        ({"world_size": 4, "accumulation": 8}, "IDLM-0513", ("ZeRO-2", "8 processes", "ds_to_universal")),
+        ({"world_size": 4, "accumulation": 8}, None, ()),
         ({"batch_size": 2, "accumulation": 2}, None, ()),
     ],
 )
@@ -115,6 +117,38 @@ def test_the_rows_of_a_step_stay(
         choose_checkpoint(config_of(tmp_path), now)
     assert caught.value.code == code
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_zero_parts_of_other_processes_are_cut_anew_and_a_damaged_cut_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = save(tmp_path, 4)
+    now = replace(SHAPE, world_size=4, accumulation=8)
+    assert needs_recut(now, target) and not needs_recut(SHAPE, target)
+    assert not needs_recut(now, save(tmp_path, 5, replace(SHAPE, zero_stage=None)))
+    made: list[Path] = []
+
+    def convert(checkpoint: Path, staging: Path) -> None:
+        made.append(checkpoint)
+        (staging / "part.pt").write_bytes(b"abc")
+
+    monkeypatch.setattr(recut, "_convert", convert)
+    cut = recut.recut(target)
+    assert cut == recut.recut(target) and made == [target], "an intact cut is kept"
+    (cut / "part.pt").write_bytes(b"abd")
+    recut.recut(target)
+    assert made == [target, target] and (cut / "part.pt").read_bytes() == b"abc"
+    assert "part.pt" in caplog.text
+    recut.remove_recut(target.parent)
+    assert not cut.exists() and target.exists()
+
+
+def test_what_deepspeed_cannot_convert_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    target = save(tmp_path, 4)
+    with pytest.raises(UserError, match=r"IDLM-0513.*checkpoint-4"):
+        recut.recut(target)
+    assert not (target.parent / "recut" / target.name).exists()
 
 
 def test_without_zero_another_number_of_processes_goes_on(tmp_path: Path) -> None:
@@ -143,6 +177,13 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
     assert config_hash(other) != config_hash(config)
     with pytest.raises(UserError, match=r"learning_rate: 1e-05 -> 0.5"):
         choose_checkpoint(other, SHAPE)
+    with pytest.raises(UserError, match=r"schedule: 'cosine' -> 'wsd'"):
+        choose_checkpoint(config_of(tmp_path, **{"train.schedule": "wsd"}), SHAPE)
+    # A run of a version without the option goes on.
+    content = yaml.safe_load(stored.read_text())
+    del content["train"]["schedule"]
+    stored.write_text(yaml.safe_dump(content))
+    assert choose_checkpoint(config, SHAPE) is not None
     stored.write_text("a: [")
     with pytest.raises(UserError, match="IDLM-0303"):
         choose_checkpoint(config, SHAPE)

@@ -1,0 +1,117 @@
+"""Options of `idlm-train` that no code reads because of another one. An option that is read but changes
+nothing passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from idlm.train.config.schema import TrainConfig
+from idlm.train.data.files import SUFFIXES
+from idlm.train.objectives.base import OBJECTIVES
+from idlm.train.objectives.curriculum import AUTO_BALANCED
+
+FILE_SOURCES = (*SUFFIXES, "hf")
+
+
+class Rule(NamedTuple):
+    """`keys` are not read where `applies`; `why` completes the sentence "KEY=VALUE has no effect: ..."."""
+
+    keys: tuple[str, ...]
+    applies: Callable[[TrainConfig], bool]
+    why: str
+
+
+RULES = (
+    Rule(
+        ("data.path", "data.sources", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
+        lambda c: c.data.source == "task",
+        "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
+    ),
+    Rule(
+        ("eval.path", "eval.holdout"),
+        lambda c: c.data.source == "task",
+        "data.source=task is evaluated on its own validation split",
+    ),
+    Rule(
+        ("data.task", "data.level", "data.task_args"),
+        lambda c: c.data.source in FILE_SOURCES,
+        "only data.source=task generates samples",
+    ),
+    Rule(
+        ("data.split",),
+        lambda c: all(one.source in SUFFIXES for one in c.data.parts()),
+        "its files have no splits",
+    ),
+    Rule(
+        ("data.thinking", "data.turns", "data.chat_template"),
+        lambda c: c.data.shape == "text",
+        "records of data.shape=text are trained on as they are",
+    ),
+    Rule(
+        ("eval.num_items", "eval.path", "eval.holdout"),
+        lambda c: c.eval.every is None,
+        "nothing is evaluated without eval.every",
+    ),
+    Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
+    Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
+    Rule(
+        ("wandb.project", "wandb.name"),
+        lambda c: c.wandb.mode == "disabled",
+        "wandb.mode=disabled sends nothing",
+    ),
+    Rule(("model.config",), lambda c: c.model.path is not None, "model.path has its own config.json"),
+    Rule(
+        ("model.mask_token_id",),
+        lambda c: not objective_has(c, "places_masks"),
+        "the objective places no masks",
+    ),
+    Rule(
+        ("train.max_padding",),
+        lambda c: not objective_has(c, "pads_answers"),
+        "the objective does not pad answers",
+    ),
+    Rule(
+        ("train.steps", "train.epochs"),
+        lambda c: any(stage.steps is not None for stage in c.train.stages),
+        "train.stages give steps, whose sum is the length of the run; give fractions instead",
+    ),
+    Rule(
+        ("train.balance", "train.max_clean_weight"),
+        lambda c: all(stage.clean_weight != AUTO_BALANCED for stage in c.train.stages),
+        "no stage has clean_weight=auto",
+    ),
+    Rule(("train.phase",), lambda c: c.objective != "idlm", "only objective=idlm has blocks of masks alone"),
+    Rule(("train.distill_share",), lambda c: c.train.distill == "none", "train.distill=none uses labels"),
+    Rule(("train.decay",), lambda c: c.train.schedule != "wsd", "only train.schedule=wsd has such an end"),
+    Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
+)
+
+
+def value_of(config: TrainConfig, key: str) -> Any:
+    """Return the value of the dotted `key`, None where its section is null."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def objective_has(config: TrainConfig, flag: str) -> bool:
+    """A flag of the objective's class; true for an unknown objective, which is reported by its name alone."""
+    known = config.objective in OBJECTIVES.names()
+    return not known or bool(getattr(OBJECTIVES.get(config.objective), flag))
+
+
+def unused_options(config: TrainConfig) -> list[str]:
+    """Return a sentence about each option that is set and not read; blank paths are refused in `check`."""
+    defaults, found = TrainConfig(), {}
+    for rule in RULES:
+        for key in rule.keys:
+            value, default = value_of(config, key), value_of(defaults, key)
+            if key not in found and value not in (default, "") and rule.applies(config):
+                shown = "null" if default is None else default
+                found[key] = (
+                    f"{key}={value} has no effect: {rule.why}; else leave it out, or set {key}={shown}"
+                )
+    return list(found.values())
