@@ -5,12 +5,13 @@ rest of the context is filler without keys. With as many records as are asked th
 with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
 
 What makes it learnable in minutes: keys and values are one token each and stand side by side; an answer's
-keys stand as far from their questions as all others of a level do; many keys are asked at once; `ramp` begins
-with short contexts, where most tokens are answers.
+keys stand as far from their questions as all others of a level do; many keys are asked at once, some twice
+where there are fewer records; `ramp` begins with short contexts of few records.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ _FILLER = tuple(f" {name} {verb} {item}." for name in NAMES for verb in VERBS fo
 _FIND_FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
 _FILLER_TOKENS, _RECORD_TOKENS, _QUESTION_TOKENS, _FRAME_TOKENS = 4, 3, 2, 2
 """Tokens of one part of each kind; the frame is the first token and the separator before the answer."""
-_OCTAVES_OF_RAMP = 8
+_STEPS_OF_RAMP = 8
 
 
 class Records(NamedTuple):
@@ -46,15 +47,17 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All knobs. A context is what is before the answer, in tokens; lengths are log-uniform."""
+    """All knobs. A context is what is before the answer, in tokens; lengths are log-uniform, numbers of
+    records uniform. The first `ramp` samples of `train` have upper limits that rise from the lower ones, in
+    steps of about as many tokens.
+    """
 
     min_context: int = 64
     max_context: int = 128
-    min_records: int = 6
+    min_records: int = 2
     max_records: int = 12
-    asked: int = 6
+    asked: int = 8
     ramp: int = 0
-    """The first `ramp` samples of `train` have contexts up to a limit that rises to `max_context`."""
     seed: int = 0
 
     def rules(self) -> dict[str, bool]:
@@ -64,19 +67,24 @@ class Config:
             f"{least} (for min_records and asked) <= min_context <= max_context": least
             <= self.min_context
             <= self.max_context,
-            f"1 <= asked <= min_records <= max_records <= {len(KEYS)}": 1
-            <= self.asked
+            f"1 <= min_records <= max_records <= {len(KEYS)}": 1
             <= self.min_records
             <= self.max_records
             <= len(KEYS),
+            "asked >= 1": self.asked >= 1,
             "ramp >= 0": self.ramp >= 0,
         }
 
 
 LEVELS = {
     "tiny": Config(),
-    "long": Config(max_context=8192, min_context=128, min_records=14, max_records=96, asked=14),
+    "long": Config(max_context=8192, max_records=96, asked=14),
 }
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """Log-uniform for a uniform `share` in [0, 1)."""
+    return float(low * (high / low) ** share)
 
 
 def _question(keys: Sequence[str]) -> str:
@@ -98,26 +106,33 @@ class Recall(GeneratedTask[Records]):
         return super(Recall, limited).sample(index, split)
 
     def limited(self, index: int) -> Recall:
-        """Return the task with the longest context of training sample `index`."""
+        """Return the task with the limits of training sample `index`."""
         config = self.config
         if not 0 <= index < config.ramp:
             return self
-        step = _OCTAVES_OF_RAMP * index // config.ramp
-        growth = (config.max_context / config.min_context) ** ((step + 1) / _OCTAVES_OF_RAMP)
+        growth = max(config.max_context / config.min_context, 2)
+        share = -math.log(1 - index / config.ramp * (1 - 1 / growth)) / math.log(growth)
+        share = (int(_STEPS_OF_RAMP * share) + 1) / _STEPS_OF_RAMP
         task = Recall()
-        task.config = replace(config, max_context=int(config.min_context * growth), ramp=0)
+        task.config = replace(
+            config,
+            max_context=int(_between(config.min_context, config.max_context, share)),
+            max_records=int(_between(config.min_records, config.max_records, share)),
+            ramp=0,
+        )
         return task
 
     def draw(self, rng: Random) -> Records:
         """Draw a length, as many records as fit, their values, and which ones are asked."""
         config, random = self.config, rng.random
-        context = int(config.min_context * (config.max_context / config.min_context) ** random())
+        context = int(_between(config.min_context, config.max_context, random()))
         room = (context - _FRAME_TOKENS - _QUESTION_TOKENS * config.asked) // _RECORD_TOKENS
         most = min(config.max_records, room)
         num = config.min_records + int(random() * (most - config.min_records + 1))
         values = tuple(VALUES[int(random() * len(VALUES))] for _ in range(num))
         numbers = list(range(num))
-        asked = tuple(numbers.pop(int(random() * len(numbers))) for _ in range(config.asked))
+        asked = tuple(numbers.pop(int(random() * len(numbers))) for _ in range(min(num, config.asked)))
+        asked += tuple(int(random() * num) for _ in range(config.asked - len(asked)))
         return Records(context, values, asked)
 
     @staticmethod
