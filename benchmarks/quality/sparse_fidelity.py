@@ -24,15 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.options import parse_options
 from benchmarks.quality.arms import engine_of, free_memory, greedy
 from benchmarks.quality.sparse_sets import ARMS, Fidelity, Probe, denoise, fidelity, num_exact_passes
 from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
-from idlm.infer.build import resolve_device
 from idlm.errors import UserError
+from idlm.infer.build import resolve_device
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample

@@ -2,7 +2,7 @@
 
 `Probe` runs a checkpoint through transformers' modules, layer by layer: the context once, then passes over a
 block, of which it keeps the queries. Sets are computed from these with exact attention in every pass, as in
-MAGE's paper (arXiv-less ICML 2026 workshop paper, equations 1 and 2): what a set misses changes no later pass.
+MAGE's paper (ICML 2026 workshop AdaptFM, equations 1 and 2): what a set misses changes no later pass.
 W places of a block, P slots before it, R rows, N query heads, K KV heads, G = N / K, H head dim, D width, T
 pages, V vocabulary.
 """

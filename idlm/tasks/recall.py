@@ -1,4 +1,4 @@
-r"""Needles in long filler: " Lea finds shells. ba q. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
+"""Needles in filler: " Lea finds shells. ba q. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
 
 A record is a key and its value; `asked` of the records are asked for, and each answer repeats its key. The
 rest of the context is filler without keys. With as many records as are asked the task is needle retrieval,

@@ -1,4 +1,5 @@
-"""Recall: the checker looks keys up in the prompt; contexts have their exact length; early samples are easy."""
+"""Recall: the checker looks keys up in the prompt, contexts have their exact length, early samples are
+easy."""
 
 from __future__ import annotations
 
@@ -73,11 +74,11 @@ def test_a_context_has_its_exact_length(context):
 
 def test_the_split_depends_on_neither_keys_nor_filler():
     task = TASKS.get("recall")(level="tiny")
+    other = dict(zip(recall.KEYS, reversed(recall.KEYS), strict=True))
     for split in ("train", "validation", "test"):
         for index in range(8):
             prompt = task.sample(index, split).prompt
             assert task.split_of(prompt) == split
-            other = {key: recall.KEYS[-1 - place] for place, key in enumerate(recall.KEYS)}
             renamed = re.sub(r"[a-z]+", lambda match: other.get(match.group(), match.group()), prompt)
             assert renamed != prompt and task.split_of(renamed) == split
             assert task.split_of(f" Ben gets pens.{prompt}") == split
@@ -85,13 +86,12 @@ def test_the_split_depends_on_neither_keys_nor_filler():
 
 def test_limits_rise_with_the_samples_of_train():
     task = TASKS.get("recall")(level="long", ramp=1000)
-    limits = [task.limited(index).config for index in range(0, 1001)]
+    limits = [task.limited(index).config for index in range(1001)]
     contexts = [limit.max_context for limit in limits]
     assert contexts == sorted(contexts) and len(set(contexts)) == 8
     assert contexts[0] == 117 and limits[0].max_records == 3 and contexts[-1] == 8192
     assert contexts.count(117) > 400 > contexts.count(4466) > 0
     whole = TASKS.get("recall")(level="long")
-    assert task.sample(1000, "train").prompt.count(".") > 0
     assert task.limited(1000) is task and whole.limited(0) is whole
     assert len(task.sample(0, "train").prompt) < 800
 
