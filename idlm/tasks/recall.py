@@ -11,7 +11,6 @@ where there are fewer records; `ramp` begins with short contexts of few records.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +47,9 @@ class Records(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All knobs. A context is what is before the answer, in tokens; lengths are log-uniform, numbers of
-    records uniform. The first `ramp` samples of `train` have upper limits that rise from the lower ones, in
-    steps of about as many tokens.
+    records uniform. The samples of `train` below number `ramp` have upper limits that rise from the lower
+    ones, in steps. Training numbers samples by the rows of all pools before theirs (train/data/packing.py),
+    so that `ramp` counts tokens there.
     """
 
     min_context: int = 64
@@ -110,9 +110,7 @@ class Recall(GeneratedTask[Records]):
         config = self.config
         if not 0 <= index < config.ramp:
             return self
-        growth = max(config.max_context / config.min_context, 2)
-        share = -math.log(1 - index / config.ramp * (1 - 1 / growth)) / math.log(growth)
-        share = (int(_STEPS_OF_RAMP * share) + 1) / _STEPS_OF_RAMP
+        share = (_STEPS_OF_RAMP * index // config.ramp + 1) / _STEPS_OF_RAMP
         task = Recall()
         task.config = replace(
             config,
