@@ -125,8 +125,16 @@ def test_rows_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_whole_budgets_change_no_answer(model: Path) -> None:
     """In the block behind the context; the slots before the next one are more than k."""
     options = sparse_fidelity.OPTIONS | {
-        **{"model": str(model), "level": "tiny", "contexts": "64", "records": "8", "parts": "1", "num": "2"},
-        **{"steps": "4", "exact_layers": "1", "max_tokens": "8", "device": "cpu"},
+        "model": str(model),
+        "level": "tiny",
+        "contexts": "64",
+        "records": "8",
+        "parts": "1",
+        "num": "2",
+        "steps": "4",
+        "exact_layers": "1",
+        "max_tokens": "8",
+        "device": "cpu",
     }
     plan = sparse_fidelity._plan(options)
     rows = sparse_fidelity.answer_rows(list(sparse_fidelity._answers(options, plan)), plan)
