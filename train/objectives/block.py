@@ -45,7 +45,12 @@ class BlockDiffusion(MaskedDiffusion):
         return 2 * max_length + self.max_stride - 1
 
     def num_rows(self, length: Count, num_targets: Count) -> Count:
-        return 2 * length + (self.max_stride - 1)
+        num_noisy = length + (self.max_stride - 1)
+        if self.mask_region == "response":
+            # Each noisy block has a target.
+            num_in_blocks = num_targets * self.max_stride
+            num_noisy = num_noisy - (num_noisy - num_in_blocks) * (num_in_blocks < num_noisy)
+        return length + num_noisy
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         random = np.random.default_rng([*seed])

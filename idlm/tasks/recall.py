@@ -1,0 +1,170 @@
+"""Needles in filler: " Lea finds shells. ba q. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
+
+A record is a key and its value; `asked` of the records are asked for, and each answer repeats its key. The
+rest of the context is filler without keys. With as many records as are asked the task is needle retrieval,
+with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
+
+What makes it learnable in minutes: keys and values are one token each and stand side by side; an answer's
+keys stand as far from their questions as all others of a level do; many keys are asked at once, some twice
+where there are fewer records; `ramp` begins with short contexts of few records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import ClassVar, NamedTuple
+
+from idlm.tasks import TASKS
+from idlm.tasks.base import Split, TaskSample, Verdict
+from idlm.tasks.recall_check import check_recall
+from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names, skeleton, split_of_skeleton
+
+KEYS = tuple(consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou")
+VALUES = tuple("abcdefghijklmnopqrstuvwxyz")
+NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam")
+VERBS = ("finds", "sells", "buys", "drops", "gets", "uses")
+ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens")
+LEXICON = Lexicon(entities=frozenset(KEYS))
+
+_FILLER = tuple(f" {name} {verb} {item}." for name in NAMES for verb in VERBS for item in ITEMS)
+_FIND_FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
+_FILLER_TOKENS, _RECORD_TOKENS, _QUESTION_TOKENS, _FRAME_TOKENS = 4, 3, 2, 2
+"""Tokens of one part of each kind; the frame is the first token and the separator before the answer."""
+_STEPS_OF_RAMP = 8
+
+
+class Records(NamedTuple):
+    """The structure of a problem: tokens of the context, the value of each record, which ones are asked."""
+
+    context: int
+    values: tuple[str, ...]
+    asked: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All knobs. A context is what is before the answer, in tokens; lengths are log-uniform, numbers of
+    records uniform. The samples of `train` below number `ramp` have upper limits that rise from the lower
+    ones, in steps. Training numbers samples by the rows of all pools before theirs (train/data/packing.py),
+    so that `ramp` counts tokens there.
+    """
+
+    min_context: int = 64
+    max_context: int = 128
+    min_records: int = 2
+    max_records: int = 12
+    asked: int = 8
+    ramp: int = 0
+    seed: int = 0
+
+    def rules(self) -> dict[str, bool]:
+        """Return which conditions on the knobs hold."""
+        least = _FRAME_TOKENS + _RECORD_TOKENS * self.min_records + _QUESTION_TOKENS * self.asked
+        return {
+            f"{least} (for min_records and asked) <= min_context <= max_context": least
+            <= self.min_context
+            <= self.max_context,
+            f"1 <= min_records <= max_records <= {len(KEYS)}": 1
+            <= self.min_records
+            <= self.max_records
+            <= len(KEYS),
+            "asked >= 1": self.asked >= 1,
+            "ramp >= 0": self.ramp >= 0,
+        }
+
+
+LEVELS = {
+    "tiny": Config(),
+    "long": Config(max_context=8192, max_records=96, asked=14),
+}
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """Log-uniform for a uniform `share` in [0, 1)."""
+    return float(low * (high / low) ** share)
+
+
+def _question(keys: Sequence[str]) -> str:
+    return "".join(f" {key}?" for key in keys)
+
+
+@TASKS.register("recall")
+class Recall(GeneratedTask[Records]):
+    """See `Config` for the knobs and `LEVELS` for presets."""
+
+    name: ClassVar[str] = "recall"
+    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
+    LEXICON: ClassVar[Lexicon] = LEXICON
+    config: Config
+
+    def sample(self, index: int, split: str) -> TaskSample:
+        """As every task; contexts of early training samples are short."""
+        limited = self.limited(index) if split == "train" else self
+        return super(Recall, limited).sample(index, split)
+
+    def limited(self, index: int) -> Recall:
+        """Return the task with the limits of training sample `index`."""
+        config = self.config
+        if not 0 <= index < config.ramp:
+            return self
+        share = (_STEPS_OF_RAMP * index // config.ramp + 1) / _STEPS_OF_RAMP
+        task = Recall()
+        task.config = replace(
+            config,
+            max_context=int(_between(config.min_context, config.max_context, share)),
+            max_records=int(_between(config.min_records, config.max_records, share)),
+            ramp=0,
+        )
+        return task
+
+    def draw(self, rng: Random) -> Records:
+        """Draw a length, as many records as fit, their values, and which ones are asked."""
+        config, random = self.config, rng.random
+        context = int(_between(config.min_context, config.max_context, random()))
+        room = (context - _FRAME_TOKENS - _QUESTION_TOKENS * config.asked) // _RECORD_TOKENS
+        most = min(config.max_records, room)
+        num = config.min_records + int(random() * (most - config.min_records + 1))
+        values = tuple(VALUES[int(random() * len(VALUES))] for _ in range(num))
+        numbers = list(range(num))
+        asked = tuple(numbers.pop(int(random() * len(numbers))) for _ in range(min(num, config.asked)))
+        asked += tuple(int(random() * num) for _ in range(config.asked - len(asked)))
+        return Records(context, values, asked)
+
+    @staticmethod
+    def canonical_prompt(problem: Records) -> str:
+        """Return the records and the question with canonical keys, without filler."""
+        keys = [canonical_entity(idx) for idx in range(len(problem.values))]
+        records = "".join(f" {key} {value}." for key, value in zip(keys, problem.values, strict=True))
+        return records + _question([keys[idx] for idx in problem.asked])
+
+    def split_of(self, prompt: str) -> Split:
+        """Return the split of a prompt, whatever keys and filler it uses."""
+        return split_of_skeleton(skeleton(_FIND_FILLER.sub("", prompt), self.LEXICON))
+
+    def write(self, problem: Records, random: Callable[[], float]) -> TaskSample:
+        """Choose keys, filler, and places of the records in it."""
+        keys = draw_names(KEYS, len(problem.values), random)
+        num_tokens = problem.context - _FRAME_TOKENS - _QUESTION_TOKENS * len(problem.asked)
+        num, rest = divmod(num_tokens - _RECORD_TOKENS * len(keys), _FILLER_TOKENS)
+        parts = [_FILLER[int(random() * len(_FILLER))] for _ in range(num)]
+        # One more word in some sentences gives the context its exact length.
+        parts[:rest] = [re.sub(r"^( \w+)", r"\1 now", part) for part in parts[:rest]]
+        places = sorted(int(random() * (num + 1)) for _ in keys)
+        for idx in reversed(range(len(keys))):
+            parts.insert(places[idx], f" {keys[idx]} {problem.values[idx]}.")
+        pairs = "".join(f" {keys[idx]} {problem.values[idx]}" for idx in problem.asked)
+        question = _question([keys[idx] for idx in problem.asked])
+        return TaskSample(prompt="".join(parts) + question, response=f":{pairs}.")
+
+    def check(self, prompt: str, response: str) -> Verdict:
+        """Judge a response by looking up the prompt's text."""
+        return check_recall(prompt, response)
+
+    @staticmethod
+    def surface_texts() -> Iterator[str]:
+        """Yield texts that contain every word of the task in every position."""
+        yield from (f": {key} {value}.? {NAMES[0]} now" for key in KEYS for value in VALUES)
+        yield from _FILLER
