@@ -43,6 +43,7 @@ def count_kernel(
     num_waits_B,
     new_cu_rows_B1,
     num_before_B,
+    asked_B,
     waits_B,
     B,
     NUM,
@@ -62,10 +63,11 @@ def count_kernel(
     before, scheduled, needs = rows_needed(
         cu_rows_B1, rows_BW, keep_R, needs_all_B, scheduled_B, b, B, HAS_SCHEDULED, SIZE, BLOCK_W
     )
+    tl.store(asked_B + b, scheduled + needs, mask=m_b)
     waits = tl.load(waited_B + b, mask=m_b, other=0) != 0
     if HAS_ROOM:
         key = tl.load(num_waits_B + b, mask=m_b, other=-1)
-        end = needs
+        end = needs + tl.sum(tl.where(m_b, scheduled, 0), 0)
         for start in range(0, B, CHUNK):
             c = start + tl.arange(0, CHUNK)
             _, _, others = rows_needed(

@@ -51,8 +51,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Room for `capacity` rows beside scheduled ones, which sequences take in order, but first those with the
-    largest `num_waits_B` (int64).
+    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, sequences take in order,
+    but first those with the largest `num_waits_B` (int64).
     """
 
     capacity: int
@@ -61,11 +61,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, and
-    the sequences that found no room `waits_B` (bool).
+    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, the
+    sequences that found no room `waits_B` (bool), and the rows that each asked for `asked_B` (int64).
     """
 
     rows: PackedRows
     numbers_I: Tensor
     rows_BW: Tensor
     waits_B: Tensor
+    asked_B: Tensor

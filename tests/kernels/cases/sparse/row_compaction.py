@@ -83,9 +83,13 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         scheduled_B=scheduled_B if rng.random() < 0.7 else None,
     )
     room = None
+    num_scheduled = sum(
+        len(before) if drop.scheduled_B is None else min(len(before), int(drop.scheduled_B[b]))
+        for b, (before, _) in enumerate(by_sequence)
+    )
     if rng.random() < 0.6:
         room = Room(
-            capacity=rng.randrange(2 * size, max(2, num_sequences) * size + 1),
+            capacity=num_scheduled + rng.randrange(2 * size, max(2, num_sequences) * size + 1),
             num_waits_B=ints(3, num_sequences),
         )
     return Case(
@@ -106,7 +110,7 @@ def _moved(given: Moved, device: str) -> Moved:
 def check(case: Case) -> None:
     """Equals the reference, row by row."""
     found, rows, drop, room = case.run(), case.rows, case.drop, case.room
-    left, waits = compact_reference(
+    left, waits, asked = compact_reference(
         case.by_sequence,
         kept=set(drop.keep_R.nonzero()[:, 0].tolist()),
         needs_all=drop.needs_all_B.tolist(),
@@ -116,6 +120,7 @@ def check(case: Case) -> None:
         capacity=None if room is None else room.capacity,
     )
     assert found.waits_B.tolist() == waits
+    assert found.asked_B.tolist() == asked
     ends = torch.tensor([0] + [len(numbers) for numbers in left]).cumsum(0).clamp(max=case.num_left)
     assert found.rows.cu_rows_B1.tolist() == ends.tolist()
     kept = [row for numbers in left for row in numbers][: case.num_left]
