@@ -58,7 +58,7 @@ def compact_rows(
     rows_BW = torch.empty_like(drop.rows_BW)
     ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
-    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size)}
+    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drop.drops_stored}
     count_kernel[(1,)](
         *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B),
         drop.waits_B if drop.scheduled_B is None else drop.scheduled_B,

@@ -24,11 +24,15 @@ def compact_rows(
     if drop.limits_R is not None:
         limits_R = torch.where(is_open_R, torch.minimum(drop.limits_R, limits_R), limits_R)
     keep_R, waits_B = (drop.keep_R | ~is_open_R) & is_row_R, drop.waits_B
+    if drop.drops_stored:
+        first_B = rows.cu_rows_B1[1:] - (drop.rows_BW >= 0).sum(dim=1) - drop.rows_BW.shape[1]
+        keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
     asked_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
     if room is not None:
-        is_scheduled_R = ~is_block_R & is_row_R
+        is_scheduled_R = ~is_block_R & keep_R
         if drop.scheduled_B is not None:
-            number_R = numbers_R - rows.cu_rows_B1[rows.sequence_R]
+            counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
+            number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
             is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
         scheduled_B = torch.zeros_like(asked_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
         left = room.capacity - scheduled_B.sum()

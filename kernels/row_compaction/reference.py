@@ -14,15 +14,20 @@ def compact_reference(
     scheduled: list[int] | None,
     num_waits: list[int] | None,
     capacity: int | None,
+    size: int,
+    drops_stored: bool,
 ) -> tuple[list[list[int]], list[bool], list[int]]:
     """The numbers of the rows that each sequence goes on with, which sequences wait, and how many rows each
     asked for.
 
-    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on.
+    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on; `size`
+    of a block; `drops_stored`: the block before may lose rows as well.
     """
     left, needs = [], []
     for b, (before, block) in enumerate(rows):
         goes_on = [row for row in block if needs_all[b] or row in kept]
+        if drops_stored:
+            before = before[:-size] + [row for row in before[-size:] if row in kept]
         num_scheduled = len(before) if scheduled is None else min(len(before), scheduled[b])
         left.append((before[:num_scheduled], before[num_scheduled:] + goes_on))
         needs.append(len(left[-1][1]))

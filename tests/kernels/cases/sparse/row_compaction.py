@@ -81,6 +81,7 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         waits_B=ints(6, num_sequences) == 0,
         limits_R=ints(1000, num_rows) if rng.random() < 0.7 else None,
         scheduled_B=scheduled_B if rng.random() < 0.7 else None,
+        drops_stored=rng.random() < 0.4,
     )
     room = None
     num_scheduled = sum(
@@ -118,6 +119,8 @@ def check(case: Case) -> None:
         scheduled=None if drop.scheduled_B is None else drop.scheduled_B.tolist(),
         num_waits=None if room is None else room.num_waits_B.tolist(),
         capacity=None if room is None else room.capacity,
+        size=drop.rows_BW.shape[1],
+        drops_stored=drop.drops_stored,
     )
     assert found.waits_B.tolist() == waits
     assert found.asked_B.tolist() == asked
