@@ -293,6 +293,7 @@ class Forbidden(TorchDispatchMode):
 STATIC: list[dict[str, Any]] = [
     *({name: THIN.get(name, {}) for name in stack} for stack in STACKS),
     *TOY_STACKS[:4],
+    FOCUS[1],
 ]
 
 
