@@ -14,8 +14,8 @@ import torch
 
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.runtime import head_rows
+from tests.contracts.accelerators.cases import TIGHT, force
 from tests.contracts.accelerators.test_focus import CASES, PROMPTS, params, toys
-from tests.contracts.accelerators.test_static_passes import TIGHT, force
 from tests.contracts.engines import assert_idle, build_engine, clear_answers
 
 __all__ = ["toys"]
