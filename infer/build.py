@@ -190,6 +190,7 @@ def _assemble(
             num_rows=functools.partial(max_rows, decoder),
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
+            decodes_again=stack is not None and stack.decodes_again,
         ),
         stride_controller=None
         if len(decoder.modes) == 1
@@ -300,6 +301,8 @@ def _stack(
         deterministic=settings.deterministic,
         graphs=settings.graphs,
         routes_blocks=local.moe is not None and local.moe.capacity is not None,
+        logit_shift=model.semantics.logit_shift,
+        num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
     )
     return stack_of(configs, spec)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, uniform
-from tests.margins import clear_choice
+from tests.margins import MARGIN, clear_choice
 
 Rows = dict[int, Tensor]
 """By place in the block, the queries [N, H] or keys [K, H] of one layer."""
@@ -28,16 +28,19 @@ Rows = dict[int, Tensor]
 class FocusRules:
     """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
     `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
-    first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code,
-    not the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all
-    rows and is left out of the mean.
+    first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code, not
+    the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all rows
+    and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished block's
+    frozen tokens are computed again ("clean") or not ("unfrozen"). `margin`: choices closer than this raise.
     """
 
     size: int
     alpha: float = 1.5
     over: str = "masked"
     mean: str = "block"
-    freezes: bool = True
+    stability: str = "neighbour"
+    commit: str = "clean"
+    margin: float = MARGIN
     begins_full: bool = False
     published: bool = False
 
@@ -135,7 +138,7 @@ def select(
             return number, None
         return number, set(sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number])
 
-    number, best = clear_choice(choose, deltas)
+    number, best = clear_choice(choose, deltas, margin=rules.margin)
     if best is None:
         return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
     kept = {place for place in fed if place not in masked} | set(best)
@@ -156,8 +159,8 @@ def note(
     been computed once more. The last token of a block has no neighbour to wait for.
     """
     for place in fed_places(state, rules):
-        is_ready = place == rules.size - 1 or place + 1 not in masked
-        if rules.freezes and place not in masked and is_ready:
+        is_ready = place == rules.size - 1 or place + 1 not in masked or rules.stability == "plain"
+        if rules.stability != "off" and place not in masked and is_ready:
             assert place in selection.kept
             state.frozen.add(place)
     state.processed |= set(selection.kept)
@@ -165,6 +168,18 @@ def note(
         state.num_passes += 1
         state.num_decoded += num_decoded
     state.is_new = False
+
+
+def find_room(asked: list[int], scheduled: list[int], num_waits: list[int], capacity: int) -> list[bool]:
+    """Which sequences wait. Each asked for rows, the first `scheduled` of which have room in any case; for
+    the others they come in the order of waiting, until one finds too little.
+    """
+    used, waits = sum(map(min, scheduled, asked)), [False] * len(asked)
+    for b in sorted(range(len(asked)), key=lambda b: -num_waits[b]):
+        more = max(0, asked[b] - scheduled[b])
+        used += more
+        waits[b] = more > 0 and used > capacity
+    return waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +230,18 @@ class SlowFocus(SlowBlocks):
                 known.append(token)
                 if token in sampling.stops or len(known) - len(prompt) >= sampling.max_tokens:
                     return known[len(prompt) :], len(self.passes)
-            last_row = self._clean(work, start)
+            stays = state.frozen if self.focus.commit == "unfrozen" else set()
+            if self.rules.shifted:
+                # The last row predicts the next block's first token.
+                stays = stays - {self.rules.size - 1}
+            last_row = self._clean(work, start, stays)
 
-    def _clean(self, tokens: list[int], start: int) -> list[float]:
-        """Store a block without masks, in full; returns the last row's logits."""
-        places = list(range(self.rules.size))
-        hidden = self._embed(tokens)
+    def _clean(self, tokens: list[int], start: int, stays: Collection[int] = ()) -> list[float]:
+        """Store a block without masks, but for places whose keys and values stay; returns the last row's
+        logits.
+        """
+        places = [place for place in range(self.rules.size) if place not in stays]
+        hidden = self._embed([tokens[place] for place in places])
         for layer in range(len(self.model.model.layers)):
             hidden = self._layer(layer, hidden, places, start, limit=self.rules.size)
         return self._head(hidden)[-1]

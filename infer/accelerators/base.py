@@ -34,7 +34,8 @@ class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
     are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
-    together (`Routing.capacity`), so that each depends on all of them.
+    together (`Routing.capacity`), so that each depends on all of them. `logit_shift`: a row predicts the next
+    place. `num_slots` of the KV pool, if the user said how many pages it has.
     """
 
     decoder: str
@@ -55,24 +56,27 @@ class EngineSpec:
     deterministic: bool
     graphs: str
     routes_blocks: bool = False
+    logit_shift: bool = False
+    num_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
     """Rows to go on with, of those still computed: `keep_R` (bool). `limits_R` int64: these rows then see
     their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
-    Rows of prompts, of clean blocks, and of sequences that need all their rows are kept as they are.
+    Rows of prompts and of clean blocks are kept as they are, and so are blocks of sequences that need all
+    their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
+    what earlier passes stored of them stays.
 
-    `capacity` (at least two blocks; None: all rows): a number, chosen before the pass, of rows that there is
-    room for beside what the host scheduled to be stored. Sequences take room in order, first those that
-    waited longest. A sequence whose rows find no room waits: it drops out of the denoising part of this pass,
-    decides nothing, and its random stream and its answer stay those it would have had. Its pass must leave no
-    trace in an accelerator's state: `finish` skips `PassView.waits_B`.
+    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences take it in
+    order, first those that waited longest. A sequence whose rows find none waits: it drops out of the
+    denoising part of this pass, decides nothing, and its random stream and its answer stay those it would
+    have had. Its pass must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`.
     """
 
     keep_R: Tensor
     limits_R: Tensor | None = None
-    capacity: int | None = None
+    drops_stored: bool = False
 
 
 class KVPass:
@@ -157,6 +161,14 @@ class Accelerator:
 
     def __init__(self, config: Any, spec: EngineSpec) -> None:
         self.config, self.spec = config, spec
+
+    @property
+    def decodes_again(self) -> bool:
+        """Whether the keys and values of an answer follow from how it was decoded, not from its tokens alone.
+        Then the prefix cache shares prompts only, and a sequence that lost its KV decodes its answer once
+        more, to the same tokens.
+        """
+        return False
 
     def problems(self) -> list[str]:
         """Return every reason why it cannot work with the engine or with its options; allocates nothing."""

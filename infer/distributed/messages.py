@@ -7,13 +7,14 @@ failure.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from multiprocessing.connection import Connection
 from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.state.batch import Schedule, lane_of
+from idlm.infer.state.batch import RowRoom, Schedule, lane_of
 
 Message = dict[str, Any]
 PARAMS = (
@@ -61,6 +62,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "num_rows": schedule.num_rows,
         "mode": schedule.mode,
         "num_wanted": schedule.num_wanted,
+        "room": None if schedule.room is None else dataclasses.asdict(schedule.room),
     }
 
 
@@ -89,13 +91,14 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         mode=message["mode"],
         num_wanted=message["num_wanted"],
+        room=None if message["room"] is None else RowRoom(**message["room"]),
     )
 
 
 def _request_message(request: Request) -> Message:
     return {
         "lane": lane_of(request),
-        "prompt_ids": [*request.prompt_ids, *request.token_ids],
+        "prompt_ids": request.all_known_ids,
         "params": {name: getattr(request.params, name) for name in PARAMS},
         "index": request.index,
         "max_length": request.max_length,

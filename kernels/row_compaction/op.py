@@ -47,23 +47,22 @@ def compact_rows(
 
     from idlm.kernels.row_compaction.kernel import count_kernel, place_kernel
 
-    num_sequences, size = drop.rows_BW.shape
-    device = rows.slots_R.device
+    (num_sequences, size), device = drop.rows_BW.shape, rows.slots_R.device
     sources = [getattr(rows, name) for name in ROW_COLUMNS]
     columns = (*sources, rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B)
     assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
     cu_rows_B1 = torch.empty_like(rows.cu_rows_B1)
-    num_before_B = torch.empty(num_sequences, dtype=torch.int64, device=device)
-    waits_B = torch.empty(num_sequences, dtype=torch.bool, device=device)
-    rows_BW = torch.empty_like(drop.rows_BW)
+    num_before_B, asked_B = torch.empty(2, num_sequences, dtype=torch.int64, device=device)
+    waits_B, rows_BW = torch.empty_like(drop.waits_B), torch.empty_like(drop.rows_BW)
     ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
-    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size)}
+    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drop.drops_stored}
     count_kernel[(1,)](
         *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B),
         drop.waits_B if drop.scheduled_B is None else drop.scheduled_B,
         drop.waits_B if room is None else room.num_waits_B,
-        *(cu_rows_B1, num_before_B, waits_B, num_sequences, num_left, 0 if room is None else room.capacity),
+        *(cu_rows_B1, num_before_B, asked_B, waits_B),
+        *(num_sequences, num_left, 0 if room is None else room.capacity),
         HAS_SCHEDULED=drop.scheduled_B is not None,
         HAS_ROOM=room is not None,
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
@@ -85,12 +84,13 @@ def compact_rows(
         num_warps=4,
     )
     packed = dict(zip(ROW_COLUMNS, ints_JI, strict=False))
-    masks = None if rows.is_mask_R is None else is_mask_I
+    packed["is_mask_R"] = None if rows.is_mask_R is None else is_mask_I
     return Compacted(
-        rows=PackedRows(cu_rows_B1=cu_rows_B1, is_mask_R=masks, **packed),
+        rows=PackedRows(cu_rows_B1=cu_rows_B1, **packed),
         numbers_I=ints_JI[-1],
         rows_BW=rows_BW,
         waits_B=waits_B,
+        asked_B=asked_B,
     )
 
 
