@@ -25,7 +25,7 @@ from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_l
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import AnswerText, Request, strip_stop_id
-from idlm.infer.runtime.head_rows import HeadRows
+from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
 from idlm.text.detokenizer import Detokenizer
@@ -54,7 +54,7 @@ class Engine:
         self.tokenizer, self.semantics = parts.tokenizer, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
-        self._head_rows = HeadRows()
+        self._rooms = RowRooms(drops=parts.stack is not None and parts.stack.rows is not None)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -90,6 +90,11 @@ class Engine:
     def settings(self) -> EngineSettings:
         """The settings of this engine, with defaults resolved."""
         return self._parts.settings
+
+    @property
+    def row_counts(self) -> RowCounts:
+        """What passes asked for and computed so far."""
+        return self._rooms.counts
 
     def generate(
         self,
@@ -220,7 +225,7 @@ class Engine:
         self._last_scheduled = schedule.requests
         if self._stride_controller is not None:
             schedule.mode = self._stride_controller.choose(len(schedule.requests))
-        schedule.num_wanted = self._head_rows.choose(sum(schedule.samples))
+        self._rooms.choose(schedule)
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
         return True
@@ -230,7 +235,13 @@ class Engine:
         while self._inflight and (len(self._inflight) > max_inflight or self._inflight[0].is_ready()):
             step = self._inflight.popleft()
             emissions = step.emissions()
-            self._head_rows.observe(sum(emission.num_wanted for emission in emissions), sum(step.samples))
+            self._rooms.observe(
+                [
+                    Asked(samples=samples, waited=one.waited, certain=certain, rows=one.asked)
+                    for samples, certain, one in zip(step.samples, step.certain, emissions, strict=True)
+                ],
+                step.widths,
+            )
             if self._stride_controller is not None and step.only_decodes:
                 self._stride_controller.observe_time(step.mode, len(step.requests), step.seconds())
             for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):

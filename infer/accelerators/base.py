@@ -61,16 +61,14 @@ class RowSelection:
     their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
     Rows of prompts, of clean blocks, and of sequences that need all their rows are kept as they are.
 
-    `capacity` (at least two blocks; None: all rows): a number, chosen before the pass, of rows that there is
-    room for beside what the host scheduled to be stored. Sequences take room in order, first those that
-    waited longest. A sequence whose rows find no room waits: it drops out of the denoising part of this pass,
-    decides nothing, and its random stream and its answer stay those it would have had. Its pass must leave no
-    trace in an accelerator's state: `finish` skips `PassView.waits_B`.
+    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences take it in order,
+    first those that waited longest. A sequence whose rows find none waits: it drops out of the denoising part
+    of this pass, decides nothing, and its random stream and its answer stay those it would have had. Its pass
+    must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`.
     """
 
     keep_R: Tensor
     limits_R: Tensor | None = None
-    capacity: int | None = None
 
 
 class KVPass:

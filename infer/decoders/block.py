@@ -14,7 +14,7 @@ Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lane
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ from idlm.infer.decoders.block_config import (
     check,
     warn_of_unread,
 )
-from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, plan_blocks
+from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, narrowed, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -144,10 +144,8 @@ class BlockDecoder(Decoder):
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Draw a token for every mask, decide some masks, and emit the blocks that are clean then."""
         assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
-        if wanted.has_logits_X is not None:
-            number_BW = plan.wanted.number_BW
-            has_logits_BW = wanted.has_logits_X[number_BW.clamp(min=0)] & (number_BW >= 0)
-            plan = replace(plan, has_logits_BW=has_logits_BW)
+        if wanted.dropped is not None:
+            plan = narrowed(plan, wanted.dropped)
         logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES

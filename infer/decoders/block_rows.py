@@ -11,7 +11,7 @@ Shapes: B sequences, R rows, W positions of a block, X wanted rows, Z lanes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from idlm.infer.decoders.block_unmask import first_part
 from idlm.infer.state.batch import ActiveBlocks, Batch, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels import block_step
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedBlocks, WantedPlaces
@@ -32,8 +33,8 @@ since a later pass could not compute it.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan(StepPlan):
-    """A plan with the place of each wanted row, each sequence's step of the random stream, and, once the pass
-    has run, which places have logits (`WantedRows.has_logits_X`).
+    """A plan with the place of each wanted row, each sequence's step of the random stream, and, once a pass has
+    dropped rows, which places have logits.
     """
 
     wanted: WantedPlaces
@@ -78,7 +79,9 @@ def plan_blocks(
             num_steps_B=packed.num_steps_B,
             size=shape.size,
             num_scheduled_B=batch.num_feed_B,
-            max_scheduled=_max_scheduled(batch, shape),
+            room=batch.room,
+            num_waits_B=blocks.num_waits_Z[batch.lanes_B],
+            is_exact=batch.num_rows is None,
             num_wanted_B=packed.wanted.num_B,
             waits_B=packed.wanted.waits_B,
         ),
@@ -87,12 +90,19 @@ def plan_blocks(
     )
 
 
-def _max_scheduled(batch: Batch, shape: BlockShape) -> int | None:
-    """Upper bound of the rows that the host scheduled, where they have rows of their own beside the
-    blocks'."""
-    if batch.num_rows is None or shape.shifted or not shape.fuses:
-        return None
-    return batch.num_rows - len(batch.lanes_B) * shape.size
+def narrowed(plan: BlockPlan, dropped: DroppedRows) -> BlockPlan:
+    """The plan with those wanted rows that the head has computed."""
+    wanted, origin_H = plan.wanted, dropped.origin_H
+    number_BW = wanted.number_BW
+    number_BW = torch.where(number_BW >= 0, dropped.numbers_X[number_BW.clamp(min=0)], -1)
+    narrow = replace(
+        wanted,
+        rows_X=wanted.rows_X[origin_H],
+        places_X=wanted.places_X[origin_H],
+        lanes_X=wanted.lanes_X[origin_H],
+        number_BW=number_BW,
+    )
+    return replace(plan, wanted=narrow, has_logits_BW=number_BW >= 0)
 
 
 def _pack(

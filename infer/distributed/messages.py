@@ -7,13 +7,14 @@ failure.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from multiprocessing.connection import Connection
 from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.state.batch import Schedule, lane_of
+from idlm.infer.state.batch import RowRoom, Schedule, lane_of
 
 Message = dict[str, Any]
 PARAMS = (
@@ -61,6 +62,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "num_rows": schedule.num_rows,
         "mode": schedule.mode,
         "num_wanted": schedule.num_wanted,
+        "room": None if schedule.room is None else dataclasses.asdict(schedule.room),
     }
 
 
@@ -89,6 +91,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         mode=message["mode"],
         num_wanted=message["num_wanted"],
+        room=None if message["room"] is None else RowRoom(**message["room"]),
     )
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.runtime.head_rows import head_bucket
+from idlm.infer.runtime.head_rows import head_bucket, row_room
 from idlm.infer.runtime.model_runner import Step, StepResult
-from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
+from idlm.infer.state.batch import Batch, RowRoom, Schedule, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 
 Columns = list[list[int]]
@@ -60,6 +60,7 @@ class PassShape:
     is_greedy: bool = False
     num_canvases: int = 1
     num_wanted: int | None = None
+    room: RowRoom | None = None
 
 
 class StaticStep:
@@ -134,6 +135,7 @@ class StaticStep:
             is_greedy=shape.is_greedy,
             num_canvases=shape.num_canvases,
             num_wanted=shape.num_wanted,
+            room=shape.room,
         )
 
     def _capture(self, shape: PassShape) -> _Graph:
@@ -181,6 +183,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
     num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
     num_wanted: int | None = None
+    room: RowRoom | None = None
     match policy.kind:
         case "append":
             num_prompt_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
@@ -188,6 +191,13 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
             num_blocks = _num_blocks(schedule, num_sequences, policy)
             num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
             num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
+            room = row_room(
+                schedule.room,
+                num_scheduled=sum(schedule.num_feed),
+                num_rows=num_rows + num_prompt_rows,
+                num_sequences=num_sequences,
+                block_size=policy.block_size,
+            )
         case "none":
             num_rows = _rounded_up(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
@@ -210,6 +220,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         is_greedy=is_greedy,
         num_canvases=schedule.num_canvases,
         num_wanted=num_wanted,
+        room=room,
     )
 
 
@@ -219,12 +230,12 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     With fused commits that includes clean blocks the host does not know yet: as many as it knows of (the
     device has stored those by now), but at least those of an eighth of the sequences, rounded up. A sequence
     that finds no reserved row stores its block in its own rows and decides nothing in this step; unused rows
-    cost as much as used ones.
+    cost as much as used ones, unless passes drop them: then all sequences may store one.
     """
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_told = sum(schedule.num_feed) // kv_policy.block_size
-    return max(num_told, -(-num_sequences // 8))
+    return max(num_told, -(-num_sequences // 8) if schedule.room is None else num_sequences)
 
 
 def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:

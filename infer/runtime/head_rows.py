@@ -1,38 +1,66 @@
-"""Chooses how many rows of a pass the output head computes, from what earlier passes asked for.
+"""Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and of passes that
+may drop rows (`RowRoom`) also those that are embedded and those that are left behind the drop.
 
-The head is wanted at masks only, and how many a pass has is known on the device alone. The host reserves the
-mean of recent passes and a margin of their spread; a sequence that finds no room waits for the next pass, and
-its answer stays what it would have been (`Batch.num_wanted`).
+How many a pass needs is known on the device alone. The host reserves the mean of recent passes and a margin of
+their spread; a sequence that finds no room waits for the next pass, and its answer stays what it would have
+been (`Batch.num_wanted`, `Batch.room`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from idlm.infer.state.batch import RowRoom, Schedule
 
 NUM_PASSES = 32
 """Passes that are remembered: those of about two blocks, so that sequences in step do not surprise."""
 MIN_PASSES = 4
 MARGIN = 2.5
 """Standard deviations above the mean that have room."""
+KEPT_MARGIN = 1.0
+"""The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. With
+a spread of a tenth, which is normal at 128 sequences, one of them waits.
+"""
 MIN_PLACES = 256
 """Up to so many places the head is bound by its weights, so that all have room."""
 PARTS = 8
 """Room grows by this part of all places: each size in use is a graph of its own."""
+STEPS: tuple[tuple[float, int], ...] = ((256, 16), (1024, 32), (math.inf, 64))
+"""Below the first number, rows that are kept are rounded up to a multiple of the second."""
+FED_STEPS = 4
+"""Embedded rows are rounded up to so many of these steps: few layers compute them."""
+NONE = RowRoom(fed=0, kept=0, head=0)
 
 
-class HeadRows:
+@dataclass(slots=True, kw_only=True)
+class RowCounts:
+    """Sums over the passes whose results were read. `num_pairs`: (sequence, pass) that were to decode, of which
+    `num_waits` found no room; rows that sequences asked for, and those computed, padding included.
+    """
+
+    num_passes: int = 0
+    num_pairs: int = 0
+    num_waits: int = 0
+    asked: RowRoom = NONE
+    computed: RowRoom = NONE
+
+
+class LateCounts:
     """Remembers the rows per decoding sequence that passes asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, margin: float = MARGIN) -> None:
+        self._margin = margin
         self._asked: deque[float] = deque(maxlen=NUM_PASSES)
 
-    def observe(self, num_wanted: int, num_sequences: int) -> None:
+    def observe(self, num_rows: int, num_sequences: int) -> None:
         """Note a finished pass in which some sequences decoded: the rows that they asked for, those that
-        waited included. 0: the decoder does not say.
+        waited included. 0: nobody says.
         """
-        if num_wanted:
-            self._asked.append(num_wanted / num_sequences)
+        if num_rows:
+            self._asked.append(num_rows / num_sequences)
 
     def choose(self, num_sequences: int) -> int | None:
         """Rows to reserve for as many sequences; None (all) before there is anything to go by."""
@@ -41,7 +69,54 @@ class HeadRows:
             return None
         mean = sum(self._asked) / count
         variance = sum((asked - mean) ** 2 for asked in self._asked) / count
-        return math.ceil((mean + MARGIN * math.sqrt(variance)) * num_sequences)
+        return math.ceil((mean + self._margin * math.sqrt(variance)) * num_sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one request of a pass asked for: `rows`, of which `certain` were known to be stored before. A number
+    of rows is 0 if the request `waited` before they were counted, or if nobody counts.
+    """
+
+    samples: bool
+    waited: bool
+    certain: int
+    rows: RowRoom
+
+
+class RowRooms:
+    """Chooses for each pass, and counts what passes asked for and computed. `drops`: they may drop rows."""
+
+    def __init__(self, *, drops: bool) -> None:
+        self._drops, self.counts = drops, RowCounts()
+        self._head, self._fed, self._kept = LateCounts(), LateCounts(), LateCounts(KEPT_MARGIN)
+
+    def choose(self, schedule: Schedule) -> None:
+        """Set what the schedule reserves. Rows that are stored for certain, mostly of prompts, are known."""
+        num_decoding, certain = sum(schedule.samples), sum(schedule.certain_rows())
+        head, fed, kept = (late.choose(num_decoding) for late in (self._head, self._fed, self._kept))
+        if not self._drops:
+            schedule.num_wanted = head
+        elif head is not None and fed is not None and kept is not None:
+            schedule.room = RowRoom(fed=certain + fed, kept=certain + kept, head=head)
+
+    def observe(self, asked: Sequence[Asked], widths: RowRoom) -> None:
+        """Note a finished pass, by request, and the rows that it computed."""
+        counts, decoding = self.counts, [one for one in asked if one.samples]
+        counts.num_passes += 1
+        counts.num_pairs += len(decoding)
+        counts.num_waits += sum(one.waited for one in decoding)
+        counts.asked = _sum([counts.asked, *(one.rows for one in asked)])
+        counts.computed = _sum([counts.computed, widths])
+        for late, name in ((self._head, "head"), (self._fed, "fed"), (self._kept, "kept")):
+            told = [one for one in decoding if getattr(one.rows, name) or not one.waited]
+            certain = sum(one.certain for one in told) if late is not self._head else 0
+            late.observe(max(0, sum(getattr(one.rows, name) for one in told) - certain), len(told))
+
+
+def _sum(rooms: Sequence[RowRoom]) -> RowRoom:
+    fed, kept, head = (sum(getattr(one, name) for one in rooms) for name in ("fed", "kept", "head"))
+    return RowRoom(fed=fed, kept=kept, head=head)
 
 
 def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> int | None:
@@ -53,3 +128,24 @@ def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> 
     # A shifted block's first place has room in any case, and one block behind those.
     num_rows = -(-max(num_wanted, num_sequences + block_size) // step) * step
     return num_rows if num_rows < num_places else None
+
+
+def row_room(
+    wanted: RowRoom | None, *, num_scheduled: int, num_rows: int, num_sequences: int, block_size: int
+) -> RowRoom | None:
+    """The room of a pass of static shape, of `num_rows` rows if none is dropped; None: all rows. What is
+    scheduled has room, and behind it a clean block and the next one, so that some sequence always goes on.
+    """
+    if wanted is None:
+        return None
+    least = num_scheduled + 2 * block_size
+    fed = min(num_rows, _rounded_up(max(wanted.fed, least), FED_STEPS))
+    kept = min(fed, _rounded_up(max(wanted.kept, least), 1))
+    head = head_bucket(wanted.head, num_sequences, block_size)
+    return RowRoom(fed=fed, kept=kept, head=num_sequences * block_size if head is None else head)
+
+
+def _rounded_up(num_rows: int, num_steps: int) -> int:
+    """To a multiple of so many steps."""
+    step = num_steps * next(step for bound, step in STEPS if num_rows < bound)
+    return -(-num_rows // step) * step

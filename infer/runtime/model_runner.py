@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from idlm.infer.models.loader import LoadedModel, Outline
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.sparse.view import AttentionLists
-from idlm.infer.state.batch import Batch, Schedule, StepOutcome, StepPlan
+from idlm.infer.state.batch import Batch, RowRoom, Schedule, StepOutcome, StepPlan
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
@@ -40,12 +40,14 @@ class StepResult:
     """The result of a pass that the host reads, still on the device.
 
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for room (1: nothing was decided),
-    the number of wanted rows that it asked for (0: the decoder does not say), the numbers of emitted tokens,
-    accepted drafts and tested drafts, then the token ids. With logprobs (else None): those of the emitted
+    the numbers of rows that it asked for, as in `ActiveBlocks` (wanted, fed, kept; 0: the decoder or the runner
+    does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token ids.
+    `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the emitted
     tokens, and ids and logprobs of the most likely tokens.
     """
 
     counts_BJ: Tensor
+    widths: RowRoom
     logprobs_BJ: Tensor | None = None
     top_ids_BJK: Tensor | None = None
     top_logprobs_BJK: Tensor | None = None
@@ -69,17 +71,26 @@ class Step:
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
         counts = (outcome.nonfinite_B, *_room(batch, plan), outcome.num_emitted_B, *drafts)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
+        result = StepResult(counts_BJ=counts_BJ, widths=_widths(plan, wanted))
         if batch.num_top is None:
-            return StepResult(counts_BJ=counts_BJ)
-        return _with_logprobs(counts_BJ, wanted.logits(), plan, outcome, num_top=batch.num_top)
+            return result
+        return _with_logprobs(result, wanted.logits(), plan, outcome, num_top=batch.num_top)
 
 
-def _room(batch: Batch, plan: StepPlan) -> tuple[Tensor, Tensor]:
-    """Whether each sequence of the batch waited, and how many wanted rows it asked for, int64 [B]."""
+def _room(batch: Batch, plan: StepPlan) -> list[Tensor]:
+    """Whether each sequence of the batch waited, and how many rows it asked for, four tensors int64 [B]."""
     none_B, active = torch.zeros_like(batch.num_feed_B), plan.active
-    if active is None or active.waits_B is None or active.num_wanted_B is None:
-        return none_B, none_B
-    return active.waits_B.long(), active.num_wanted_B
+    if active is None or active.waits_B is None:
+        return [none_B] * 4
+    asked = (active.num_wanted_B, active.num_fed_B, active.num_kept_B)
+    return [active.waits_B.long(), *(none_B if count_B is None else count_B for count_B in asked)]
+
+
+def _widths(plan: StepPlan, wanted: WantedRows) -> RowRoom:
+    num_rows = len(plan.token_ids_R)
+    if wanted.dropped is None:
+        return RowRoom(fed=num_rows, kept=num_rows, head=len(wanted))
+    return RowRoom(fed=wanted.dropped.num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +197,7 @@ class Runner:
         if sparse_pass is not None:
             fed = sparse_pass.plan
             hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
-            sparse_pass.finish()
-            return self._wanted(hidden_RD, plan, *sparse_pass.wanted(plan.logit_rows_X))
+            return self._wanted(hidden_RD, plan, *sparse_pass.finish())
         kv = PagedKV(
             cache=self._cache, slot_mapping_R=slot_mapping_R, plan=make_plan(plan), scale=self._scale
         )
@@ -293,7 +303,7 @@ class PagedKV:
 
 
 def _with_logprobs(
-    counts_BJ: Tensor, logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *, num_top: int
+    result: StepResult, logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *, num_top: int
 ) -> StepResult:
     """Add log-probabilities under the model's own distribution, before temperature and truncation."""
     token_ids_BJ = outcome.token_ids_BJ
@@ -302,8 +312,8 @@ def _with_logprobs(
     logits_BJV = logits_XV[rows_BJ]
     probs_BJV = torch.log_softmax(logits_BJV.double(), dim=-1)
     top_ids_BJK = _likeliest(logits_BJV, min(num_top, probs_BJV.shape[-1]))
-    return StepResult(
-        counts_BJ=counts_BJ,
+    return replace(
+        result,
         logprobs_BJ=probs_BJV.gather(-1, token_ids_BJ[..., None])[..., 0],
         top_ids_BJK=top_ids_BJK,
         top_logprobs_BJK=probs_BJV.gather(-1, top_ids_BJK),

@@ -21,7 +21,7 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
-from idlm.infer.state.batch import Schedule, lane_of
+from idlm.infer.state.batch import RowRoom, Schedule, lane_of
 
 POLL_SECONDS = 5e-5
 POLLS_PER_CHECK = 1000
@@ -83,12 +83,12 @@ class Emission:
     """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
 
     `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`,
-    `Batch.num_wanted`). `num_wanted`: rows that it asked the head for.
+    `Batch.num_wanted`). `asked`: rows that it asked for (0: it waited before, or nobody counts them).
     """
 
     nonfinite: int
     waited: bool
-    num_wanted: int
+    asked: RowRoom
     token_ids: list[int]
     num_accepted: int
     num_tested: int
@@ -103,9 +103,11 @@ class InflightStep:
         self.samples: list[bool] = schedule.samples
         self.mode = schedule.mode
         self.only_decodes = all(schedule.samples) and max(schedule.num_feed) == 1
+        self.certain = schedule.certain_rows()
         launch_time = time.perf_counter()
         self._start = _mark(worker.device)
         result = worker.launch(schedule)
+        self.widths = result.widths
         self._counts = _to_host(result.counts_BJ)
         logprobs = (result.logprobs_BJ, result.top_ids_BJK, result.top_logprobs_BJK)
         self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
@@ -135,13 +137,14 @@ class InflightStep:
         emissions = []
         counts = self._counts.tolist()[: len(self.requests)]
         for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
-            nonfinite, waited, num_wanted, num_emitted, num_accepted, num_tested, *tokens = row
+            nonfinite, waited, num_wanted, num_fed, num_kept, *row = row
+            num_emitted, num_accepted, num_tested, *tokens = row
             token_ids, wanted = tokens[:num_emitted], request.params.logprobs
             emissions.append(
                 Emission(
                     nonfinite=nonfinite,
                     waited=waited > 0,
-                    num_wanted=num_wanted,
+                    asked=RowRoom(fed=num_fed, kept=num_kept, head=num_wanted),
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,

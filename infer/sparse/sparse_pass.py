@@ -1,11 +1,13 @@
 """A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
 The runner's side of `accelerators/base.py`. The rest of the engine knows rows as the decoder laid them out;
-here they are numbered anew when some are dropped. All shapes are known to the host before the pass and
-nothing waits for the device: dropped rows leave padding rows at the end, and rows that find no room wait for
-the next pass. Attention is one launch a layer: layers without lists share one plan, those with lists another.
-B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows, N query heads,
-K KV heads, C listed slots, H head dim, Z lanes.
+here they are numbered anew when some are dropped. The host has chosen all shapes before the pass (`RowRoom`)
+and nothing waits for the device: what is left has padding rows at the end, and a sequence whose rows find no
+room drops out of the denoising part of the pass and has room first in the next. Only passes of exactly their
+rows (graphs=off) read how many are left.
+Attention is one launch a layer: layers without lists share one plan, those with lists another.
+B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows, H rows of the
+head (and head dim), N query heads, K KV heads, C listed slots.
 """
 
 from __future__ import annotations
@@ -21,13 +23,11 @@ from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascendi
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels.paged_attention import Plan
-from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows
+from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, flagged
 
 
 class SparseKV:
-    """What the trunk gets of the cache (`KVAccess`) in a sparse pass. `num_waits_Z`: in how many passes in a
-    row each lane waited, which `finish` updates; None: no selection has a capacity.
-    """
+    """What the trunk gets of the cache (`KVAccess`) in a sparse pass."""
 
     def __init__(
         self,
@@ -38,16 +38,22 @@ class SparseKV:
         kv: KVPass | None,
         rows: RowsPass | None,
         make_plan: Callable[[StepPlan, AttentionLists | None], Plan],
-        num_waits_Z: Tensor | None = None,
     ) -> None:
         self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
-        self._kv, self._rows, self._make_plan, self._num_waits_Z = kv, rows, make_plan, num_waits_Z
+        self._kv, self._rows, self._make_plan = kv, rows, make_plan
         self._origin_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
         """The row of the decoder's plan that each row is; their number for padding."""
         self._plans: dict[int, Plan] = {}
         """By the number of listed slots; 0: the plan of layers without lists."""
+        self._asked_B = self._num_fed_B = plan.cu_rows_B1.diff()
+        """Rows that each sequence asked for at the last drop, and at the first."""
         if rows is not None:
-            self._drop(rows.initial_rows())
+            room = view.active.room
+            everything = RowSelection(keep_R=torch.ones_like(plan.slots_R, dtype=torch.bool))
+            kept = rows.initial_rows() or (None if room is None else everything)
+            self._drop(kept, None if room is None else room.fed)
+            self._num_fed_B = self._asked_B
+        self._num_fed = len(self.plan.slots_R)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, K, H]."""
@@ -61,7 +67,10 @@ class SparseKV:
         """Rows [I] that go on once keys and values of the layer are stored; None: all."""
         if self._kv is not None:
             self._kv.commit_kv(number)
-        return None if self._rows is None else self._drop(self._rows.select_rows(number, q_RNH))
+        if self._rows is None:
+            return None
+        room = self.view.active.room
+        return self._drop(self._rows.select_rows(number, q_RNH), None if room is None else room.kept)
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""
@@ -79,34 +88,61 @@ class SparseKV:
             number, q_RNH, plan, scale=self.view.scale, lists_BKC=lists_BKC, before=sums
         )
 
-    def finish(self) -> None:
-        """Called after the last layer."""
+    def finish(self) -> tuple[Tensor, DroppedRows | None]:
+        """Called after the last layer. Returns the rows [H] that the head computes, and what was dropped (None:
+        no row can be).
+        """
+        rows_H, dropped = self._wanted(self.view.plan)
         for each in (self._kv, self._rows):
             if each is not None:
                 each.finish()
-        if self._num_waits_Z is not None:
-            lanes_B = self.plan.lanes_B
-            self._num_waits_Z[lanes_B] = torch.where(self.view.waits_B, self._num_waits_Z[lanes_B] + 1, 0)
+        return rows_H, dropped
 
-    def wanted(self, rows_X: Tensor) -> tuple[Tensor, DroppedRows | None]:
-        """Where wanted rows of the decoder's plan are now, and what was dropped (None: no row can be)."""
+    def _wanted(self, plan: StepPlan) -> tuple[Tensor, DroppedRows | None]:
+        """Wanted rows of the decoder's plan that are left have room in the head in the plan's order, which is
+        that of waiting; a sequence that finds none waits.
+        """
+        rows_X, view, active = plan.logit_rows_X, self.view, self.view.active
         if self._rows is None:
             return rows_X, None
-        num_rows, num_left = len(self.view.plan.slots_R), len(self._origin_R)
+        assert active.num_wanted_B is not None
+        num_rows, num_left, num_wanted = len(plan.slots_R), len(self._origin_R), len(rows_X)
         place_R = torch.full((num_rows + 1,), PassView.NOT_FED, dtype=torch.int64, device=rows_X.device)
         place_R.scatter_(0, self._origin_R, torch.arange(num_left, device=rows_X.device))
         place_X = place_R[rows_X]
-        return place_X.clamp(min=0), DroppedRows(has_logits_X=place_X >= 0, waits_B=self.view.waits_B)
+        is_left_X = place_X >= 0
+        counts_X1 = torch.nn.functional.pad(is_left_X.cumsum(0), (1, 0))
+        first_B = plan.first_logit_B.clamp(max=num_wanted)
+        end_B = counts_X1[(first_B + active.num_wanted_B).clamp(max=num_wanted)]
+        asked_B = torch.where(view.waits_B, 0, end_B - counts_X1[first_B])
+        num_head = num_wanted if active.room is None else min(num_wanted, active.room.head)
+        if active.is_exact:
+            num_head = max(1, int(counts_X1[-1]))
+        view.waits_B = view.waits_B | ((asked_B > 0) & (end_B > num_head))
+        origin_H = flagged(is_left_X, num_head)
+        origin_H = torch.where(origin_H < num_wanted, origin_H, 0)
+        dropped = DroppedRows(
+            origin_H=origin_H,
+            numbers_X=torch.where(is_left_X & (counts_X1[1:] <= num_head), counts_X1[:-1], -1),
+            waits_B=view.waits_B,
+            num_fed_B=self._num_fed_B,
+            num_kept_B=self._asked_B,
+            num_wanted_B=asked_B,
+            num_fed=self._num_fed,
+        )
+        return place_X[origin_H].clamp(min=0), dropped
 
-    def _drop(self, kept: RowSelection | None) -> Tensor | None:
-        """Go on with the rows that are kept, or must be, and find room; returns their numbers [I], None for
-        all."""
+    def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
+        """Go on with the rows that are kept, or must be, and find room among `capacity` rows (None: all do);
+        returns their numbers [I], None for all.
+        """
         if kept is None:
             return None
-        plan, view, num_left = self.plan, self.view, len(self._origin_R)
-        room = self._room(kept)
-        if room is not None and view.active.max_scheduled is not None:
-            num_left = min(num_left, view.active.max_scheduled + room.capacity)
+        plan, view, num_left, room = self.plan, self.view, len(self._origin_R), None
+        if capacity is not None:
+            assert view.active.num_waits_B is not None
+            room = Room(capacity=capacity, num_waits_B=view.active.num_waits_B)
+            num_left = min(num_left, capacity)
         rows = PackedRows(
             cu_rows_B1=plan.cu_rows_B1,
             sequence_R=plan.sequence_R,
@@ -128,7 +164,10 @@ class SparseKV:
             scheduled_B=view.active.num_scheduled_B,
         )
         left = compact_rows(rows, drop, num_left=num_left, num_origins=len(view.plan.slots_R), room=room)
+        if view.active.is_exact:
+            left = left.cut(max(1, int(left.rows.cu_rows_B1[-1])))
         self.slot_mapping_R, self._origin_R = left.rows.mapping_R, left.rows.origin_R
+        self._asked_B = torch.where(view.waits_B, 0, left.asked_B)
         self.plan = replace(
             plan,
             cu_rows_B1=left.rows.cu_rows_B1,
@@ -143,16 +182,6 @@ class SparseKV:
         view.rows_BW, view.waits_B = left.rows_BW, left.waits_B
         self._plans.clear()
         return left.numbers_I
-
-    def _room(self, kept: RowSelection) -> Room | None:
-        """The room for rows that the host did not schedule; None: all have room."""
-        if kept.capacity is None:
-            return None
-        assert kept.capacity >= 2 * self.view.active.size, (
-            f"no room for a clean block and the next: {kept.capacity=} {self.view.active.size=}"
-        )
-        assert self._num_waits_Z is not None
-        return Room(capacity=kept.capacity, num_waits_B=self._num_waits_Z[self.plan.lanes_B])
 
     def _plan(self, num_listed: int) -> Plan:
         """The plan of attention over lists of so many slots, until rows are dropped."""

@@ -21,7 +21,7 @@ from idlm.infer.accelerators.base import (
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
-from idlm.infer.state.batch import StepPlan, fill_lanes
+from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 
@@ -36,8 +36,6 @@ class AcceleratorStack:
         self.members = members
         self.kv = next((each for each in members if isinstance(each, KVAccelerator)), None)
         self.rows = next((each for each in members if isinstance(each, RowsAccelerator)), None)
-        # Number of passes in a row in which each lane waited for room, int64, once it is allocated.
-        self.num_waits_Z: Tensor | None = None
 
     @property
     def is_lossy(self) -> bool:
@@ -53,9 +51,6 @@ class AcceleratorStack:
         """Allocate the state of lanes; returns the bytes per KV page beside keys and values."""
         for each in self.members:
             each.allocate()
-        if self.rows is not None:
-            spec = self.rows.spec
-            self.num_waits_Z = torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)
         return sum(each.page_bytes() for each in self.members)
 
     def pass_bytes(self) -> int:
@@ -72,8 +67,6 @@ class AcceleratorStack:
         """Clear the state of these lanes."""
         for each in self.members:
             each.reset(lanes)
-        if self.num_waits_Z is not None:
-            fill_lanes(lanes, 0, self.num_waits_Z)
 
     def begin(
         self,
@@ -113,10 +106,7 @@ class AcceleratorStack:
         rows = None if self.rows is None else self.rows.begin(view)
         if kv is None and rows is None:
             return None
-        waits_Z = None if rows is None else self.num_waits_Z
-        return SparseKV(
-            plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan, num_waits_Z=waits_Z
-        )
+        return SparseKV(plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan)
 
 
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:

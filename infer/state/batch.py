@@ -17,6 +17,17 @@ from torch import Tensor
 from idlm.infer.request import Request
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRoom:
+    """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop rows,
+    and of these the head computes `head`. Rows of prompts and of clean blocks are among the first two.
+    """
+
+    fed: int
+    kept: int
+    head: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """One pass as the scheduler decides it: its requests, oldest first, and what happens before it.
@@ -25,8 +36,8 @@ class Schedule:
     are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode. A later
     pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
     ones lose their KV, and `resumed` ones get (part of) it back.
-    `mode`: which of the decoder's modes lays the pass out. `num_wanted`: rows that the head is likely to need
-    (`HeadRows`); None: unknown.
+    `mode`: which of the decoder's modes lays the pass out. Rows that the pass is likely to need (`RowRooms`;
+    None: unknown): `room`, if it may drop rows, else `num_wanted` of the head.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -40,6 +51,7 @@ class Schedule:
     mode: int = 0
     num_lookahead_tokens: int = 1
     num_wanted: int | None = None
+    room: RowRoom | None = None
 
     @property
     def num_top(self) -> int | None:
@@ -85,6 +97,11 @@ class Schedule:
             num_canvases=self.num_canvases,
         )
 
+    def certain_rows(self) -> list[int]:
+        """Of what is fed, for each request, the rows that the device has not stored yet for sure."""
+        pairs = zip(self.requests, self.num_feed, strict=True)
+        return [0 if request.num_inflight else num_feed for request, num_feed in pairs]
+
     def launched(self) -> None:
         """Note in the requests that the pass has been launched."""
         for request, num_feed, samples in zip(self.requests, self.num_feed, self.samples, strict=True):
@@ -113,7 +130,8 @@ class Batch:
     likely tokens to report for every token; None: no log-probabilities. `num_wanted`: room for wanted rows,
     which may make sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most,
     prompt and answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for
-    these two. `num_canvases` of one sequence at most (`Decoder.num_canvases`).
+    these two. `num_canvases` of one sequence at most (`Decoder.num_canvases`). `room`: rows of a pass that may
+    drop some, which may make sequences wait; None: as many as the plan has.
     """
 
     lanes_B: Tensor
@@ -130,6 +148,7 @@ class Batch:
     is_greedy: bool = False
     num_canvases: int = 1
     num_wanted: int | None = None
+    room: RowRoom | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +160,13 @@ class ActiveBlocks:
     decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
     of the `num_steps_B` that its quota allows; some strategies need fewer. `num_scheduled_B`: tokens of each
     sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
-    are fed. `max_scheduled`: upper bound of their sum; None: the host knows none. `num_wanted_B`: wanted rows
-    that each sequence asked for; `waits_B` (bool): those that found no room (`Batch.num_wanted`), of which
-    nothing is decided and remembered in this pass; None: all found room.
+    are fed. `room`: as in `Batch`, with room for two blocks beside those at least; sequences take it in the
+    order of `num_waits_B`, the number of passes in a row in which they waited. `is_exact`: the host waits for
+    the device to count rows, so that no pass has more than it needs.
+
+    `num_wanted_B`: wanted rows that each sequence asked for; `waits_B` (bool): those that found no room, of
+    which nothing is decided and remembered in this pass; None: all found room. Once rows were dropped:
+    `num_fed_B`, `num_kept_B`: rows that each sequence asked for there (0: it waited before).
     """
 
     starts_B: Tensor
@@ -152,9 +175,13 @@ class ActiveBlocks:
     num_steps_B: Tensor
     size: int
     num_scheduled_B: Tensor | None = None
-    max_scheduled: int | None = None
+    room: RowRoom | None = None
+    num_waits_B: Tensor | None = None
+    is_exact: bool = False
     num_wanted_B: Tensor | None = None
     waits_B: Tensor | None = None
+    num_fed_B: Tensor | None = None
+    num_kept_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

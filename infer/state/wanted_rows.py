@@ -2,7 +2,8 @@
 
 A decoder takes the best tokens alone, for which no logits are stored where a kernel can; or what it makes of
 logits slice by slice, so that those of many rows never exist together; or all logits at once.
-Shapes: R rows fed, X wanted rows, Y rows of a slice, D width, V vocabulary, S forbidden ids.
+Shapes: R rows fed, X wanted rows, Y rows of a slice, D width, V vocabulary, S forbidden ids; in passes that
+drop rows X the plan's wanted rows and H those that the head computes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedRows:
-    """What a pass that dropped rows tells the decoder. `has_logits_X` (bool): wanted rows that were computed
-    to the end. `waits_B` (bool): sequences that found no room, of which nothing is decided.
+    """What a pass that dropped rows tells the decoder. Row h of the head is wanted row `origin_H[h]` of the plan;
+    `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B` (bool): sequences that
+    found no room, of which nothing is decided. int64, by sequence, what each asked for (0: it waited before):
+    `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`: rows embedded, with padding.
     """
 
-    has_logits_X: Tensor
+    origin_H: Tensor
+    numbers_X: Tensor
     waits_B: Tensor
+    num_fed_B: Tensor
+    num_kept_B: Tensor
+    num_wanted_B: Tensor
+    num_fed: int
 
     def apply(self, plan: StepPlan) -> StepPlan:
         """The plan as the decoder is to advance by it: sequences that wait do not sample, and have stored
@@ -44,7 +52,14 @@ class DroppedRows:
             plan,
             num_feed_B=num_feed_B,
             samples_B=plan.samples_B & ~self.waits_B,
-            active=replace(active, is_maskable_BW=is_maskable_BW, waits_B=self.waits_B),
+            active=replace(
+                active,
+                is_maskable_BW=is_maskable_BW,
+                waits_B=self.waits_B,
+                num_wanted_B=self.num_wanted_B,
+                num_fed_B=self.num_fed_B,
+                num_kept_B=self.num_kept_B,
+            ),
         )
 
 
@@ -76,11 +91,6 @@ class WantedRows:
 
     def __len__(self) -> int:
         return len(self.rows_X)
-
-    @property
-    def has_logits_X(self) -> Tensor | None:
-        """Bool: False for a row that an accelerator dropped, whose logits mean nothing; None: no row was."""
-        return None if self.dropped is None else self.dropped.has_logits_X
 
     def logits(self) -> Tensor:
         """Logits [X, V] of all wanted rows; computed once."""

@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def rows_needed(
     cu_rows_B1, rows_BW, keep_R, needs_all_B, scheduled_B, b, B,
-    HAS_SCHEDULED: tl.constexpr, SIZE: tl.constexpr, BLOCK_W: tl.constexpr,
+    HAS_SCHEDULED: tl.constexpr, DROPS_STORED: tl.constexpr, SIZE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Of sequences `b`: rows before the block, the scheduled ones of these, and all else that goes on."""
     w = tl.arange(0, BLOCK_W)
@@ -24,8 +24,14 @@ def rows_needed(
     needs_all = tl.load(needs_all_B + b, mask=m_b, other=0) != 0
     kept = tl.load(keep_R + row, mask=row >= 0, other=0) != 0
     goes_on = (row >= 0) & (kept | needs_all[:, None])
-    count = tl.load(cu_rows_B1 + 1 + b, mask=m_b, other=0) - tl.load(cu_rows_B1 + b, mask=m_b, other=0)
+    start = tl.load(cu_rows_B1 + b, mask=m_b, other=0)
+    count = tl.load(cu_rows_B1 + 1 + b, mask=m_b, other=0) - start
     before = count - tl.sum((row >= 0).to(tl.int64), 1)
+    if DROPS_STORED:
+        number = before[:, None] - SIZE + w[None, :]
+        m_stored = m_bw & (number >= 0)
+        stays = tl.load(keep_R + start[:, None] + number, mask=m_stored, other=1) != 0
+        before -= tl.sum((m_stored & (stays == 0)).to(tl.int64), 1)
     scheduled = before
     if HAS_SCHEDULED:
         scheduled = tl.minimum(before, tl.load(scheduled_B + b, mask=m_b, other=0))
@@ -43,12 +49,14 @@ def count_kernel(
     num_waits_B,
     new_cu_rows_B1,
     num_before_B,
+    asked_B,
     waits_B,
     B,
     NUM,
     capacity,
     HAS_SCHEDULED: tl.constexpr,
     HAS_ROOM: tl.constexpr,
+    DROPS_STORED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -60,17 +68,20 @@ def count_kernel(
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     before, scheduled, needs = rows_needed(
-        cu_rows_B1, rows_BW, keep_R, needs_all_B, scheduled_B, b, B, HAS_SCHEDULED, SIZE, BLOCK_W
-    )
+        cu_rows_B1, rows_BW, keep_R, needs_all_B, scheduled_B, b, B,
+        HAS_SCHEDULED, DROPS_STORED, SIZE, BLOCK_W,
+    )  # fmt: skip
+    tl.store(asked_B + b, scheduled + needs, mask=m_b)
     waits = tl.load(waited_B + b, mask=m_b, other=0) != 0
     if HAS_ROOM:
         key = tl.load(num_waits_B + b, mask=m_b, other=-1)
-        end = needs
+        end = needs + tl.sum(tl.where(m_b, scheduled, 0), 0)
         for start in range(0, B, CHUNK):
             c = start + tl.arange(0, CHUNK)
             _, _, others = rows_needed(
-                cu_rows_B1, rows_BW, keep_R, needs_all_B, scheduled_B, c, B, HAS_SCHEDULED, SIZE, BLOCK_W
-            )
+                cu_rows_B1, rows_BW, keep_R, needs_all_B, scheduled_B, c, B,
+                HAS_SCHEDULED, DROPS_STORED, SIZE, BLOCK_W,
+            )  # fmt: skip
             other_key = tl.load(num_waits_B + c, mask=c < B, other=-1)
             is_before = (other_key[None, :] > key[:, None]) | (
                 (other_key[None, :] == key[:, None]) & (c[None, :] < b[:, None])
@@ -141,6 +152,7 @@ def place_kernel(
     HAS_ROOM: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
     HAS_MASKS: tl.constexpr,
+    DROPS_STORED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -169,16 +181,31 @@ def place_kernel(
 
     first, start, before = tl.load(cu_rows_B1 + b), tl.load(new_cu_rows_B1 + b), tl.load(num_before_B + b)
     yes = tl.full([BLOCK], 1, tl.int1)
-    for number in range(0, before, BLOCK):
-        k = number + x
-        copy_rows(
-            sequence_R, token_R, position_R, slot_R, limit_R, branch_R, mapping_R, origin_R, new_limit_R,
-            mask_R, ints_JI, is_mask_I, NUM, first + k, start + k, k < before, yes & False, yes, num_origins,
-            HAS_LIMITS, HAS_MASKS,
-        )  # fmt: skip
     w = tl.arange(0, BLOCK_W)
     m_w = w < SIZE
     row = tl.load(rows_BW + b.to(tl.int64) * SIZE + w, mask=m_w, other=-1)
+    whole = before
+    if DROPS_STORED:
+        # The last block before the active one, of which some rows are left out.
+        count = tl.load(cu_rows_B1 + b + 1) - first - tl.sum((row >= 0).to(tl.int64), 0)
+        number = count - SIZE + w
+        m_stored = m_w & (number >= 0)
+        stays = m_stored & (tl.load(keep_R + first + number, mask=m_stored, other=0) != 0)
+        whole = tl.minimum(before, tl.maximum(count - SIZE, 0))
+        place = tl.maximum(count - SIZE, 0) + tl.cumsum(stays.to(tl.int64), 0) - 1
+        stays = stays & (place < before)
+        copy_rows(
+            sequence_R, token_R, position_R, slot_R, limit_R, branch_R, mapping_R, origin_R, new_limit_R,
+            mask_R, ints_JI, is_mask_I, NUM, first + number, start + place, stays, stays & False, stays,
+            num_origins, HAS_LIMITS, HAS_MASKS,
+        )  # fmt: skip
+    for number in range(0, whole, BLOCK):
+        k = number + x
+        copy_rows(
+            sequence_R, token_R, position_R, slot_R, limit_R, branch_R, mapping_R, origin_R, new_limit_R,
+            mask_R, ints_JI, is_mask_I, NUM, first + k, start + k, k < whole, yes & False, yes, num_origins,
+            HAS_LIMITS, HAS_MASKS,
+        )  # fmt: skip
     needs_all = tl.load(needs_all_B + b) != 0
     goes_on = (row >= 0) & ((tl.load(keep_R + row, mask=row >= 0, other=0) != 0) | needs_all)
     if HAS_ROOM:

@@ -53,17 +53,18 @@ def compact_rows(
     columns = (*sources, rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B)
     assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
     cu_rows_B1 = torch.empty_like(rows.cu_rows_B1)
-    num_before_B = torch.empty(num_sequences, dtype=torch.int64, device=device)
+    num_before_B, asked_B = torch.empty(2, num_sequences, dtype=torch.int64, device=device)
     waits_B = torch.empty(num_sequences, dtype=torch.bool, device=device)
     rows_BW = torch.empty_like(drop.rows_BW)
     ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
-    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size)}
+    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drop.drops_stored}
     count_kernel[(1,)](
         *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B),
         drop.waits_B if drop.scheduled_B is None else drop.scheduled_B,
         drop.waits_B if room is None else room.num_waits_B,
-        *(cu_rows_B1, num_before_B, waits_B, num_sequences, num_left, 0 if room is None else room.capacity),
+        *(cu_rows_B1, num_before_B, asked_B, waits_B),
+        *(num_sequences, num_left, 0 if room is None else room.capacity),
         HAS_SCHEDULED=drop.scheduled_B is not None,
         HAS_ROOM=room is not None,
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
@@ -91,6 +92,7 @@ def compact_rows(
         numbers_I=ints_JI[-1],
         rows_BW=rows_BW,
         waits_B=waits_B,
+        asked_B=asked_B,
     )
 
 

@@ -24,15 +24,19 @@ def compact_rows(
     if drop.limits_R is not None:
         limits_R = torch.where(is_open_R, torch.minimum(drop.limits_R, limits_R), limits_R)
     keep_R, waits_B = (drop.keep_R | ~is_open_R) & is_row_R, drop.waits_B
+    if drop.drops_stored:
+        first_B = rows.cu_rows_B1[1:] - (drop.rows_BW >= 0).sum(dim=1) - drop.rows_BW.shape[1]
+        keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
+    asked_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
     if room is not None:
-        is_scheduled_R = ~is_block_R & is_row_R
+        is_scheduled_R = ~is_block_R & keep_R
         if drop.scheduled_B is not None:
-            number_R = numbers_R - rows.cu_rows_B1[rows.sequence_R]
+            counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
+            number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
             is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
-        needs_B = torch.zeros_like(room.num_waits_B).scatter_add_(
-            0, rows.sequence_R, (keep_R & ~is_scheduled_R).long()
-        )
-        waits_B = waits_B | take_room(needs_B, room.num_waits_B, room.capacity)[1]
+        scheduled_B = torch.zeros_like(asked_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
+        left = room.capacity - scheduled_B.sum()
+        waits_B = waits_B | take_room(asked_B - scheduled_B, room.num_waits_B, left)[1]
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
     numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows
@@ -60,6 +64,7 @@ def compact_rows(
         numbers_I=numbers_I,
         rows_BW=new_R[torch.where(drop.rows_BW >= 0, drop.rows_BW, num_rows)],
         waits_B=waits_B,
+        asked_B=asked_B,
     )
 
 
@@ -70,7 +75,7 @@ def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool
     return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
 
 
-def take_room(needs_B: Tensor, priority_B: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def take_room(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
     """Where the rows of each sequence end if sequences take room for `needs_B` rows each, those of the
     highest priority first, then in order; and which find none (bool): one that does not and all after it.
     """

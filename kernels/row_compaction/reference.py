@@ -14,21 +14,28 @@ def compact_reference(
     scheduled: list[int] | None,
     num_waits: list[int] | None,
     capacity: int | None,
-) -> tuple[list[list[int]], list[bool]]:
-    """The numbers of the rows that each sequence goes on with, and which sequences wait.
+    size: int,
+    drops_stored: bool,
+) -> tuple[list[list[int]], list[bool], list[int]]:
+    """The numbers of the rows that each sequence goes on with, which sequences wait, and how many rows each
+    asked for.
 
-    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on.
+    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on; `size`
+    of a block; `drops_stored`: the block before may lose rows as well.
     """
     left, needs = [], []
     for b, (before, block) in enumerate(rows):
         goes_on = [row for row in block if needs_all[b] or row in kept]
+        if drops_stored:
+            before = before[:-size] + [row for row in before[-size:] if row in kept]
         num_scheduled = len(before) if scheduled is None else min(len(before), scheduled[b])
         left.append((before[:num_scheduled], before[num_scheduled:] + goes_on))
         needs.append(len(left[-1][1]))
+    asked = [len(first) + len(then) for first, then in left]
     if capacity is None or num_waits is None:
-        return [first + then for first, then in left], list(waits)
-    waits, taken = list(waits), 0
+        return [first + then for first, then in left], list(waits), asked
+    waits, taken = list(waits), sum(len(first) for first, _ in left)
     for b in sorted(range(len(rows)), key=lambda b: (-num_waits[b], b)):
         taken += needs[b]
         waits[b] = waits[b] or (needs[b] > 0 and taken > capacity)
-    return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits
+    return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits, asked

@@ -5,7 +5,7 @@ B sequences, R rows, I rows that are left, W places of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -35,10 +35,10 @@ class PackedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
     """What goes on. `rows_BW` int64: the row at each place of a block, -1: none. `keep_R` bool, read at these
-    rows: whether they go on; rows before a block always do, and all of a sequence of `needs_all_B` (bool).
-    `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
-    `scheduled_B` int64: the first rows of a sequence that the host scheduled; None: all before its block.
-    `waits_B` (bool): sequences that found no room earlier in this pass.
+    rows: whether they go on; rows before a block always do, and all of the block of `needs_all_B` (bool).
+    `drops_stored`: it is read at the last W rows before a block, too. `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
+    `scheduled_B` int64: the first rows of a sequence, of those that go on, that the host scheduled; None: all
+    before its block. `waits_B` (bool): sequences that found no room earlier in this pass.
     """
 
     rows_BW: Tensor
@@ -47,12 +47,13 @@ class Drop:
     waits_B: Tensor
     limits_R: Tensor | None = None
     scheduled_B: Tensor | None = None
+    drops_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Room for `capacity` rows beside scheduled ones, which sequences take in order, but first those with the
-    largest `num_waits_B` (int64).
+    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, sequences take in order,
+    but first those with the largest `num_waits_B` (int64).
     """
 
     capacity: int
@@ -61,11 +62,18 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, and
-    the sequences that found no room `waits_B` (bool).
+    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, the
+    sequences that found no room `waits_B` (bool), and the rows that each asked for `asked_B` (int64).
     """
 
     rows: PackedRows
     numbers_I: Tensor
     rows_BW: Tensor
     waits_B: Tensor
+    asked_B: Tensor
+
+    def cut(self, num_rows: int) -> Compacted:
+        """The first rows, of which the others are padding."""
+        columns = {field.name: getattr(self.rows, field.name) for field in fields(self.rows)}
+        cut = {name: x[:num_rows] for name, x in columns.items() if name != "cu_rows_B1" and x is not None}
+        return replace(self, rows=replace(self.rows, **cut), numbers_I=self.numbers_I[:num_rows])

@@ -126,13 +126,9 @@ def assert_idle(engine: Engine) -> None:
     assert engine.step() == []
 
 
-def wanted_of(logits_XV: Tensor, has_logits_X: Tensor | None = None) -> WantedRows:
+def wanted_of(logits_XV: Tensor, dropped: DroppedRows | None = None) -> WantedRows:
     """Wanted rows with these logits."""
     rows_X = torch.arange(len(logits_XV), device=logits_XV.device)
-    dropped = None
-    if has_logits_X is not None:
-        waits_B = torch.zeros(0, dtype=torch.bool, device=logits_XV.device)
-        dropped = DroppedRows(has_logits_X=has_logits_X, waits_B=waits_B)
     return WantedRows(logits_XV, rows_X, lambda hidden_XV: hidden_XV, dropped=dropped)
 
 
@@ -177,7 +173,7 @@ def answers_and_margins(
         ) -> Any:
             logits_XV = wanted.logits()
             noise_XV = torch.randn(logits_XV.shape, generator=noise)
-            return advance(table, batch, plan, wanted_of(logits_XV + size * noise_XV, wanted.has_logits_X))
+            return advance(table, batch, plan, wanted_of(logits_XV + size * noise_XV, wanted.dropped))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.decoder, "advance", moved)
@@ -218,7 +214,7 @@ class _Shaking:
         decided = []
         for _ in range(NUM_SHAKES):
             signs_XV = torch.randint(0, 2, logits_XV.shape, generator=self._generator) * 2 - 1
-            self._advance(table, batch, plan, wanted_of(logits_XV + MARGIN * signs_XV, wanted.has_logits_X))
+            self._advance(table, batch, plan, wanted_of(logits_XV + MARGIN * signs_XV, wanted.dropped))
             decided.append([tensor.clone() for tensor in state])
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)

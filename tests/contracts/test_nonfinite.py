@@ -134,7 +134,7 @@ def test_an_answer_keeps_what_came_before(
         if passes[0] == expected.num_forwards - 1:
             logits_XV = wanted.logits().clone()
             logits_XV[:, 5] = kind
-            return wanted_of(logits_XV, wanted.has_logits_X)
+            return wanted_of(logits_XV, wanted.dropped)
         return wanted
 
     monkeypatch.setattr(engine._parts.runner, "forward", spoiled)

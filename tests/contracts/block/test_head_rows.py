@@ -12,7 +12,7 @@ import pytest
 from idlm.contracts import Completion
 from idlm.infer.engine import Engine
 from idlm.infer.runtime import cuda_graphs
-from idlm.infer.runtime.head_rows import MIN_PASSES, HeadRows, head_bucket
+from idlm.infer.runtime.head_rows import MIN_PASSES, LateCounts, head_bucket
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import WantedRows
@@ -119,7 +119,7 @@ def test_an_exact_pass_computes_no_row_that_is_decided(
 
 
 def test_the_host_reserves_the_mean_and_a_margin() -> None:
-    rows = HeadRows()
+    rows = LateCounts()
     for _ in range(MIN_PASSES):
         assert rows.choose(64) is None
         rows.observe(17 * 64, 64)

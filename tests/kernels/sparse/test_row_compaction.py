@@ -30,7 +30,7 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
     bools = ("keep_R", "needs_all_B", "waited_B", "waits_B", "mask_R", "is_mask_I")
     types |= dict.fromkeys(bools, "*i1")
     types |= {name: "*i32" for name in names if name.startswith(("source", "target"))}
-    shape = {"SIZE": 32, "BLOCK_W": 32, "HAS_ROOM": True}
+    shape = {"SIZE": 32, "BLOCK_W": 32, "HAS_ROOM": True, "DROPS_STORED": True}
     constants = (
         {**shape, "HAS_SCHEDULED": True, "BLOCK_B": 256},
         {**shape, "HAS_LIMITS": True, "HAS_MASKS": True, "BLOCK": 128},

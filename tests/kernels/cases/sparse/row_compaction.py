@@ -81,11 +81,16 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         waits_B=ints(6, num_sequences) == 0,
         limits_R=ints(1000, num_rows) if rng.random() < 0.7 else None,
         scheduled_B=scheduled_B if rng.random() < 0.7 else None,
+        drops_stored=rng.random() < 0.4,
     )
     room = None
+    num_scheduled = sum(
+        len(before) if drop.scheduled_B is None else min(len(before), int(drop.scheduled_B[b]))
+        for b, (before, _) in enumerate(by_sequence)
+    )
     if rng.random() < 0.6:
         room = Room(
-            capacity=rng.randrange(2 * size, max(2, num_sequences) * size + 1),
+            capacity=num_scheduled + rng.randrange(2 * size, max(2, num_sequences) * size + 1),
             num_waits_B=ints(3, num_sequences),
         )
     return Case(
@@ -106,7 +111,7 @@ def _moved(given: Moved, device: str) -> Moved:
 def check(case: Case) -> None:
     """Equals the reference, row by row."""
     found, rows, drop, room = case.run(), case.rows, case.drop, case.room
-    left, waits = compact_reference(
+    left, waits, asked = compact_reference(
         case.by_sequence,
         kept=set(drop.keep_R.nonzero()[:, 0].tolist()),
         needs_all=drop.needs_all_B.tolist(),
@@ -114,8 +119,11 @@ def check(case: Case) -> None:
         scheduled=None if drop.scheduled_B is None else drop.scheduled_B.tolist(),
         num_waits=None if room is None else room.num_waits_B.tolist(),
         capacity=None if room is None else room.capacity,
+        size=drop.rows_BW.shape[1],
+        drops_stored=drop.drops_stored,
     )
     assert found.waits_B.tolist() == waits
+    assert found.asked_B.tolist() == asked
     ends = torch.tensor([0] + [len(numbers) for numbers in left]).cumsum(0).clamp(max=case.num_left)
     assert found.rows.cu_rows_B1.tolist() == ends.tolist()
     kept = [row for numbers in left for row in numbers][: case.num_left]
