@@ -42,7 +42,7 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.errors import UserError
 from idlm.infer.accelerators.focus import FocusConfig, FocusPass
-from idlm.infer.cli.evaluate import evaluate, task_samples
+from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
 from idlm.kernels.block_eviction import Selected
 from idlm.kernels.block_eviction.plain import best, with_context
@@ -146,7 +146,7 @@ class Bench:
             engine = self.engine(arm, graphs=self.options["graphs"], prefix_cache=False)
             params = greedy(self.options, {"threshold": arm.threshold})
             evaluation = evaluate(engine, self.task, self.samples, params)
-        num_rows = engine.row_counts.asked.kept - prompt_rows(engine, self.samples)
+        num_rows = block_rows(engine, self.samples, evaluation)
         engine.close()
         del engine
         free_memory()
@@ -353,11 +353,19 @@ def selecting(name: str, k: int) -> Iterator[None]:
         FocusPass._select = original  # type: ignore[method-assign]
 
 
-def prompt_rows(engine: Engine, samples: Sequence[TaskSample]) -> int:
-    """Rows of prompts, which are stored in whole blocks."""
-    assert engine.tokenizer is not None and engine.semantics.block_size is not None
+def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evaluation) -> int:
+    """Rows behind layer 1 of all blocks that were decided, and of those that were stored when they were clean
+    (all but the last of each answer). Without an accelerator that drops rows, every pass computes a block.
+    """
     size = engine.semantics.block_size
-    return sum(len(encode_prompt(engine.tokenizer, one.prompt)) // size * size for one in samples)
+    assert engine.tokenizer is not None and size is not None
+    prompts = [len(encode_prompt(engine.tokenizer, sample.prompt)) for sample in samples]
+    if engine.row_counts.asked.kept:
+        return engine.row_counts.asked.kept - sum(length // size * size for length in prompts)
+    answers = [len(done.token_ids) for done in evaluation.completions]
+    ends = zip(prompts, answers, strict=True)
+    num_blocks = sum(-(-(prompt + answer) // size) - prompt // size for prompt, answer in ends)
+    return size * (engine.row_counts.num_pairs + num_blocks - len(prompts))
 
 
 def _numbers(text: str) -> list[float]:

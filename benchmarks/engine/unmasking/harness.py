@@ -1,4 +1,4 @@
-"""Engines of the arms of the eviction benchmark, whose passes replay a trace, and what a window of them costs.
+"""Engines of the eviction benchmark, whose passes replay a trace, and what a window of their passes costs.
 
 Every sequence is at another step of its block. A window begins and ends with an empty queue of passes; at
 both ends the places that each lane has decided must be those of the trace, so that no arm decides fewer
@@ -226,27 +226,29 @@ class SteadyTrace(SteadyBlocks):
 def row_counts_of(engine: Any) -> tuple[int, ...]:
     """The engine's cumulative counts of pairs, waits and rows, as numbers."""
     counts = engine.row_counts
-    rows = (getattr(each, name) for each in (counts.asked, counts.computed) for name in ("fed", "kept", "head"))
+    rows = (
+        getattr(each, name) for each in (counts.asked, counts.computed) for name in ("fed", "kept", "head")
+    )
     return (counts.num_pairs, counts.num_waits, *rows)
 
 
 @contextlib.contextmanager
 def _toggles(arm: EvictionArm) -> Iterator[None]:
     """What the arm does without."""
-    room, kernels = cuda_graphs.row_room, eviction_op.runs_kernels
+    room, bucket, kernels = cuda_graphs.row_room, cuda_graphs.head_bucket, eviction_op.runs_kernels
 
     def all_places(*given: Any, **sizes: Any) -> RowRoom | None:
         found = room(*given, **sizes)
         return None if found is None else replace(found, head=sizes["num_sequences"] * sizes["block_size"])
 
     if not arm.has_head_room:
-        cuda_graphs.row_room = all_places
+        cuda_graphs.row_room, cuda_graphs.head_bucket = all_places, lambda *given: None
     if not arm.has_kernels:
         eviction_op.runs_kernels = compaction_op.runs_kernels = lambda tensor: False
     try:
         yield
     finally:
-        cuda_graphs.row_room = room
+        cuda_graphs.row_room, cuda_graphs.head_bucket = room, bucket
         eviction_op.runs_kernels = compaction_op.runs_kernels = kernels
 
 

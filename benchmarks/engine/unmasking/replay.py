@@ -68,7 +68,9 @@ class UnmaskingReplay:
         second_BPW.zero_()[:, 0] = self._deltas_XW[place_B].to(second_BPW.dtype)
         return original(focus, first_BPW, second_BPW)
 
-    def propose(self, original: Any, decoder: BlockDecoder, table: Any, batch: Any, plan: Any, *more: Any) -> Any:
+    def propose(
+        self, original: Any, decoder: BlockDecoder, table: Any, batch: Any, plan: Any, *more: Any
+    ) -> Any:
         """`BlockDecoder._propose` with the trace's places as those that pass the threshold."""
         proposed, *others = original(decoder, table, batch, plan, *more)
         confidence_BW = self._decided_XW[self._place(plan.lanes_B, plan.active)]
