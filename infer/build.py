@@ -298,6 +298,8 @@ def _stack(
         tensor_parallel=settings.tensor_parallel,
         deterministic=settings.deterministic,
         graphs=settings.graphs,
+        logit_shift=model.semantics.logit_shift,
+        num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
     )
     return stack_of(configs, spec)
 

@@ -30,14 +30,16 @@ class FocusRules:
     `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
     first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code,
     not the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all
-    rows and is left out of the mean.
+    rows and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished block's
+    frozen tokens are computed again ("clean") or not ("unfrozen").
     """
 
     size: int
     alpha: float = 1.5
     over: str = "masked"
     mean: str = "block"
-    freezes: bool = True
+    stability: str = "neighbour"
+    commit: str = "clean"
     begins_full: bool = False
     published: bool = False
 
@@ -156,8 +158,8 @@ def note(
     been computed once more. The last token of a block has no neighbour to wait for.
     """
     for place in fed_places(state, rules):
-        is_ready = place == rules.size - 1 or place + 1 not in masked
-        if rules.freezes and place not in masked and is_ready:
+        is_ready = place == rules.size - 1 or place + 1 not in masked or rules.stability == "plain"
+        if rules.stability != "off" and place not in masked and is_ready:
             assert place in selection.kept
             state.frozen.add(place)
     state.processed |= set(selection.kept)
@@ -215,12 +217,18 @@ class SlowFocus(SlowBlocks):
                 known.append(token)
                 if token in sampling.stops or len(known) - len(prompt) >= sampling.max_tokens:
                     return known[len(prompt) :], len(self.passes)
-            last_row = self._clean(work, start)
+            stays = state.frozen if self.focus.commit == "unfrozen" else set()
+            if self.rules.shifted:
+                # The last row predicts the next block's first token.
+                stays = stays - {self.rules.size - 1}
+            last_row = self._clean(work, start, stays)
 
-    def _clean(self, tokens: list[int], start: int) -> list[float]:
-        """Store a block without masks, in full; returns the last row's logits."""
-        places = list(range(self.rules.size))
-        hidden = self._embed(tokens)
+    def _clean(self, tokens: list[int], start: int, stays: Collection[int] = ()) -> list[float]:
+        """Store a block without masks, but for places whose keys and values stay; returns the last row's
+        logits.
+        """
+        places = [place for place in range(self.rules.size) if place not in stays]
+        hidden = self._embed([tokens[place] for place in places])
         for layer in range(len(self.model.model.layers)):
             hidden = self._layer(layer, hidden, places, start, limit=self.rules.size)
         return self._head(hidden)[-1]

@@ -33,7 +33,8 @@ Side = Literal["kv", "rows"]
 class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
     are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
-    `max_rows` an upper bound of the rows of a pass.
+    `max_rows` an upper bound of the rows of a pass. `logit_shift`: a row predicts the next place. `num_slots`
+    of the KV pool, if the user said how many pages it has.
     """
 
     decoder: str
@@ -53,22 +54,27 @@ class EngineSpec:
     tensor_parallel: int
     deterministic: bool
     graphs: str
+    logit_shift: bool = False
+    num_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
     """Rows to go on with, of those still computed: `keep_R` (bool). `limits_R` int64: these rows then see
     their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
-    Rows of prompts, of clean blocks, and of sequences that need all their rows are kept as they are.
+    Rows of prompts and of clean blocks are kept as they are, and so are blocks of sequences that need all
+    their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
+    what earlier passes stored of them stays.
 
-    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences take it in order,
-    first those that waited longest. A sequence whose rows find none waits: it drops out of the denoising part
-    of this pass, decides nothing, and its random stream and its answer stay those it would have had. Its pass
-    must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`.
+    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences take it in
+    order, first those that waited longest. A sequence whose rows find none waits: it drops out of the
+    denoising part of this pass, decides nothing, and its random stream and its answer stay those it would
+    have had. Its pass must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`.
     """
 
     keep_R: Tensor
     limits_R: Tensor | None = None
+    drops_stored: bool = False
 
 
 class KVPass:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView, by_row
+from idlm.infer.sparse.view import PassView, by_row, rows_by_place
 from idlm.infer.state.batch import fill_lanes
 from idlm.kernels.block_eviction import BlockKeys, Candidates, Selected, block_importance, select_places
 
@@ -34,28 +34,36 @@ class FocusConfig:
     and at least the number of masks whose gain is a standard deviation above the mean. `importance`:
     attention is summed over the "masked" tokens (the paper's code) or the whole "block" (equation 2). `mean`:
     decoded tokens are averaged over the passes of the "block" or of the whole "request", as long as the
-    request keeps its KV. `intra_block_cache`: freeze decoded tokens. `rule`: what the "paper" and the
-    "published" code do differently, see `Focus`.
+    request keeps its KV. `rule`: what the "paper" and the "published" code do differently, see `Focus`.
+
+    `stability`: decoded tokens that were computed once more are frozen if their right "neighbour" is decoded
+    (the paper's DC+), whatever their neighbour is ("plain", its DC), or not at all ("off"). `commit`: of a
+    finished block all rows are computed again ("clean"), or only the "unfrozen" ones, as the paper describes:
+    cheaper by a row per token, while frozen tokens keep keys and values that saw masks to their right.
     """
 
     alpha: float = 1.5
     importance: Literal["masked", "block"] = "masked"
     mean: Literal["block", "request"] = "block"
-    intra_block_cache: bool = True
+    stability: Literal["neighbour", "plain", "off"] = "neighbour"
+    commit: Literal["clean", "unfrozen"] = "clean"
     rule: Literal["paper", "published"] = "paper"
 
 
 class Memory:
     """State per lane. For the active block: which positions are frozen with which tokens, which have keys and
-    values in all layers, how many masks it began with and how many passes it has had. For earlier blocks: the
-    numbers of decoded tokens and of passes. `is_new_Z`: nothing of the sequence has been computed.
+    values in all layers, how many masks it began with and how many passes it has had. Of the block before,
+    until it is stored: what is frozen. For earlier blocks: the numbers of decoded tokens and of passes.
+    `is_new_Z`: nothing of the sequence has been computed.
     """
 
     def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
         shape = (num_lanes, block_size)
-        self.blocks = BlockMemory(num_lanes, device)
-        self.frozen_ZW, self.processed_ZW = torch.zeros(2, *shape, dtype=torch.bool, device=device)
-        self.frozen_ids_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.blocks, self.before = BlockMemory(num_lanes, device), BlockMemory(num_lanes, device)
+        self.frozen_ZW, self.processed_ZW, self.before_frozen_ZW = torch.zeros(
+            3, *shape, dtype=torch.bool, device=device
+        )
+        self.frozen_ids_ZW, self.before_ids_ZW = torch.zeros(2, *shape, dtype=torch.int64, device=device)
         self.is_new_Z = torch.ones(num_lanes, dtype=torch.bool, device=device)
         self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z = torch.zeros(
             4, num_lanes, dtype=torch.int64, device=device
@@ -64,6 +72,7 @@ class Memory:
     def reset(self, lanes: list[int]) -> None:
         """Clear these lanes."""
         self.blocks.reset(lanes)
+        self.before.reset(lanes)
         counts = (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z)
         fill_lanes(lanes, 0, *counts)
         fill_lanes(lanes, True, self.is_new_Z)
@@ -79,9 +88,28 @@ class Memory:
         begins_B = mine_B & (self.num_passes_Z[lanes_B] == 0)
         num_masks_B = view.is_mask_BW.sum(dim=1)
         self.num_masks_Z[lanes_B] = torch.where(begins_B, num_masks_B, self.num_masks_Z[lanes_B])
+        starts_Z, before_Z, new_B1 = self.blocks.starts_Z, self.before.starts_Z, new_B[:, None]
+        before_Z[lanes_B] = torch.where(new_B, starts_Z[lanes_B], before_Z[lanes_B])
+        for now_ZW, before_ZW in (
+            (self.frozen_ZW, self.before_frozen_ZW),
+            (self.frozen_ids_ZW, self.before_ids_ZW),
+        ):
+            before_ZW[lanes_B] = torch.where(new_B1, now_ZW[lanes_B], before_ZW[lanes_B])
         for flags_ZW in (self.frozen_ZW, self.processed_ZW):
-            flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B[:, None]
+            flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B1
         self.blocks.claim(view, new_B)
+
+    def stays_stored(self, view: PassView, rows_BW: Tensor) -> Tensor:
+        """Which places [B, W] of the block before the active one (rows `rows_BW`) are frozen with the tokens
+        that stand there. Where nothing of the active block was decided, that is still the block in work.
+        """
+        lanes_B, starts_B = view.plan.lanes_B, view.active.starts_B - view.active.size
+        in_work_B, is_before_B = (each.starts_Z[lanes_B] == starts_B for each in (self.blocks, self.before))
+        in_work_B1 = in_work_B[:, None]
+        frozen_BW = torch.where(in_work_B1, self.frozen_ZW[lanes_B], self.before_frozen_ZW[lanes_B])
+        ids_BW = torch.where(in_work_B1, self.frozen_ids_ZW[lanes_B], self.before_ids_ZW[lanes_B])
+        is_same_BW = ids_BW == view.plan.token_ids_R[rows_BW.clamp(min=0)]
+        return frozen_BW & is_same_BW & (in_work_B | is_before_B)[:, None] & (rows_BW >= 0)
 
     def mean_decoded(self, view: PassView, *, of_request: bool) -> Tensor:
         """Return the average number of tokens decoded per pass, fp64 [B], at least 1; 1 before the first
@@ -96,11 +124,15 @@ class Memory:
 
 
 class FocusPass(RowsPass):
-    """One pass over the blocks of `mine_B` (bool). `budget_B` int64: K of each sequence, once known."""
+    """One pass over the blocks of `mine_B` (bool). `budget_B` int64: K of each sequence, once known.
+    `shifted`: a row predicts the next place.
+    """
 
-    def __init__(self, view: PassView, config: FocusConfig, memory: Memory, mine_B: Tensor) -> None:
+    def __init__(
+        self, view: PassView, config: FocusConfig, memory: Memory, mine_B: Tensor, *, shifted: bool
+    ) -> None:
         super().__init__(view)
-        self._config, self._memory, self._mine_B = config, memory, mine_B
+        self._config, self._memory, self._mine_B, self._shifted = config, memory, mine_B, shifted
         self._is_published = config.rule == "published"
         # Cloned by the index: `finish` changes the lanes.
         self._is_prefill_B = mine_B & memory.is_new_Z[view.plan.lanes_B] & self._is_published
@@ -115,9 +147,16 @@ class FocusPass(RowsPass):
         lanes_B, memory = self.view.plan.lanes_B, self._memory
         memory.frozen_ZW[lanes_B] &= (memory.frozen_ids_ZW[lanes_B] == self._ids_BW) | ~self._mine_B[:, None]
         frozen_BW = memory.frozen_ZW[lanes_B] & self._mine_B[:, None]
-        return RowSelection(
-            keep_R=by_row(~frozen_BW, self.view.rows_BW, len(self.view.plan.slots_R), other=True)
-        )
+        keep_R = by_row(~frozen_BW, self.view.rows_BW, len(self.view.plan.slots_R), other=True)
+        if self._config.commit == "clean":
+            return RowSelection(keep_R=keep_R)
+        rows_BW = rows_by_place(self.view.plan, self.view.active, blocks_before=1)
+        stays_BW = memory.stays_stored(self.view, rows_BW)
+        if self._shifted:
+            # The last row predicts the first place of the next block.
+            stays_BW = F.pad(stays_BW[:, :-1], (0, 1))
+        keep_R &= by_row(~stays_BW, rows_BW, len(keep_R), other=True)
+        return RowSelection(keep_R=keep_R, drops_stored=True)
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         """Measure in layer 0, select in layer 1."""
@@ -144,10 +183,11 @@ class FocusPass(RowsPass):
         self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
         self._memory.num_passes_Z[lanes_B] += mine_B & ~self._is_prefill_B
         self._memory.is_new_Z[lanes_B] &= ~mine_B
-        if self._config.intra_block_cache:
-            is_decided_BW = ~view.is_mask_BW
-            right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
-            self._memory.frozen_ZW[lanes_B] |= is_decided_BW & right_BW & mine_B1
+        if self._config.stability != "off":
+            frozen_BW = ~view.is_mask_BW & mine_B1
+            if self._config.stability == "neighbour":
+                frozen_BW &= F.pad(~view.is_mask_BW[:, 1:], (0, 1), value=True)
+            self._memory.frozen_ZW[lanes_B] |= frozen_BW
             ids_ZW = self._memory.frozen_ids_ZW
             ids_ZW[lanes_B] = torch.where(mine_B1, self._ids_BW, ids_ZW[lanes_B])
 
@@ -195,9 +235,10 @@ class FocusPass(RowsPass):
 @ACCELERATORS.register("focus")
 class Focus(RowsAccelerator):
     """Departures from paper and code: if a pass may decide only some masks (sub-blocks), the best are
-    selected among those. Clean blocks are stored from all their rows, frozen ones included, and blocks
-    without masks (LLaDA2.1's edits) are computed whole. `importance="block"` does not sum over queries of
-    frozen tokens. A sequence that lost its KV begins its block again. Sums are in fp32, in a fixed order.
+    selected among those. With `commit="clean"` finished blocks are stored from all their rows, frozen ones
+    included. Blocks without masks (LLaDA2.1's edits) are computed whole. `importance="block"` does not sum
+    over queries of frozen tokens. A sequence that lost its KV begins its block again. Sums are in fp32, in a
+    fixed order.
 
     `rule="paper"` follows the paper where the published code differs: from the attention of layer 1 on, rows
     see their block up to the last position that was ever processed, where the code stops at the last row
@@ -210,13 +251,13 @@ class Focus(RowsAccelerator):
 
     name: ClassVar[str] = "focus"
     is_static: ClassVar[bool] = True
-    exact_options: ClassVar[Mapping[str, Any]] = {"alpha": 1e9, "intra_block_cache": False}
+    exact_options: ClassVar[Mapping[str, Any]] = {"alpha": 1e9, "stability": "off"}
     Config: ClassVar[type] = FocusConfig
     config: FocusConfig
 
     def problems(self) -> list[str]:
         """Also names options out of range, too few layers, and a decoder that keeps old keys and values."""
-        found, alpha = super().problems(), self.config.alpha
+        found, alpha, size = super().problems(), self.config.alpha, self.spec.block_size
         if not 1 <= alpha < float("inf"):
             found.append(f"alpha={alpha!r} is not a finite number >= 1")
         if self.spec.num_layers <= LAST_LAYER:
@@ -225,6 +266,18 @@ class Focus(RowsAccelerator):
             )
         if self.spec.decoder_options.get("dual_cache"):
             found.append("decoder.dual_cache=true leaves rows of the block out as well (allowed: false)")
+        if size is not None and size < 2:
+            found.append(f"blocks of {size} place have no row to leave out (allowed: 2 and more)")
+        if self.config.stability == "plain" and self.spec.logit_shift:
+            found.append(
+                "stability=plain freezes rows that still predict the place behind them: this model's logits "
+                "are shifted (allowed: neighbour, off)"
+            )
+        if size is not None and self.spec.num_slots is not None and self.spec.num_slots < size:
+            found.append(
+                f"num_pages= gives {self.spec.num_slots} slots, which do not hold the {size} rows of a block "
+                f"(allowed: {-(-size // self.spec.page_size)} pages and more)"
+            )
         return found
 
     def allocate(self) -> None:
@@ -241,4 +294,5 @@ class Focus(RowsAccelerator):
         """Rows are dropped of blocks that are fed whole and have masks."""
         mine_B = (view.rows_BW >= 0).all(dim=1) & view.is_mask_BW.any(dim=1)
         self.memory.turn(view, mine_B)
-        return FocusPass(view, self.config, self.memory, mine_B)
+        shifted = self.spec.logit_shift
+        return FocusPass(view, self.config, self.memory, mine_B, shifted=shifted)

@@ -33,8 +33,8 @@ since a later pass could not compute it.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan(StepPlan):
-    """A plan with the place of each wanted row, each sequence's step of the random stream, and, once a pass has
-    dropped rows, which places have logits.
+    """A plan with the place of each wanted row, each sequence's step of the random stream, and, once a pass
+    has dropped rows, which places have logits.
     """
 
     wanted: WantedPlaces

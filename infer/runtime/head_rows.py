@@ -1,9 +1,9 @@
-"""Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and of passes that
-may drop rows (`RowRoom`) also those that are embedded and those that are left behind the drop.
+"""Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and of passes
+that may drop rows (`RowRoom`) also those that are embedded and those that are left behind the drop.
 
-How many a pass needs is known on the device alone. The host reserves the mean of recent passes and a margin of
-their spread; a sequence that finds no room waits for the next pass, and its answer stays what it would have
-been (`Batch.num_wanted`, `Batch.room`).
+How many a pass needs is known on the device alone. The host reserves the mean of recent passes and a margin
+of their spread; a sequence that finds no room waits for the next pass, and its answer stays what it would
+have been (`Batch.num_wanted`, `Batch.room`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MIN_PASSES = 4
 MARGIN = 2.5
 """Standard deviations above the mean that have room."""
 KEPT_MARGIN = 1.0
-"""The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. With
-a spread of a tenth, which is normal at 128 sequences, one of them waits.
+"""The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there.
+With a spread of a tenth, which is normal at 128 sequences, one of them waits.
 """
 MIN_PLACES = 256
 """Up to so many places the head is bound by its weights, so that all have room."""
@@ -37,8 +37,8 @@ NONE = RowRoom(fed=0, kept=0, head=0)
 
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
-    """Sums over the passes whose results were read. `num_pairs`: (sequence, pass) that were to decode, of which
-    `num_waits` found no room; rows that sequences asked for, and those computed, padding included.
+    """Sums over the passes whose results were read. `num_pairs`: (sequence, pass) that were to decode, of
+    which `num_waits` found no room; rows that sequences asked for, and those computed, padding included.
     """
 
     num_passes: int = 0
@@ -74,8 +74,8 @@ class LateCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one request of a pass asked for: `rows`, of which `certain` were known to be stored before. A number
-    of rows is 0 if the request `waited` before they were counted, or if nobody counts.
+    """What one request of a pass asked for: `rows`, of which `certain` were known to be stored before. A
+    number of rows is 0 if the request `waited` before they were counted, or if nobody counts.
     """
 
     samples: bool

@@ -89,8 +89,8 @@ class SparseKV:
         )
 
     def finish(self) -> tuple[Tensor, DroppedRows | None]:
-        """Called after the last layer. Returns the rows [H] that the head computes, and what was dropped (None:
-        no row can be).
+        """Called after the last layer. Returns the rows [H] that the head computes, and what was dropped
+        (None: no row can be).
         """
         rows_H, dropped = self._wanted(self.view.plan)
         for each in (self._kv, self._rows):
@@ -162,6 +162,7 @@ class SparseKV:
             waits_B=view.waits_B,
             limits_R=kept.limits_R,
             scheduled_B=view.active.num_scheduled_B,
+            drops_stored=kept.drops_stored,
         )
         left = compact_rows(rows, drop, num_left=num_left, num_origins=len(view.plan.slots_R), room=room)
         if view.active.is_exact:

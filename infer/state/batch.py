@@ -19,8 +19,8 @@ from idlm.infer.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRoom:
-    """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop rows,
-    and of these the head computes `head`. Rows of prompts and of clean blocks are among the first two.
+    """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop
+    rows, and of these the head computes `head`. Rows of prompts and of clean blocks are among the first two.
     """
 
     fed: int
@@ -125,13 +125,13 @@ class Batch:
 
     The rest is known to the host. Upper bounds: `max_feed` of `num_feed_B`; `max_known` of the known tokens
     that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
-    out in all, padding included; None: exactly those that are fed, which the host has to wait for.
-    `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
-    likely tokens to report for every token; None: no log-probabilities. `num_wanted`: room for wanted rows,
-    which may make sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most,
-    prompt and answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for
-    these two. `num_canvases` of one sequence at most (`Decoder.num_canvases`). `room`: rows of a pass that may
-    drop some, which may make sequences wait; None: as many as the plan has.
+    out in all, padding included; None: exactly those that are fed, which the host has to wait for. `filters`:
+    whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most likely tokens
+    to report for every token; None: no log-probabilities. `num_wanted`: room for wanted rows, which may make
+    sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most, prompt and
+    answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for these two.
+    `num_canvases` of one sequence at most (`Decoder.num_canvases`). `room`: rows of a pass that may drop
+    some, which may make sequences wait; None: as many as the plan has.
     """
 
     lanes_B: Tensor

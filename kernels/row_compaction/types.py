@@ -36,9 +36,10 @@ class PackedRows:
 class Drop:
     """What goes on. `rows_BW` int64: the row at each place of a block, -1: none. `keep_R` bool, read at these
     rows: whether they go on; rows before a block always do, and all of the block of `needs_all_B` (bool).
-    `drops_stored`: it is read at the last W rows before a block, too. `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
-    `scheduled_B` int64: the first rows of a sequence, of those that go on, that the host scheduled; None: all
-    before its block. `waits_B` (bool): sequences that found no room earlier in this pass.
+    `drops_stored`: it is read at the last W rows before a block, too. `limits_R` int64: block rows of other
+    sequences see no slot from there on; None: nothing changes. `scheduled_B` int64: the first rows of a
+    sequence, of those that go on, that the host scheduled; None: all before its block. `waits_B` (bool):
+    sequences that found no room earlier in this pass.
     """
 
     rows_BW: Tensor
@@ -52,8 +53,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, sequences take in order,
-    but first those with the largest `num_waits_B` (int64).
+    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, sequences take in
+    order, but first those with the largest `num_waits_B` (int64).
     """
 
     capacity: int

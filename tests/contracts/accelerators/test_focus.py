@@ -40,8 +40,11 @@ CASES: list[tuple[bool, dict[str, Any], dict[str, Any]]] = [
     (False, {"strategy": "sequential"}, {"importance": "block", "alpha": 1.2}),
     (True, {"threshold": 0.5}, {"importance": "block", "mean": "request"}),
     (True, {"strategy": "entropy_bounded", "entropy_bound": 1.5, "sub_block_size": 4}, {}),
-    (True, {"strategy": "low_confidence_static", "steps": 4}, {"intra_block_cache": False}),
+    (True, {"strategy": "low_confidence_static", "steps": 4}, {"stability": "off"}),
     (False, {"threshold": 0.5}, {"rule": "published", "mean": "request"}),
+    (False, {"threshold": 0.5}, {"commit": "unfrozen"}),
+    (False, {"strategy": "low_confidence_static", "steps": 3}, {"stability": "plain", "commit": "unfrozen"}),
+    (True, {"threshold": 0.5}, {"commit": "unfrozen"}),
 ]
 """Logits of the row before, the decoder's options and those of FOCUS."""
 WAYS: list[dict[str, Any]] = [
@@ -73,9 +76,8 @@ def rules_of(shifted: bool, options: dict[str, Any]) -> Rules:
 def slow_focus(
     directory: Path, shifted: bool, options: dict[str, Any], focus: dict[str, Any], **more: Any
 ) -> SlowFocus:
-    names = {"alpha": "alpha", "importance": "over", "mean": "mean", "intra_block_cache": "freezes"}
-    fields = {names[key]: value for key, value in focus.items() if key in names} | more
-    fields["published"] = focus.get("rule") == "published"
+    fields = {key: value for key, value in focus.items() if key not in ("rule", "importance")} | more
+    fields |= {"over": focus.get("importance", "masked"), "published": focus.get("rule") == "published"}
     return SlowFocus(directory, rules_of(shifted, options), FocusRules(size=SIZE, **fields))
 
 
@@ -195,7 +197,7 @@ def test_passes_and_stored_keys_and_values_equal_a_slow_decoders(
         for stored, active, all_ in zip(
             watch.stored(), (right.keys, right.values), (slow.keys, slow.values), strict=True
         ):
-            # Blocks before are clean in all layers, computed from all their rows.
+            # Blocks before are stored in all layers.
             wanted = {(layer, slot): vector for (layer, slot), vector in all_.items() if slot < start}
             wanted |= {(layer, start + place): vector for (layer, place), vector in active.items()}
             found_XKH = torch.stack([stored[key] for key in wanted])
