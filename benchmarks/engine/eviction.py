@@ -62,6 +62,7 @@ DEFAULTS = {
     "commit": "clean,unfrozen",
     "trace": SYNTHETIC,
     "k": "1024",
+    "exact_layers": "2",
     "parts": "gate,throughput",
     "rounds": "2",
     "passes": "24",
@@ -281,13 +282,13 @@ def selection(bench: Bench) -> None:
 
 def mage(bench: Bench) -> None:
     """Neither, FOCUS, MAGE, and both."""
-    k = int(bench.options["k"])
+    k, exact_layers = int(bench.options["k"]), int(bench.options["exact_layers"])
     for batch in bench.batches():
         speeds = {}
         for name, base in (("neither", bench.full), ("focus", bench.focus())):
             for mage_k in (None, k):
                 label = name if mage_k is None else f"{name}+mage"
-                arm = replace(base, name=label, mage_k=mage_k)
+                arm = replace(base, name=label, mage_k=mage_k, exact_layers=exact_layers)
                 speeds[label] = bench.speed(arm, bench.window(arm, batch))
                 case = bench.case(batch, k=k, arm=label)
                 bench.add(case, "tokens_per_second", speeds[label], "tokens/s")

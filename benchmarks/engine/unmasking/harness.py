@@ -40,8 +40,8 @@ GATE_LIMIT = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionArm(BlockArm):
-    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: MAGE beside it. Not
-    `has_head_room`: the head computes every place. Not `has_kernels`: importance, selection and compaction
+    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: MAGE beside it,
+    whose first `exact_layers` layers see all. Not `has_head_room`: the head computes every place. Not `has_kernels`: importance, selection and compaction
     in plain torch.
     """
 
@@ -49,6 +49,7 @@ class EvictionArm(BlockArm):
     commit: str = "clean"
     stability: str = "neighbour"
     mage_k: int | None = None
+    exact_layers: int = 2
     has_head_room: bool = True
     has_kernels: bool = True
 
@@ -60,7 +61,7 @@ class EvictionArm(BlockArm):
         """FOCUS, MAGE, both or none."""
         found: dict[str, Any] = {}
         if self.mage_k is not None:
-            found["mage"] = ACCELERATORS.get("mage").Config(k=self.mage_k)
+            found["mage"] = ACCELERATORS.get("mage").Config(k=self.mage_k, exact_layers=self.exact_layers)
         if self.alpha is not None:
             options = {"alpha": self.alpha, "commit": self.commit, "stability": self.stability}
             found["focus"] = ACCELERATORS.get("focus").Config(**options)
