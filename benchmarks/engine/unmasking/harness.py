@@ -40,9 +40,9 @@ GATE_LIMIT = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionArm(BlockArm):
-    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: MAGE beside it,
-    whose first `exact_layers` layers see all. Not `has_head_room`: the head computes every place. Not `has_kernels`: importance, selection and compaction
-    in plain torch.
+    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: MAGE beside it, whose
+    first `exact_layers` layers see all. Not `has_head_room`: the head computes every place. Not
+    `has_kernels`: importance, selection and compaction in plain torch.
     """
 
     alpha: float | None = None

@@ -61,21 +61,23 @@ class RowCounts:
 
 
 class BlockRules:
-    """The state of blocks that are decided side by side, and the rules of FOCUS on a CPU."""
+    """The state of blocks that are decided side by side, and the rules of FOCUS on a CPU. `num_fixed`: of each
+    block's first places.
+    """
 
-    def __init__(self, num_blocks: int, size: int, rules: RowRules) -> None:
+    def __init__(self, num_fixed: Sequence[int], size: int, rules: RowRules) -> None:
         self.rules = rules
-        self.is_mask_LW = torch.ones(num_blocks, size, dtype=torch.bool)
-        self.frozen_LW, self.processed_LW = torch.zeros(2, num_blocks, size, dtype=torch.bool)
+        self.is_mask_LW = torch.arange(size) >= torch.tensor(num_fixed)[:, None]
+        self.num_masks_L = self.is_mask_LW.sum(dim=1)
+        self.frozen_LW, self.processed_LW = torch.zeros(2, len(num_fixed), size, dtype=torch.bool)
         self.num_passes = 0
 
     def keep(self, deltas_LW: Tensor) -> Tensor:
         """The places that go on in the next pass, bool [L, W]; those without a mask left keep all."""
-        size = self.is_mask_LW.shape[1]
         fed_LW = ~self.frozen_LW
         if not self.rules.evicts:
             return fed_LW
-        decoded_L = size - self.is_mask_LW.sum(dim=1)
+        decoded_L = self.num_masks_L - self.is_mask_LW.sum(dim=1)
         candidates = Candidates(
             is_mine_B=self.is_mask_LW.any(dim=1),
             is_mask_BW=self.is_mask_LW,
@@ -104,7 +106,7 @@ def rows_of(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> RowCoun
     """Mean rows of a pass. The decided places must be among those kept: else the trace is not of such an
     arm.
     """
-    state = BlockRules(len(blocks), size, rules)
+    state = BlockRules([block.num_fixed for block in blocks], size, rules)
     sums = dict.fromkeys(("fed", "kept", "head", "tokens", "committed"), 0)
     num_passes = [len(block.decided) for block in blocks]
     for number in range(max(num_passes)):

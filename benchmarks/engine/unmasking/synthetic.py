@@ -77,7 +77,7 @@ class _Block:
 def _blocks(size: int, num_blocks: int, *, evicts: bool) -> tuple[BlockTrace, ...]:
     """All blocks of an arm, pass by pass."""
     rules = RowRules(alpha=ALPHA) if evicts else RowRules(evicts=False, stability="off")
-    state, blocks = BlockRules(num_blocks, size, rules), [_Block(n, size) for n in range(num_blocks)]
+    state, blocks = BlockRules([0] * num_blocks, size, rules), [_Block(n, size) for n in range(num_blocks)]
     while any(block.masks for block in blocks):
         deltas = [block.begin() if block.masks else {} for block in blocks]
         deltas_LW, decided_LW = torch.zeros(num_blocks, size), torch.zeros(num_blocks, size, dtype=torch.bool)
