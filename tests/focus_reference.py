@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, uniform
-from tests.margins import clear_choice
+from tests.margins import MARGIN, clear_choice
 
 Rows = dict[int, Tensor]
 """By place in the block, the queries [N, H] or keys [K, H] of one layer."""
@@ -28,10 +28,10 @@ Rows = dict[int, Tensor]
 class FocusRules:
     """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
     `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
-    first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code,
-    not the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all
-    rows and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished block's
-    frozen tokens are computed again ("clean") or not ("unfrozen").
+    first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code, not
+    the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all rows
+    and is left out of the mean. `stability`: which tokens are frozen; `commit`: whether a finished block's
+    frozen tokens are computed again ("clean") or not ("unfrozen"). `margin`: choices closer than this raise.
     """
 
     size: int
@@ -40,6 +40,7 @@ class FocusRules:
     mean: str = "block"
     stability: str = "neighbour"
     commit: str = "clean"
+    margin: float = MARGIN
     begins_full: bool = False
     published: bool = False
 
@@ -137,7 +138,7 @@ def select(
             return number, None
         return number, set(sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number])
 
-    number, best = clear_choice(choose, deltas)
+    number, best = clear_choice(choose, deltas, margin=rules.margin)
     if best is None:
         return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
     kept = {place for place in fed if place not in masked} | set(best)
@@ -167,6 +168,18 @@ def note(
         state.num_passes += 1
         state.num_decoded += num_decoded
     state.is_new = False
+
+
+def find_room(asked: list[int], scheduled: list[int], num_waits: list[int], capacity: int) -> list[bool]:
+    """Which sequences wait. Each asked for rows, the first `scheduled` of which have room in any case; for
+    the others they come in the order of waiting, until one finds too little.
+    """
+    used, waits = sum(map(min, scheduled, asked)), [False] * len(asked)
+    for b in sorted(range(len(asked)), key=lambda b: -num_waits[b]):
+        more = max(0, asked[b] - scheduled[b])
+        used += more
+        waits[b] = more > 0 and used > capacity
+    return waits
 
 
 @dataclass(frozen=True, kw_only=True)

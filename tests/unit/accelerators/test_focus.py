@@ -13,9 +13,18 @@ from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
-from idlm.infer.state.batch import ActiveBlocks, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, RowRoom, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from tests.focus_reference import BlockState, FocusRules, Rows, Selection, fed_places, note, select
+from tests.focus_reference import (
+    BlockState,
+    FocusRules,
+    Rows,
+    Selection,
+    fed_places,
+    find_room,
+    note,
+    select,
+)
 
 PAGE = 4
 NUM_LAYERS = 3
@@ -23,21 +32,24 @@ HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
 CASES = [
     (FocusConfig(), 8, 150),
+    (FocusConfig(commit="unfrozen"), 8, 150),
     (FocusConfig(alpha=1.2), 16, 40),
-    (FocusConfig(importance="block", alpha=1.8), 8, 140),
-    (FocusConfig(importance="block", mean="request"), 16, 40),
+    (FocusConfig(importance="block", alpha=1.8), 8, 100),
+    (FocusConfig(importance="block", mean="request", commit="unfrozen"), 16, 40),
     (FocusConfig(mean="request", alpha=1.2), 32, 10),
-    (FocusConfig(intra_block_cache=False), 4, 120),
+    (FocusConfig(stability="off"), 4, 120),
+    (FocusConfig(stability="plain", commit="unfrozen"), 4, 270),
     (FocusConfig(rule="published"), 8, 100),
     (FocusConfig(rule="published", mean="request", alpha=1.2), 16, 20),
 ]
-"""Options, block size and number of blocks, 620 in all."""
+"""Options, block size and number of blocks, 1,000 in all."""
 
 
 @dataclass(kw_only=True)
 class Lane:
     """A sequence, as the reference knows it. `keys`: of the block in work, by layer and place. `is_fed`: the
-    pass decodes for it; `is_needed`: and the kv side needs all of its rows.
+    pass decodes for it; `is_needed`: and the kv side needs all of its rows. The pass also stores the block
+    before but for what is frozen there (`stays`): rows of which the host scheduled some.
     """
 
     num_stored: int
@@ -48,6 +60,10 @@ class Lane:
     keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     is_fed: bool = True
     is_needed: bool = False
+    stays: set[int] = field(default_factory=set)
+    num_stored_rows: int = 0
+    num_scheduled: int = 0
+    num_waits: int = 0
 
     @property
     def open(self) -> list[int]:
@@ -67,21 +83,23 @@ class Bench:
             alpha=config.alpha,
             over=config.importance,
             mean=config.mean,
-            freezes=config.intra_block_cache,
+            stability=config.stability,
+            commit=config.commit,
+            margin=1e-9,
             published=config.rule == "published",
         )
         pages = 3 * size // PAGE
         self.table_BP = torch.randperm(num_lanes * pages).view(num_lanes, pages)
         self.cache = KVCache(
             (NUM_LAYERS, num_lanes * pages * PAGE, self.num_kv_heads, HEAD_DIM),
-            dtype=torch.float32,
+            dtype=torch.float64,
             device=torch.device("cpu"),
         )
         self.cache.keys.fill_(float("nan"))
         self.focus = Focus(config, place_of(size, num_lanes))
         self.focus.allocate()
         self.lanes = [self.fresh(place) for place in range(num_lanes)]
-        self.num_done = 0
+        self.num_done = self.num_waits = 0
 
     def fresh(self, lane: int, earlier: tuple[int, int] = (0, 0), num_blocks: int = 0) -> Lane:
         """A block that begins, some with the tail of a prompt."""
@@ -99,16 +117,17 @@ class Bench:
         rows of padding behind.
         """
         rows: list[tuple[int, int, bool]] = []
-        counts, feeds = [], []
+        counts = []
         for number, lane in enumerate(self.lanes):
             lane.is_fed = self.generator.random() < 0.9
             lane.is_needed = self.generator.random() < 0.1
             feed = self.size if lane.num_stored and self.generator.random() < 0.3 else 0
+            lane.num_stored_rows = feed - len(lane.stays) * (feed > 0)
+            lane.num_scheduled = self.generator.choice((0, feed))
             known = [(number, lane.num_stored - feed + place, False) for place in range(feed)]
             active = [(number, lane.num_stored + place, place in lane.masked) for place in range(self.size)]
             rows += known + (active if lane.is_fed else [])
             counts.append(feed + self.size * lane.is_fed)
-            feeds.append(feed)
         num_padding = self.generator.randrange(4)
         sequence_R, slots_R, is_mask_R = (
             torch.tensor([row[axis] for row in [*rows, *[(len(counts) - 1, 0, False)] * num_padding]])
@@ -117,6 +136,13 @@ class Bench:
         starts_B = torch.tensor([lane.num_stored for lane in self.lanes])
         limits_R = slots_R // self.size * self.size + self.size
         counts_B = torch.tensor(counts)
+        # Too little room, enough, or rows that the host counts.
+        kind, room = self.generator.choice(("tight", "roomy", "exact")), None
+        if kind != "exact":
+            least = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
+            most = len(rows) if kind == "tight" else len(rows) + least
+            fed, kept = (self.generator.randint(min(least, most), most) for _ in range(2))
+            room = RowRoom(fed=fed, kept=min(fed, kept), head=len(self.lanes))
         is_maskable_BW = torch.tensor(
             [[lane.is_fed and place in lane.open for place in range(self.size)] for lane in self.lanes]
         )
@@ -131,8 +157,8 @@ class Bench:
             branch_starts_R=limits_R,
             is_mask_R=is_mask_R,
             logit_rows_X=torch.zeros(is_maskable_BW.numel(), dtype=torch.int64),
-            first_logit_B=starts_B,
-            num_feed_B=torch.tensor(feeds),
+            first_logit_B=torch.zeros_like(starts_B),
+            num_feed_B=counts_B,
             samples_B=torch.tensor([lane.is_fed for lane in self.lanes]),
             advances_B=torch.ones(len(counts), dtype=torch.bool),
             max_rows=2 * self.size,
@@ -143,6 +169,11 @@ class Bench:
                 num_passes_B=starts_B,
                 num_steps_B=starts_B,
                 size=self.size,
+                num_scheduled_B=torch.tensor([lane.num_scheduled for lane in self.lanes]),
+                room=room,
+                num_waits_B=torch.tensor([lane.num_waits for lane in self.lanes]),
+                is_exact=kind == "exact",
+                num_wanted_B=torch.zeros_like(starts_B),
             ),
         )
 
@@ -168,11 +199,11 @@ class Bench:
         told.
         """
         plan, num_rows = kv.plan, len(kv.plan.slots_R)
-        q_RNH = 2 * torch.randn(num_rows, self.heads, HEAD_DIM)
+        q_RNH = 2 * torch.randn(num_rows, self.heads, HEAD_DIM, dtype=torch.float64)
         q_RNH[int(plan.cu_rows_B1[-1]) :] = float("nan")
         for row in range(int(plan.cu_rows_B1[-1])):
             number, slot = int(plan.sequence_R[row]), int(plan.slots_R[row])
-            key_KH = torch.randn(self.num_kv_heads, HEAD_DIM)
+            key_KH = torch.randn(self.num_kv_heads, HEAD_DIM, dtype=torch.float64)
             physical = int(self.table_BP[number, slot // PAGE]) * PAGE + slot % PAGE
             self.cache.keys[layer, physical] = key_KH
             if slot >= self.lanes[number].num_stored:
@@ -210,46 +241,77 @@ def initial_rows(kv: SparseKV, number: int, start: int) -> dict[int, int]:
     return {int(plan.slots_R[row]) - start: row for row in own if int(plan.slots_R[row]) >= start}
 
 
-def num_known_rows(kv: SparseKV) -> int:
-    """Rows before active blocks, padding left out."""
-    plan, active = kv.plan, kv.plan.active
-    assert active is not None
-    is_known_R = plan.slots_R < active.starts_B[plan.sequence_R]
-    return int(is_known_R[: int(plan.cu_rows_B1[-1])].sum())
+def stored_slots(kv: SparseKV, number: int, start: int) -> list[int]:
+    """Slots before the active block that have a row."""
+    own = slice(int(kv.plan.cu_rows_B1[number]), int(kv.plan.cu_rows_B1[number + 1]))
+    return [slot for slot in kv.plan.slots_R[own].tolist() if slot < start]
+
+
+def check_room(bench: Bench, asked: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
+    """Who waits from here on."""
+    if capacity is None:
+        return waits
+    scheduled = [min(lane.num_scheduled, lane.num_stored_rows) for lane in bench.lanes]
+    found = find_room(asked, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
+    return [before or now for before, now in zip(waits, found, strict=True)]
 
 
 def run_pass(bench: Bench) -> None:
     """One pass of all lanes, compared step by step; then some of what may be decided is."""
     plan = bench.plan()
     view = bench.view(plan)
+    room, lanes = view.active.room, bench.lanes
     focus = bench.focus.begin(view)
     assert isinstance(focus, FocusPass)
     slot_mapping_R = torch.zeros_like(plan.slots_R)
     kv = SparseKV(plan, view, slot_mapping_R, kv=None, rows=focus, make_plan=lambda _: None)  # type: ignore[arg-type,return-value]
-    queries: dict[int, list[Rows]] = {number: [] for number in range(len(bench.lanes))}
+    fed = [
+        list(range(bench.size)) if lane.is_needed else fed_places(lane.state, bench.rules) for lane in lanes
+    ]
+    fed = [places if lane.is_fed else [] for places, lane in zip(fed, lanes, strict=True)]
+    stored = [lane.num_stored_rows for lane in lanes]
+    asked = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
+    waits = check_room(bench, asked, None if room is None else room.fed, [False] * len(lanes))
+    assert view.waits_B.tolist() == waits
+    queries: dict[int, list[Rows]] = {number: [] for number in range(len(lanes))}
     for layer in (0, 1):
         q_RNH = bench.store(layer, kv)
-        before = {n: initial_rows(kv, n, lane.num_stored) for n, lane in enumerate(bench.lanes)}
-        for number, lane in enumerate(bench.lanes):
-            places = list(range(bench.size)) if lane.is_needed else fed_places(lane.state, bench.rules)
-            assert sorted(before[number]) == (places if lane.is_fed else [])
-            queries[number].append({place: q_RNH[row] for place, row in before[number].items()})
-        known = num_known_rows(kv)
+        for number, lane in enumerate(lanes):
+            before = initial_rows(kv, number, lane.num_stored)
+            assert sorted(before) == ([] if waits[number] else fed[number])
+            has_stored = lane.num_stored_rows and (lane.num_scheduled or not waits[number])
+            places = [place for place in range(bench.size) if place not in lane.stays] if has_stored else []
+            assert [place % bench.size for place in stored_slots(kv, number, lane.num_stored)] == places
+            queries[number].append({place: q_RNH[row] for place, row in before.items()})
         rows_I = kv.select_rows(layer, q_RNH)
         assert layer == 1 or rows_I is None
-        assert known == num_known_rows(kv)
+    selections = [
+        expected(bench, lane, queries[number]) if lane.is_fed and not waits[number] else None
+        for number, lane in enumerate(lanes)
+    ]
+    asked = [
+        rows + (0 if selection is None else len(selection.kept))
+        if not wait
+        else min(rows, lane.num_scheduled)
+        for rows, selection, wait, lane in zip(stored, selections, waits, lanes, strict=True)
+    ]
+    waits = check_room(bench, asked, None if room is None else room.kept, waits)
+    assert view.waits_B.tolist() == waits
     assert kv.select_rows(2, bench.store(2, kv)) is None
     kv.finish()
     assert focus.budget_B is not None
-    for number, lane in enumerate(bench.lanes):
-        if lane.is_fed:
-            selection = expected(bench, lane, queries[number])
-            after = initial_rows(kv, number, lane.num_stored)
-            assert tuple(sorted(after)) == selection.kept
-            assert lane.is_needed or int(focus.budget_B[number]) == selection.budget
-            limits = {int(kv.plan.limits_R[row]) for row in after.values()}
-            assert limits == {lane.num_stored + selection.limit}
-            decide(bench, number, lane, selection)
+    bench.num_waits += sum(waits)
+    for number, (lane, selection) in enumerate(zip(lanes, selections, strict=True)):
+        lane.num_waits = lane.num_waits + 1 if waits[number] else 0
+        after = initial_rows(kv, number, lane.num_stored)
+        if selection is None or waits[number]:
+            assert not after
+            continue
+        assert tuple(sorted(after)) == selection.kept
+        assert lane.is_needed or int(focus.budget_B[number]) == selection.budget
+        limits = {int(kv.plan.limits_R[row]) for row in after.values()}
+        assert limits == {lane.num_stored + selection.limit}
+        decide(bench, number, lane, selection)
 
 
 def expected(bench: Bench, lane: Lane, queries: list[Rows]) -> Selection:
@@ -279,6 +341,7 @@ def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
     new = bench.fresh(number, earlier if stays else (0, 0), lane.num_blocks + 1)
     new.state.is_new = not stays
     new.num_stored = lane.num_stored + bench.size if stays else new.num_stored
+    new.stays = lane.state.frozen if stays and bench.rules.commit == "unfrozen" else set()
     if not stays:
         bench.focus.reset([number])
     bench.lanes[number] = new
@@ -290,3 +353,4 @@ def test_random_blocks_lose_rows_as_on_paper(config: FocusConfig, size: int, num
     bench = Bench(config, size, random.Random(size), num_lanes=12, heads=4 if size < 32 else 2)
     while bench.num_done < num_blocks:
         run_pass(bench)
+    assert bench.num_waits > num_blocks // 10

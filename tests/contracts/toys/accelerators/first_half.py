@@ -13,9 +13,7 @@ from idlm.infer.sparse.view import PassView, by_row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstHalfConfig:
-    """`blocks`: the blocks' rows that a pass has room for; None: all."""
-
-    blocks: int | None = None
+    """No options."""
 
 
 class FirstHalfPass(RowsPass):
@@ -23,9 +21,9 @@ class FirstHalfPass(RowsPass):
     what is decided and half of the masks, rounded up.
     """
 
-    def __init__(self, view: PassView, config: FirstHalfConfig, memory: BlockMemory) -> None:
+    def __init__(self, view: PassView, memory: BlockMemory) -> None:
         super().__init__(view)
-        self._config, self._memory, self._has_begun_B = config, memory, memory.knows(view)
+        self._memory, self._has_begun_B = memory, memory.knows(view)
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         if layer > 0:
@@ -33,11 +31,7 @@ class FirstHalfPass(RowsPass):
         is_mask_BW = self.view.is_mask_BW
         is_first_BW = 2 * is_mask_BW.cumsum(1) <= is_mask_BW.sum(1, keepdim=True) + 1
         keep_BW = ~is_mask_BW | is_first_BW | ~self._has_begun_B[:, None]
-        blocks = self._config.blocks
-        return RowSelection(
-            keep_R=by_row(keep_BW, self.view.rows_BW, len(q_RNH), other=True),
-            capacity=None if blocks is None else blocks * self.view.active.size,
-        )
+        return RowSelection(keep_R=by_row(keep_BW, self.view.rows_BW, len(q_RNH), other=True))
 
     def finish(self) -> None:
         self._memory.claim(self.view, self.view.is_working_B & ~self.view.waits_B)
@@ -56,4 +50,4 @@ class FirstHalf(RowsAccelerator):
         self.memory.reset(lanes)
 
     def begin(self, view: PassView) -> FirstHalfPass:
-        return FirstHalfPass(view, self.config, self.memory)
+        return FirstHalfPass(view, self.memory)
