@@ -12,7 +12,7 @@ are decided at the same threshold in both arms. `trace` is a file of `benchmarks
 (drawn). All kernels run on real queries and keys; then the trace's deltas and places replace what they found.
 First the gate: with a budget of the whole block the logits are those of full blocks. `throughput` measures
 full blocks and FOCUS, and compares with the limit that follows from the trace's rows and the rates of this
-run. `toggles` leaves out one part at a time: the arm of FOCUS's authors has none of them. `host_wait` is this
+run. `toggles` leaves out one part at a time, and all that is not of FOCUS itself. `host_wait` is this
 engine's FOCUS without graphs and with a wait of the host in every pass. `host` counts waits of the host and
 the GPU's idle share. `selection` prints the kernels of a full pass and one of FOCUS by name. `mage` compares
 neither, each alone and both over long contexts. Every cell prints as it ends; a table is last.
@@ -73,7 +73,7 @@ COMMITS = ("clean", "unfrozen")
 MAX_LOST = 0.05
 """Share of passes in which sequences may store a block or wait, beside those of the trace."""
 GATE_CONTEXT = 480
-SELECTION_KERNELS = ("importance_kernel", "select_kernel", "compact", "room_kernel")
+SELECTION_KERNELS = ("importance_kernel", "select_kernel", "count_kernel", "place_kernel", "gather_kernel")
 
 
 def main() -> int:
@@ -217,6 +217,9 @@ TOGGLES: dict[str, Callable[[EvictionArm], EvictionArm]] = {
     "dc": lambda arm: replace(arm, stability="off"),
     "eviction": lambda arm: replace(arm, alpha=NO_EVICTION),
     "kernels": lambda arm: replace(arm, has_kernels=False),
+    "all_of_the_engine": lambda arm: replace(
+        arm, graphs=False, num_inflight_steps=0, has_head_room=False, has_kernels=False
+    ),
 }
 """What each toggle leaves out of FOCUS. `dc+` freezes without regard to neighbours, `dc` nothing."""
 
@@ -272,9 +275,9 @@ def selection(bench: Bench) -> None:
             bench.free(steady)
             print(f"profile of {arm.name}, batch {batch}, contexts of {bench.context}")
             print("\n".join(lines_of(times, {})), flush=True)
-            named = [time.ms for time in times if any(name in time.name for name in SELECTION_KERNELS)]
-            chosen, total = sum(named), sum(time.ms for time in times)
-            small.append(sum(time.ms for time in times if time.kind == "small") - chosen)
+            named = [time for time in times if any(name in time.name for name in SELECTION_KERNELS)]
+            chosen, total = sum(time.ms for time in named), sum(time.ms for time in times)
+            small.append(sum(time.ms for time in times if time.kind == "small" and time not in named))
         share = (chosen + max(0.0, small[1] - small[0])) / total
         bench.add(bench.case(batch), "selection_share", share, "share")
         bench.table.append(f"batch {batch:4d} selection share {100 * share:5.2f} % of {total:.2f} ms")

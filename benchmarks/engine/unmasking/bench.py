@@ -52,12 +52,12 @@ class Bench:
         """The batches whose KV fits; `max` is the largest."""
         found = []
         for text in self.options["batch"].split(","):
-            num_tokens = self.load(1).num_tokens
-            batch = largest_batch(self.model, self.context, num_tokens) if text == "max" else int(text)
-            if fits(self.model, self.load(batch)):
-                found.append(batch)
+            if text == "max":
+                found.append(largest_batch(self.model, self.context, self.load(1).num_tokens))
+            elif fits(self.model, self.load(int(text))):
+                found.append(int(text))
             else:
-                print(f"batch {batch} with contexts of {self.context} does not fit", flush=True)
+                print(f"batch {text} with contexts of {self.context} does not fit", flush=True)
         return found
 
     def window(self, arm: EvictionArm, batch: int) -> Window:

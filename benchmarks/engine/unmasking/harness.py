@@ -245,7 +245,7 @@ def _toggles(arm: EvictionArm) -> Iterator[None]:
     if not arm.has_head_room:
         cuda_graphs.row_room, cuda_graphs.head_bucket = all_places, lambda *given: None
     if not arm.has_kernels:
-        eviction_op.runs_kernels = compaction_op.runs_kernels = lambda tensor: False
+        eviction_op.runs_kernels = compaction_op.runs_kernels = lambda x: False
     try:
         yield
     finally:

@@ -109,8 +109,8 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         recorder.decided(decoder, plan, outcome.num_emitted_B)
         return outcome
 
-    FocusPass._select = selecting  # type: ignore[method-assign]
-    BlockDecoder.advance = advancing  # type: ignore[method-assign]
+    FocusPass._select = selecting  # type: ignore[method-assign, assignment]
+    BlockDecoder.advance = advancing  # type: ignore[method-assign, assignment]
     try:
         yield recorder
     finally:
