@@ -252,7 +252,7 @@ def host(bench: Bench) -> None:
     """Passes per wait of the host, and the idle share of the GPU."""
     for batch in bench.batches():
         steady = SteadyTrace(bench.model, bench.focus(), bench.load(batch), bench.trace)
-        cost = host_cost(steady, int(bench.options["rounds"]) * int(bench.options["passes"]))
+        cost = host_cost(steady, int(bench.options["rounds"]) * bench.passes(batch))
         bench.free(steady)
         bench.add(bench.case(batch), "steps_per_host_sync", cost.passes_per_wait, "steps")
         bench.add(bench.case(batch), "gpu_idle_share", cost.idle_share, "share")
@@ -267,9 +267,7 @@ def selection(bench: Bench) -> None:
         for arm in (bench.full, bench.focus()):
             steady = SteadyTrace(bench.model, arm, bench.load(batch), bench.trace)
             with steady.toggled():
-                steady.start_requests()
-                steady.run_tokens(steady.warm_up_tokens)
-                steady.drain()
+                steady.warm_up()
                 times = kernel_times(steady, int(bench.options["passes"]))
                 steady.abort_all()
             bench.free(steady)

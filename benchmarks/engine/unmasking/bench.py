@@ -9,7 +9,14 @@ from typing import Any
 from benchmarks.engine.decoding.arms import free_memory
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.sparse_harness import largest_batch
-from benchmarks.engine.unmasking.harness import EvictionArm, SteadyTrace, Window, fits, implied_rows
+from benchmarks.engine.unmasking.harness import (
+    WARM_UP_BLOCKS,
+    EvictionArm,
+    SteadyTrace,
+    Window,
+    fits,
+    implied_rows,
+)
 from benchmarks.engine.unmasking.limit import limit_ms
 from benchmarks.engine.unmasking.trace import UnmaskTrace
 from benchmarks.results import result_row
@@ -17,6 +24,7 @@ from idlm.infer.models.loader import LoadedModel
 
 TOKENS_A_PASS = 4
 """Room for tokens: more than a pass decides on average."""
+SMALL_BATCH, SMALL_FACTOR = 16, 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,9 +50,13 @@ class Bench:
         """FOCUS as it is by default, with these commits."""
         return replace(self.full, name="focus", alpha=self.trace.alpha, commit=commit)
 
+    def passes(self, batch: int) -> int:
+        """Passes of a round: small batches are fast, and hold fewer blocks of the trace."""
+        return int(self.options["passes"]) * (SMALL_FACTOR if batch <= SMALL_BATCH else 1)
+
     def load(self, batch: int) -> Load:
         """The load of a cell, with room for the tokens of all rounds."""
-        num_passes = int(self.options["rounds"]) * int(self.options["passes"])
+        num_passes = int(self.options["rounds"]) * self.passes(batch)
         num_tokens = TOKENS_A_PASS * num_passes + 4 * self.trace.block_size
         return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
 
@@ -64,7 +76,7 @@ class Bench:
         """Measure an arm."""
         start, load = time.perf_counter(), self.load(batch)
         steady = SteadyTrace(self.model, arm, load, self.trace)
-        found = steady.window(int(self.options["rounds"]), int(self.options["passes"]))
+        found = steady.window(int(self.options["rounds"]), self.passes(batch))
         self.free(steady)
         print(
             f"    {arm.name} {arm.commit} took {time.perf_counter() - start:.1f} s: step {found.step_ms:.2f} "
@@ -80,8 +92,9 @@ class Bench:
 
     def limit(self, arm: EvictionArm, batch: int) -> float:
         """Tokens per second at most, from the trace's rows."""
-        rows, load = implied_rows(self.trace, arm), self.load(batch)
-        slots = load.context + load.num_tokens / 2
+        rows, size = implied_rows(self.trace, arm), self.trace.block_size
+        decided = rows.tokens * int(self.options["rounds"]) * self.passes(batch)
+        slots = self.context + WARM_UP_BLOCKS * size + decided / 2 + size
         least = limit_ms(self.model, rows, batch=batch, slots=slots, stream=self.stream, product=self.product)
         return 1e3 * batch * rows.tokens / least
 

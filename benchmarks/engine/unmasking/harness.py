@@ -33,6 +33,7 @@ from idlm.kernels.row_compaction import op as compaction_op
 NO_EVICTION = 1e9
 RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
+WARM_UP_BLOCKS = 2
 GATE_PASSES = 2
 GATE_LIMIT = 0.02
 """Relative root mean square of the difference between logits at a budget of the block and of full blocks."""
@@ -146,7 +147,7 @@ class SteadyTrace(SteadyBlocks):
     @property
     def warm_up_tokens(self) -> int:
         """The first block, of which a part is fixed, and the blocks behind it that choose the shapes."""
-        return 2 * self.arm.stride
+        return WARM_UP_BLOCKS * self.arm.stride
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
@@ -156,13 +157,19 @@ class SteadyTrace(SteadyBlocks):
         with super().toggled(), replaying_blocks(self.replay_of_blocks), _toggles(arm):
             yield
 
+    def warm_up(self) -> None:
+        """Start all requests and decode until every sequence has left the block of its prompt."""
+        self.start_requests()
+        self.run_tokens(self.warm_up_tokens)
+        while any(one.num_known == len(one.prompt_ids) for one in self.engine.scheduler.running):
+            self.run_passes(1)
+        self.drain()
+
     def window(self, rounds: int, num_passes: int) -> Window:
         """Start all requests, warm up, and measure `rounds` of `num_passes` passes, one after the other."""
         found = Window(batch=self.load.concurrency)
         with self.toggled():
-            self.start_requests()
-            self.run_tokens(self.warm_up_tokens)
-            self.drain()
+            self.warm_up()
             before, counts = self._places(), row_counts_of(self.engine)
             captured = self.num_captured
             for _ in range(rounds):

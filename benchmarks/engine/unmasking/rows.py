@@ -61,8 +61,8 @@ class RowCounts:
 
 
 class BlockRules:
-    """The state of blocks that are decided side by side, and the rules of FOCUS on a CPU. The first places (so
-    many as `num_fixed` says) of each hold tokens of a prompt.
+    """The state of blocks that are decided side by side, and the rules of FOCUS. `num_fixed`: how many first
+    places of each hold tokens of a prompt.
     """
 
     def __init__(self, num_fixed: Sequence[int], size: int, rules: RowRules) -> None:
