@@ -189,6 +189,7 @@ def _assemble(
             num_rows=functools.partial(max_rows, decoder),
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
+            decodes_again=stack is not None and stack.decodes_again,
         ),
         stride_controller=None
         if len(decoder.modes) == 1

@@ -275,9 +275,12 @@ class Engine:
             self._fail_nonfinite(request)
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
-        """Append emitted tokens up to the one that stops the answer; returns those tokens and their text."""
+        """Append emitted tokens up to the one that stops the answer; returns those tokens and their text.
+        Those that were decoded again are not new.
+        """
         answer = self._texts.get(request)
         text = ""
+        token_ids = [token_id for token_id in token_ids if not request.repeats(token_id)]
         for count, token_id in enumerate(token_ids, start=1):
             request.push(token_id)
             if answer is not None and token_id not in request.stop_ids:

@@ -19,7 +19,8 @@ class Request:
 
     The host counts `num_computed` tokens whose KV is stored and `num_steps` steps that emitted tokens (the
     position of the random stream), as far as results have been read; `num_inflight` more steps are launched.
-    `num_passes` decoding steps have emitted nothing since it last emitted tokens or lost its KV.
+    `num_passes` decoding steps have emitted nothing since it last emitted tokens or lost its KV. The last
+    `num_again` of its tokens are unknown for now and will be decoded again (`Accelerator.decodes_again`).
     `max_length` bounds prompt and answer together; a pass feeds `num_canvases` of them (full diffusion),
     each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
@@ -37,6 +38,7 @@ class Request:
     num_computed: int = 0
     num_inflight: int = 0
     num_passes: int = 0
+    num_again: int = 0
     num_cached_tokens: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -49,8 +51,13 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Number of prompt and emitted tokens."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        """Number of prompt and emitted tokens, without those that will be decoded again."""
+        return len(self.prompt_ids) + len(self.token_ids) - self.num_again
+
+    @property
+    def all_known_ids(self) -> list[int]:
+        """Token ids of prompt and answer as far as they are known."""
+        return self.known_ids(0, self.num_known)
 
     def known_ids(self, start: int, end: int) -> list[int]:
         """Token ids of prompt and answer in [start, end)."""
@@ -58,6 +65,14 @@ class Request:
         if end <= num_prompt:
             return self.prompt_ids[start:end]
         return self.prompt_ids[start:] + self.token_ids[max(start - num_prompt, 0) : end - num_prompt]
+
+    def repeats(self, token_id: int) -> bool:
+        """Whether an emitted token was emitted before; counts it."""
+        if not self.num_again:
+            return False
+        assert token_id == self.token_ids[-self.num_again], f"{self.request_id=} {self.num_again=}"
+        self.num_again -= 1
+        return True
 
     def push(self, token_id: int) -> None:
         """Append one emitted token; sets `finish_reason` at a stop id or a length limit."""

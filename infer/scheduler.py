@@ -30,8 +30,8 @@ class Scheduler:
     A running sequence of at most n tokens gets its decoding rows in every pass: `num_rows(n)` at most for
     each of its canvases, which emit `max_emitted` tokens at most. `max_num_batched_tokens` bounds the further
     rows of all sequences together (prompt rows, and the canvases of full diffusion); `halve_budget` lowers it
-    for a while. Passes may be scheduled before the results of earlier ones are known: then every sequence
-    counts as long as it can be by then, and none is preempted.
+    for a while. `decodes_again`: see `Accelerator`. Passes may be scheduled before the results of earlier
+    ones are known: then every sequence counts as long as it can be by then, and none is preempted.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Scheduler:
         num_rows: Callable[[int], int],
         max_emitted: int,
         kv_policy: KVWritePolicy = TOKEN_BY_TOKEN,
+        decodes_again: bool = False,
     ) -> None:
-        self.pool, self._kv_policy = pool, kv_policy
+        self.pool, self._kv_policy, self._decodes_again = pool, kv_policy, decodes_again
         self._max_num_batched_tokens = self._row_budget = max_num_batched_tokens
         self._num_good_passes = 0
         self._num_rows, self._max_emitted = functools.cache(num_rows), max_emitted
@@ -137,8 +138,8 @@ class Scheduler:
         """
         for request in reversed(self.running):
             self._free_lanes.append(lane_of(request))
-            request.lane, request.num_computed, request.num_inflight = None, 0, 0
-            request.num_passes = 0
+            request.lane, request.num_inflight = None, 0
+            self._forget(request)
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
         self.pool.reset()
@@ -196,10 +197,16 @@ class Scheduler:
                 return None
             victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)
             self.pool.release(lane_of(victim))
-            victim.num_computed = victim.num_passes = 0
+            self._forget(victim)
             schedule.preempted.append(victim)
             self.num_preemptions += 1
         return True
+
+    def _forget(self, request: Request) -> None:
+        """Note that the request lost its KV."""
+        request.num_computed = request.num_passes = 0
+        if self._decodes_again:
+            request.num_again = len(request.token_ids)
 
     def _extend(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
         """Reserve pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
@@ -256,6 +263,8 @@ class Scheduler:
         A page that another sequence entered first stays the request's own while the request has to write it.
         """
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
+        if self._decodes_again:
+            num_computed = min(num_computed, self._kv_policy.num_computable(len(request.prompt_ids)))
         start, end = self.pool.num_cached(lane), num_computed // size
         if cache is None or start >= end:
             return

@@ -3,15 +3,17 @@
     python -m benchmarks.soak [requests=20000] [device=cuda] [shortages=100] [lanes=64] [num_inflight_steps=4]
                               [graphs=on] [record=true]
     python -m benchmarks.soak accelerator=mage requests=2000 shortages=0
+    python -m benchmarks.soak accelerator=[focus,mage] requests=2000 shortages=0
 
 A tiny model of random weights decodes with replayed acceptance, asynchronous steps, prefix cache and
 preemption; a third of the requests are aborted. The page pool is checked every few passes and at the end:
 pages without references that are not free are leaked. `shortages`: the n-th allocation on the device fails, n
 = 1, 2, .., and no request may fail. Then the allocation after it fails too: one request must fail with a
 clear error, and all others finish. An allocation is a torch operation that returns new memory, counted by a
-dispatch mode; the outputs of Triton kernels are allocated by such operations.
-With an `accelerator` the decoder is block diffusion, and every answer that ends by itself is compared with
-that of a run without aborts in a pool with room for all.
+dispatch mode; the outputs of Triton kernels are allocated by such operations. With an `accelerator` (or
+several) the decoder is block diffusion, and every answer that ends by itself is compared with that of a run
+without aborts in a pool with room for all. `waiting_share`: of all (sequence, pass) pairs those that found no
+room.
 """
 
 from __future__ import annotations
@@ -115,13 +117,15 @@ def make_engine(
     options: dict[str, str], *, share_of_pages: float, adaptive: bool = True
 ) -> tuple[Engine, Replay | None]:
     """An engine with `share_of_pages` of the pages that full lanes need, and the trace to replay in it."""
-    device, lanes, name = options["device"], int(options["lanes"]), options["accelerator"]
-    size = None if name == "none" else BLOCK_SIZE
+    device, lanes = options["device"], int(options["lanes"])
+    names = [name for name in options["accelerator"].strip("[]").split(",") if name != "none"]
+    size = BLOCK_SIZE if names else None
     model = random_model("tiny", device=device, dtype=torch.float32, block_size=size)
     decoding: dict[str, Any] = {"stride": STRIDE, "rejection_strategy": "branch", "adaptive": adaptive}
-    accelerators = {}
+    kinds = {name: ACCELERATORS.get(name) for name in names}
+    thin = {"k": LISTED, "exact_layers": 1}
+    accelerators = {name: kind.Config(**(thin if kind.side == "kv" else {})) for name, kind in kinds.items()}
     if size is not None:
-        accelerators[name] = ACCELERATORS.get(name).Config(k=LISTED, exact_layers=1)
         decoding = {"strategy": "low_confidence_static", "steps": BLOCK_SIZE // 2}
     chosen = DECODERS.get("isd" if size is None else "block")
     decoder = chosen(chosen.Config(**decoding), model.semantics)
@@ -229,7 +233,12 @@ def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
     if options["accelerator"] != "none":
         case["accelerator"] = options["accelerator"]
         share = _share_of_equal(options, soaked, arrivals)
-        gate, equal = gate and share >= SHARE_OF_EQUAL, (("equal_answers_share", share, "share"),)
+        counts = engine.row_counts
+        gate = gate and share >= SHARE_OF_EQUAL
+        equal = (
+            ("equal_answers_share", share, "share"),
+            ("waiting_share", counts.num_waits / counts.num_pairs, "share"),
+        )
     measured: tuple[tuple[str, float, str], ...] = (
         *equal,
         ("requests", soaked.num_done, ""),

@@ -160,6 +160,14 @@ class Accelerator:
     def __init__(self, config: Any, spec: EngineSpec) -> None:
         self.config, self.spec = config, spec
 
+    @property
+    def decodes_again(self) -> bool:
+        """Whether the keys and values of an answer follow from how it was decoded, not from its tokens alone.
+        Then the prefix cache shares prompts only, and a sequence that lost its KV decodes its answer once
+        more, to the same tokens.
+        """
+        return False
+
     def problems(self) -> list[str]:
         """Return every reason why it cannot work with the engine or with its options; allocates nothing."""
         spec, found = self.spec, []

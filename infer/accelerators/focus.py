@@ -280,6 +280,11 @@ class Focus(RowsAccelerator):
             )
         return found
 
+    @property
+    def decodes_again(self) -> bool:
+        """Frozen tokens of finished blocks have seen masks."""
+        return self.config.commit == "unfrozen"
+
     def allocate(self) -> None:
         """Allocate the state of each lane's block."""
         spec = self.spec

@@ -98,7 +98,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
 def _request_message(request: Request) -> Message:
     return {
         "lane": lane_of(request),
-        "prompt_ids": [*request.prompt_ids, *request.token_ids],
+        "prompt_ids": request.all_known_ids,
         "params": {name: getattr(request.params, name) for name in PARAMS},
         "index": request.index,
         "max_length": request.max_length,

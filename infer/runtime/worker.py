@@ -62,7 +62,7 @@ class Worker:
         if new:
             parts.table.admit(
                 new_lanes,
-                [[*request.prompt_ids, *request.token_ids] for request in new],
+                [request.all_known_ids for request in new],
                 [request.params for request in new],
                 [request.index for request in new],
                 ends=[request.max_length for request in new],
@@ -71,7 +71,7 @@ class Worker:
             )
             parts.decoder.admit(new_lanes, [request.params for request in new])
         for request, lane in zip(rewound, rewound_lanes, strict=True):
-            parts.table.rewind(lane, request.num_computed)
+            parts.table.rewind(lane, request.num_computed, request.num_known if request.num_again else None)
         if rewound:
             parts.decoder.rewind(rewound_lanes)
         if parts.stack is not None and (new or rewound):

@@ -43,6 +43,11 @@ class AcceleratorStack:
         return any(each.exactness == "lossy" for each in self.members)
 
     @property
+    def decodes_again(self) -> bool:
+        """See `Accelerator`."""
+        return any(each.decodes_again for each in self.members)
+
+    @property
     def eager(self) -> list[str]:
         """Names of accelerators whose passes a CUDA graph cannot hold."""
         return [each.name for each in self.members if not each.is_static]

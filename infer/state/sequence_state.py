@@ -92,12 +92,14 @@ class SequenceState:
             drafts_ZJ=drafts_ZJ,
         )
 
-    def rewind(self, lane: int, num_computed: int = 0) -> None:
+    def rewind(self, lane: int, num_computed: int = 0, num_known: int | None = None) -> None:
         """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
-        random stream stay.
+        random stream stay, or only the first `num_known` of its tokens.
         """
         # Not an assignment, which would wait for the device (`device.fill_lanes`).
         self.num_computed_Z[lane].fill_(num_computed)
+        if num_known is not None:
+            self.num_known_Z[lane].fill_(num_known)
 
     def probs(
         self,

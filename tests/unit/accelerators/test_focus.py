@@ -253,6 +253,9 @@ def check_room(bench: Bench, asked: list[int], capacity: int | None, waits: list
         return waits
     scheduled = [min(lane.num_scheduled, lane.num_stored_rows) for lane in bench.lanes]
     found = find_room(asked, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
+    late = [b for b, lane in enumerate(bench.lanes) if lane.num_waits]
+    if sum(scheduled) + sum(asked[b] - scheduled[b] for b in late) <= capacity:
+        assert not any(found[b] for b in late), "nobody waits twice where there is room for those who waited"
     return [before or now for before, now in zip(waits, found, strict=True)]
 
 
