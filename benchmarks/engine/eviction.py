@@ -2,6 +2,7 @@
 
     python -m benchmarks.eviction [batch=1,16,32,64,128,256] [context=1024,4096] [block=32]
         [commit=clean,unfrozen] [trace=synthetic] [parts=gate,throughput] [rounds=2] [passes=24]
+        [figures=FOLDER]
     python -m benchmarks.eviction parts=toggles,host_wait batch=16,128 context=1024
     python -m benchmarks.eviction parts=host batch=1,128 context=1024
     python -m benchmarks.eviction parts=selection batch=1,128 context=1024
@@ -33,6 +34,7 @@ from benchmarks.engine.decoding.harness import SAMPLING, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.kernel_profile import kernel_times, lines_of
 from benchmarks.engine.unmasking.bench import Bench
+from benchmarks.engine.unmasking.figures import draw_eviction
 from benchmarks.engine.unmasking.harness import (
     GATE_LIMIT,
     NO_EVICTION,
@@ -66,6 +68,7 @@ DEFAULTS = {
     "parts": "gate,throughput",
     "rounds": "2",
     "passes": "24",
+    "figures": "",
     "record": "true",
     "results": str(RESULTS),
 }
@@ -99,15 +102,19 @@ def measure(arguments: list[str]) -> int:
     for size in sizes:
         semantics = replace(bench.model.semantics, block_size=size)
         bench.model, bench.trace = replace(bench.model, semantics=semantics), traces[size]
+        bench.gate = None
         describe(bench)
         for context in map(int, options["context"].split(",")):
             bench.context = context
             for part in parts:
-                if part == "gate" or bench.gate is not False:
+                # The gate is the same for all contexts; nothing is measured after one that fails.
+                if bench.gate is None or (bench.gate and part != "gate"):
                     PARTS[part](bench)
     print("\n".join(bench.table))
     if options["record"] == "true":
         append_rows("eviction", bench.rows, results=Path(options["results"]))
+    if options["figures"]:
+        print(*draw_eviction(Path(options["results"]), Path(options["figures"])), sep="\n")
     return int(any(row["gate_passed"] is False for row in bench.rows))
 
 

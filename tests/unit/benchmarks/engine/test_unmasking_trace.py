@@ -132,7 +132,7 @@ def test_plain_delayed_caches_freeze_earlier() -> None:
 def test_a_trace_of_another_arm_is_found_out() -> None:
     """Full blocks decide what FOCUS would have left out."""
     trace = synthetic_trace(16, num_blocks=12)
-    with pytest.raises(AssertionError, match="rows that are not kept"):
+    with pytest.raises(AssertionError, match="decide rows that are not kept"):
         rows_of(trace.whole(FULL), 16, RowRules(alpha=1.0))
 
 
