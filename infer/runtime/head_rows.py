@@ -24,6 +24,8 @@ KEPT_MARGIN = 1.0
 """The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there.
 With a spread of a tenth, which is normal at 128 sequences, one of them waits.
 """
+STEADY = 0.95
+"""A choice stays until less than this part of it is needed: each number of rows is a graph of its own."""
 MIN_PLACES = 256
 """Up to so many places the head is bound by its weights, so that all have room."""
 PARTS = 8
@@ -52,7 +54,7 @@ class LateCounts:
     """Remembers the rows per decoding sequence that passes asked for."""
 
     def __init__(self, margin: float = MARGIN) -> None:
-        self._margin = margin
+        self._margin, self._chosen = margin, 0.0
         self._asked: deque[float] = deque(maxlen=NUM_PASSES)
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
@@ -69,7 +71,10 @@ class LateCounts:
             return None
         mean = sum(self._asked) / count
         variance = sum((asked - mean) ** 2 for asked in self._asked) / count
-        return math.ceil((mean + self._margin * math.sqrt(variance)) * num_sequences)
+        needed = mean + self._margin * math.sqrt(variance)
+        if not STEADY * self._chosen <= needed <= self._chosen:
+            self._chosen = needed
+        return math.ceil(self._chosen * num_sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -220,8 +220,14 @@ def test_every_sequence_finds_room_within_three_passes(
     assert 1 <= max(num_waits) <= 2
 
 
-@pytest.mark.parametrize("options", STRATEGIES, ids=str)
-@pytest.mark.parametrize("stack", FOCUS, ids=str)
+FOCUS_CASES = [
+    *itertools.product(FOCUS[:2], STRATEGIES),
+    (FOCUS[2], STRATEGIES[0]),
+    (FOCUS[2], STRATEGIES[3]),
+]
+
+
+@pytest.mark.parametrize(("stack", "options"), FOCUS_CASES, ids=str)
 def test_waiting_changes_no_answer_of_focus(
     directories: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -243,13 +249,13 @@ def test_waiting_changes_no_answer_of_focus(
             if room is not None:
                 force(patch, room)
                 patch.setattr(head_rows, "MIN_PLACES", 0)
-                way |= {"num_pages": 26, "max_num_seqs": 5}
+                way |= {"num_pages": 20, "max_num_seqs": 5}
             engine = engine_of(directories, accelerators=stack, **way, **options)
             assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
         assert_idle(engine)
         counts = engine.row_counts
-        if room is not None:
-            assert counts.num_waits and engine.scheduler.num_preemptions, f"{room=}"
+        if room == TIGHT:
+            assert counts.num_waits and engine.scheduler.num_preemptions
             assert counts.computed.head < counts.computed.fed
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from idlm.contracts import Completion
+from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
+from idlm.infer.request import Request
 from idlm.infer.runtime import cuda_graphs
-from idlm.infer.runtime.head_rows import MIN_PASSES, LateCounts, head_bucket
+from idlm.infer.runtime.head_rows import MIN_PASSES, Asked, LateCounts, RowRooms, head_bucket, row_room
 from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.batch import RowRoom, Schedule, StepPlan
 from idlm.infer.state.wanted_rows import WantedRows
 from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import assert_idle, build_engine
@@ -130,6 +131,70 @@ def test_the_host_reserves_the_mean_and_a_margin() -> None:
     assert reserved is not None and 22 * 64 < reserved < 32 * 64
     rows.observe(0, 0)
     assert rows.choose(64) == reserved, "a pass of prompts alone says nothing"
+
+
+def test_a_choice_stays_while_it_is_nearly_right() -> None:
+    rows = LateCounts(margin=0.0)
+    chosen = set()
+    for number in range(200):
+        rows.observe(1000 + 20 * (number % 2), 10)
+        chosen.add(rows.choose(10))
+    assert len(chosen - {None}) <= 2
+
+
+def asked(num: int, *, fed: int = 0, kept: int = 0, head: int = 0, **more: Any) -> list[Asked]:
+    fields = {"samples": True, "waited": False, "certain": 0, **more}
+    return [Asked(rows=RowRoom(fed=fed, kept=kept, head=head), **fields)] * num
+
+
+def schedule_of(num_feed: list[int], samples: list[bool]) -> Schedule:
+    requests = [
+        Request(
+            request_id=str(number),
+            index=0,
+            prompt_ids=[1],
+            params=SamplingParams(),
+            stop_ids=frozenset(),
+            max_length=64,
+        )
+        for number in range(len(num_feed))
+    ]
+    return Schedule(requests=requests, num_feed=num_feed, num_known=num_feed, samples=samples)
+
+
+def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> None:
+    rooms = RowRooms(drops=True)
+    schedule = schedule_of([64, 0, 0, 0], [False, True, True, True])
+    for _ in range(MIN_PASSES):
+        rooms.choose(schedule)
+        assert schedule.room is None and schedule.num_wanted is None
+        prompt = asked(1, fed=64, kept=64, samples=False, certain=64)
+        early = asked(1, fed=20, waited=True)  # It waited before it was known what it keeps.
+        rooms.observe(
+            [*prompt, *asked(3, fed=20, kept=8, head=5), *early], RowRoom(fed=160, kept=128, head=32)
+        )
+    rooms.choose(schedule)
+    assert schedule.room == RowRoom(fed=64 + 60, kept=64 + 24, head=15)
+    counts = rooms.counts
+    assert (counts.num_passes, counts.num_pairs, counts.num_waits) == (4, 16, 4)
+    assert counts.asked == RowRoom(fed=4 * 144, kept=4 * 88, head=60)
+    assert counts.computed == RowRoom(fed=640, kept=512, head=128)
+    dense = RowRooms(drops=False)
+    for _ in range(MIN_PASSES):
+        dense.observe(asked(4, head=5), RowRoom(fed=32, kept=32, head=32))
+    schedule.room = None
+    dense.choose(schedule)
+    assert schedule.room is None and schedule.num_wanted == 15
+
+
+def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
+    sizes: dict[str, int] = {"num_rows": 4096, "num_sequences": 64, "block_size": 32}
+    assert row_room(None, num_scheduled=0, **sizes) is None
+    least = row_room(RowRoom(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
+    assert least == RowRoom(fed=192, kept=160, head=256)
+    for kept, rounded in ((161, 176), (256, 256), (257, 288), (1023, 1024), (1025, 1088), (9000, 4096)):
+        room = row_room(RowRoom(fed=9000, kept=kept, head=2048), num_scheduled=0, **sizes)
+        assert room == RowRoom(fed=4096, kept=rounded, head=2048)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])
