@@ -1,6 +1,6 @@
 """Which masks FOCUS may leave out on a trained model: signal, selection, thresholds, caches, rows a token.
 
-    python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=400] [record=true]
+    python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=1000] [record=true]
         [parts=signal,selection,thresholds,cache,commit,rule,mage] [trace=benchmarks/traces/tiny.jsonl]
         [traced=24] [figures=FOLDER]
 
@@ -58,7 +58,7 @@ OPTIONS = {
     "model": "outputs/tiny_block32",
     "task": "ledger",
     "level": "p4",
-    "num": "400",
+    "num": "1000",
     "parts": "signal,selection,thresholds,cache,commit,rule,mage",
     "k": "2,4,8",
     "thresholds": "0.9,0.8,0.7",
@@ -67,10 +67,10 @@ OPTIONS = {
     "trace": "",
     "traced": "24",
     "max_tokens": "288",
-    "batch": "128",
+    "batch": "500",
     "device": "auto",
     "dtype": "auto",
-    "graphs": "auto",
+    "graphs": "off",
     "figures": "",
     "record": "false",
     "results": str(RESULTS),

@@ -114,8 +114,8 @@ def rows_of(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> RowCoun
 
 
 def consistent(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> tuple[BlockTrace, ...]:
-    """The blocks whose decided places the rules keep: rounded deltas, or keys of another device, may leave one
-    out at a near tie.
+    """The blocks whose decided places the rules keep: rounded deltas, or sums of another device, may
+    leave one out at a near tie.
     """
     _, is_lost_L = _apply(blocks, size, rules)
     return tuple(block for block, is_lost in zip(blocks, is_lost_L.tolist(), strict=True) if not is_lost)
