@@ -53,12 +53,12 @@ class FocusConfig:
 class Memory:
     """State per lane. For the active block: which positions are frozen with which tokens, which have keys and
     values in all layers, how many masks it began with and how many passes it has had. Of the block before,
-    until it is stored: what is frozen. For earlier blocks: the numbers of decoded tokens and of passes.
-    `is_new_Z`: nothing of the sequence has been computed.
+    until it is stored, what is frozen (`keeps_before`). For earlier blocks: the numbers of decoded tokens and
+    of passes. `is_new_Z`: nothing of the sequence has been computed.
     """
 
-    def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
-        shape = (num_lanes, block_size)
+    def __init__(self, num_lanes: int, block_size: int, device: torch.device, *, keeps_before: bool) -> None:
+        shape, self._keeps_before = (num_lanes, block_size), keeps_before
         self.blocks, self.before = BlockMemory(num_lanes, device), BlockMemory(num_lanes, device)
         self.frozen_ZW, self.processed_ZW, self.before_frozen_ZW = torch.zeros(
             3, *shape, dtype=torch.bool, device=device
@@ -88,16 +88,21 @@ class Memory:
         begins_B = mine_B & (self.num_passes_Z[lanes_B] == 0)
         num_masks_B = view.is_mask_BW.sum(dim=1)
         self.num_masks_Z[lanes_B] = torch.where(begins_B, num_masks_B, self.num_masks_Z[lanes_B])
-        starts_Z, before_Z, new_B1 = self.blocks.starts_Z, self.before.starts_Z, new_B[:, None]
+        if self._keeps_before:
+            self._keep(lanes_B, new_B)
+        for flags_ZW in (self.frozen_ZW, self.processed_ZW):
+            flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B[:, None]
+        self.blocks.claim(view, new_B)
+
+    def _keep(self, lanes_B: Tensor, new_B: Tensor) -> None:
+        """Of lanes whose block ends (`new_B`, bool), what is frozen in it."""
+        starts_Z, before_Z = self.blocks.starts_Z, self.before.starts_Z
         before_Z[lanes_B] = torch.where(new_B, starts_Z[lanes_B], before_Z[lanes_B])
         for now_ZW, before_ZW in (
             (self.frozen_ZW, self.before_frozen_ZW),
             (self.frozen_ids_ZW, self.before_ids_ZW),
         ):
-            before_ZW[lanes_B] = torch.where(new_B1, now_ZW[lanes_B], before_ZW[lanes_B])
-        for flags_ZW in (self.frozen_ZW, self.processed_ZW):
-            flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B1
-        self.blocks.claim(view, new_B)
+            before_ZW[lanes_B] = torch.where(new_B[:, None], now_ZW[lanes_B], before_ZW[lanes_B])
 
     def stays_stored(self, view: PassView, rows_BW: Tensor) -> Tensor:
         """Which places [B, W] of the block before the active one (rows `rows_BW`) are frozen with the tokens
@@ -289,7 +294,9 @@ class Focus(RowsAccelerator):
         """Allocate the state of each lane's block."""
         spec = self.spec
         assert spec.block_size is not None
-        self.memory = Memory(spec.num_lanes, spec.block_size, spec.device)
+        self.memory = Memory(
+            spec.num_lanes, spec.block_size, spec.device, keeps_before=self.config.commit == "unfrozen"
+        )
 
     def reset(self, lanes: list[int]) -> None:
         """Clear these lanes."""

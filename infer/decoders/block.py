@@ -31,7 +31,7 @@ from idlm.infer.decoders.block_config import (
     check,
     warn_of_unread,
 )
-from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, narrowed, plan_blocks
+from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, plan_blocks, without_dropped
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -145,7 +145,7 @@ class BlockDecoder(Decoder):
         """Draw a token for every mask, decide some masks, and emit the blocks that are clean then."""
         assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
         if wanted.dropped is not None:
-            plan = narrowed(plan, wanted.dropped)
+            plan = without_dropped(plan, wanted.dropped)
         logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES

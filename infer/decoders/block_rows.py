@@ -90,19 +90,19 @@ def plan_blocks(
     )
 
 
-def narrowed(plan: BlockPlan, dropped: DroppedRows) -> BlockPlan:
+def without_dropped(plan: BlockPlan, dropped: DroppedRows) -> BlockPlan:
     """The plan with those wanted rows that the head has computed."""
     wanted, origin_H = plan.wanted, dropped.origin_H
     number_BW = wanted.number_BW
     number_BW = torch.where(number_BW >= 0, dropped.numbers_X[number_BW.clamp(min=0)], -1)
-    narrow = replace(
+    left = replace(
         wanted,
         rows_X=wanted.rows_X[origin_H],
         places_X=wanted.places_X[origin_H],
         lanes_X=wanted.lanes_X[origin_H],
         number_BW=number_BW,
     )
-    return replace(plan, wanted=narrow, has_logits_BW=number_BW >= 0)
+    return replace(plan, wanted=left, has_logits_BW=number_BW >= 0)
 
 
 def _pack(

@@ -59,7 +59,7 @@ class LateCounts:
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
         """Note a finished pass in which some sequences decoded: the rows that they asked for, those that
-        waited included. 0: nobody says.
+        waited included. 0: the decoder does not say.
         """
         if num_rows:
             self._asked.append(num_rows / num_sequences)
@@ -80,7 +80,7 @@ class LateCounts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What one request of a pass asked for: `rows`, of which `certain` were known to be stored before. A
-    number of rows is 0 if the request `waited` before they were counted, or if nobody counts.
+    number of rows is 0 if the request `waited` before they were counted, or if they are not counted.
     """
 
     samples: bool

@@ -83,7 +83,7 @@ class Emission:
     """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
 
     `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`,
-    `Batch.num_wanted`). `asked`: rows that it asked for (0: it waited before, or nobody counts them).
+    `Batch.num_wanted`). `asked`: rows that it asked for (0: it waited before, or they are not counted).
     """
 
     nonfinite: int

@@ -47,15 +47,13 @@ def compact_rows(
 
     from idlm.kernels.row_compaction.kernel import count_kernel, place_kernel
 
-    num_sequences, size = drop.rows_BW.shape
-    device = rows.slots_R.device
+    (num_sequences, size), device = drop.rows_BW.shape, rows.slots_R.device
     sources = [getattr(rows, name) for name in ROW_COLUMNS]
     columns = (*sources, rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B)
     assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
     cu_rows_B1 = torch.empty_like(rows.cu_rows_B1)
     num_before_B, asked_B = torch.empty(2, num_sequences, dtype=torch.int64, device=device)
-    waits_B = torch.empty(num_sequences, dtype=torch.bool, device=device)
-    rows_BW = torch.empty_like(drop.rows_BW)
+    waits_B, rows_BW = torch.empty_like(drop.waits_B), torch.empty_like(drop.rows_BW)
     ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
     options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drop.drops_stored}
@@ -86,9 +84,9 @@ def compact_rows(
         num_warps=4,
     )
     packed = dict(zip(ROW_COLUMNS, ints_JI, strict=False))
-    masks = None if rows.is_mask_R is None else is_mask_I
+    packed["is_mask_R"] = None if rows.is_mask_R is None else is_mask_I
     return Compacted(
-        rows=PackedRows(cu_rows_B1=cu_rows_B1, is_mask_R=masks, **packed),
+        rows=PackedRows(cu_rows_B1=cu_rows_B1, **packed),
         numbers_I=ints_JI[-1],
         rows_BW=rows_BW,
         waits_B=waits_B,

@@ -12,8 +12,9 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.accelerators.base import ACCELERATORS, KVPass
 from idlm.infer.engine import Engine
+from idlm.infer.runtime.head_rows import RowRooms
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.batch import RowRoom, StepPlan
 from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest
 from tests.block_reference import Rules
@@ -45,6 +46,19 @@ KINDS = {name: ACCELERATORS.get(name) for name in ACCELERATORS.names()}
 SIDES = {side: [name for name, kind in KINDS.items() if kind.side == side] for side in ("rows", "kv")}
 STACKS = [(name,) for name in KINDS] + list(itertools.product(SIDES["rows"], SIDES["kv"]))
 LOSSY = [name for name, kind in KINDS.items() if kind.exactness == "lossy"]
+
+TIGHT = RowRoom(fed=0, kept=0, head=0)
+"""The least room: what is scheduled, and two blocks."""
+FOCUS: list[dict[str, Any]] = [
+    {"focus": {}},
+    {"focus": {"commit": "unfrozen", "stability": "plain"}},
+    {"focus": {"commit": "unfrozen"}, "mage": THIN["mage"]},
+]
+
+
+def force(patch: pytest.MonkeyPatch, room: RowRoom | None) -> None:
+    """In place of what late counts say, from the first pass on."""
+    patch.setattr(RowRooms, "choose", lambda _, schedule: setattr(schedule, "room", room))
 
 
 def exactly(stack: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -23,24 +23,24 @@ from idlm.contracts import Completion
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.engine import Engine
 from idlm.infer.models import dense
-from idlm.infer.runtime import head_rows
-from idlm.infer.runtime.head_rows import RowRooms
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.runtime.worker import InflightStep
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.state.batch import RowRoom
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.row_compaction import flagged
 from tests.accelerator_reference import SlowLists
 from tests.block_reference import Sampling
 from tests.contracts.accelerators.cases import (
+    FOCUS,
     PARAMS,
     PROMPTS,
     SETTINGS,
     SIZE,
     STACKS,
     THIN,
+    TIGHT,
     engine_of,
+    force,
     rules_of,
     tokens,
     write_toys,
@@ -56,25 +56,11 @@ TOY_STACKS: list[dict[str, Any]] = [
     {"mage": THIN["mage"], **HALF},
     {"quest": THIN["quest"], **HALF},
 ]
-TIGHT = RowRoom(fed=0, kept=0, head=0)
-"""The least room: what is scheduled, and two blocks."""
 WAYS: list[dict[str, Any]] = [
     {"graphs": "on"},
     {"graphs": "on", "num_inflight_steps": 4, "max_num_seqs": 5, "max_num_batched_tokens": 16},
     {"graphs": "on", "num_pages": 30, "max_num_seqs": 4, "num_inflight_steps": 3},
     {"num_pages": 30, "max_num_seqs": 4, "num_inflight_steps": 3},
-]
-FOCUS: list[dict[str, Any]] = [
-    {"focus": {}},
-    {"focus": {"commit": "unfrozen", "stability": "plain"}},
-    {"focus": {"commit": "unfrozen"}, "mage": THIN["mage"]},
-]
-STRATEGIES: list[dict[str, Any]] = [
-    {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None},
-    {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3, "steps": None},
-    {"strategy": "low_confidence_static", "steps": 6},
-    {"strategy": "sequential", "steps": 5, "fused_commit": False},
-    {"strategy": "entropy_bounded", "entropy_bound": 1.5, "steps": None, "sub_block_size": 4},
 ]
 
 
@@ -133,11 +119,6 @@ def test_every_second_page_is_what_rows_see(directories: dict[str, Path]) -> Non
     for number, completion in enumerate(found):
         expected, _ = slow.answer(PROMPTS[number], Sampling(seed=number, **SETTINGS[number]))
         assert list(completion.token_ids) == expected
-
-
-def force(patch: pytest.MonkeyPatch, room: RowRoom | None) -> None:
-    """In place of what late counts say, from the first pass on."""
-    patch.setattr(RowRooms, "choose", lambda _, schedule: setattr(schedule, "room", room))
 
 
 @pytest.mark.parametrize(
@@ -200,65 +181,6 @@ def test_aborts_and_new_prompts_while_sequences_wait(
             assert completion.token_ids == expected[int(name.split("-")[1])]
 
 
-def test_every_sequence_finds_room_within_three_passes(
-    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With room for two of six whole blocks, each finds some in the third pass at the latest."""
-    engine = engine_of(directories, accelerators=HALF, max_num_seqs=6, graphs="on")
-    num_waits: list[int] = []
-    finish = SparseKV.finish
-
-    def watched(kv: SparseKV) -> Any:
-        num_waits_B = kv.view.active.num_waits_B
-        assert num_waits_B is not None
-        num_waits.append(int(num_waits_B.max()))
-        return finish(kv)
-
-    monkeypatch.setattr(SparseKV, "finish", watched)
-    force(monkeypatch, TIGHT)
-    engine.generate(PROMPTS, PARAMS)
-    assert 1 <= max(num_waits) <= 2
-
-
-FOCUS_CASES = [
-    *itertools.product(FOCUS[:2], STRATEGIES),
-    (FOCUS[2], STRATEGIES[0]),
-    (FOCUS[2], STRATEGIES[3]),
-]
-
-
-@pytest.mark.parametrize(("stack", "options"), FOCUS_CASES, ids=str)
-def test_waiting_changes_no_answer_of_focus(
-    directories: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    stack: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    """By late counts, and with the least room: for rows that are fed and kept, or for the head alone."""
-    exact = engine_of(directories, accelerators=stack, max_num_seqs=1, **options)
-    expected = tokens(exact.generate(PROMPTS, PARAMS))
-    assert exact.row_counts.num_waits == 0
-    everything = len(PROMPTS) * 2 * SIZE
-    rooms = [None, TIGHT]
-    if stack == FOCUS[0]:
-        rooms += [RowRoom(fed=everything, kept=0, head=everything)]
-        rooms += [RowRoom(fed=everything, kept=everything, head=0)]
-    for room in rooms:
-        way = {"graphs": "on", "num_inflight_steps": 3}
-        with monkeypatch.context() as patch:
-            if room is not None:
-                force(patch, room)
-                patch.setattr(head_rows, "MIN_PLACES", 0)
-                way |= {"num_pages": 20, "max_num_seqs": 5}
-            engine = engine_of(directories, accelerators=stack, **way, **options)
-            assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
-        assert_idle(engine)
-        counts = engine.row_counts
-        if room == TIGHT:
-            assert counts.num_waits and engine.scheduler.num_preemptions
-            assert counts.computed.head < counts.computed.fed
-
-
 class Forbidden(TorchDispatchMode):
     """Refuses operations that wait for the device, or whose result's shape depends on what tensors hold."""
 
@@ -293,6 +215,7 @@ class Forbidden(TorchDispatchMode):
 STATIC: list[dict[str, Any]] = [
     *({name: THIN.get(name, {}) for name in stack} for stack in STACKS),
     *TOY_STACKS[:4],
+    FOCUS[1],
 ]
 
 

@@ -136,13 +136,7 @@ class Bench:
         starts_B = torch.tensor([lane.num_stored for lane in self.lanes])
         limits_R = slots_R // self.size * self.size + self.size
         counts_B = torch.tensor(counts)
-        # Too little room, enough, or rows that the host counts.
-        kind, room = self.generator.choice(("tight", "roomy", "exact")), None
-        if kind != "exact":
-            least = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
-            most = len(rows) if kind == "tight" else len(rows) + least
-            fed, kept = (self.generator.randint(min(least, most), most) for _ in range(2))
-            room = RowRoom(fed=fed, kept=min(fed, kept), head=len(self.lanes))
+        room = self.room(len(rows))
         is_maskable_BW = torch.tensor(
             [[lane.is_fed and place in lane.open for place in range(self.size)] for lane in self.lanes]
         )
@@ -172,10 +166,20 @@ class Bench:
                 num_scheduled_B=torch.tensor([lane.num_scheduled for lane in self.lanes]),
                 room=room,
                 num_waits_B=torch.tensor([lane.num_waits for lane in self.lanes]),
-                is_exact=kind == "exact",
+                is_exact=room is None,
                 num_wanted_B=torch.zeros_like(starts_B),
             ),
         )
+
+    def room(self, num_rows: int) -> RowRoom | None:
+        """Too little room, enough, or None: rows that the host counts."""
+        kind = self.generator.choice(("tight", "roomy", "exact"))
+        if kind == "exact":
+            return None
+        least = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
+        most = num_rows if kind == "tight" else num_rows + least
+        fed, kept = (self.generator.randint(min(least, most), most) for _ in range(2))
+        return RowRoom(fed=fed, kept=min(fed, kept), head=len(self.lanes))
 
     def view(self, plan: StepPlan) -> PassView:
         """What an accelerator is shown of it."""
@@ -247,7 +251,7 @@ def stored_slots(kv: SparseKV, number: int, start: int) -> list[int]:
     return [slot for slot in kv.plan.slots_R[own].tolist() if slot < start]
 
 
-def check_room(bench: Bench, asked: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
+def waits_for_room(bench: Bench, asked: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
     """Who waits from here on."""
     if capacity is None:
         return waits
@@ -255,7 +259,7 @@ def check_room(bench: Bench, asked: list[int], capacity: int | None, waits: list
     found = find_room(asked, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
     late = [b for b, lane in enumerate(bench.lanes) if lane.num_waits]
     if sum(scheduled) + sum(asked[b] - scheduled[b] for b in late) <= capacity:
-        assert not any(found[b] for b in late), "nobody waits twice where there is room for those who waited"
+        assert not any(found[b] for b in late), "none waits twice where there is room for those that waited"
     return [before or now for before, now in zip(waits, found, strict=True)]
 
 
@@ -274,7 +278,7 @@ def run_pass(bench: Bench) -> None:
     fed = [places if lane.is_fed else [] for places, lane in zip(fed, lanes, strict=True)]
     stored = [lane.num_stored_rows for lane in lanes]
     asked = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
-    waits = check_room(bench, asked, None if room is None else room.fed, [False] * len(lanes))
+    waits = waits_for_room(bench, asked, None if room is None else room.fed, [False] * len(lanes))
     assert view.waits_B.tolist() == waits
     queries: dict[int, list[Rows]] = {number: [] for number in range(len(lanes))}
     for layer in (0, 1):
@@ -298,7 +302,7 @@ def run_pass(bench: Bench) -> None:
         else min(rows, lane.num_scheduled)
         for rows, selection, wait, lane in zip(stored, selections, waits, lanes, strict=True)
     ]
-    waits = check_room(bench, asked, None if room is None else room.kept, waits)
+    waits = waits_for_room(bench, asked, None if room is None else room.kept, waits)
     assert view.waits_B.tolist() == waits
     assert kv.select_rows(2, bench.store(2, kv)) is None
     kv.finish()

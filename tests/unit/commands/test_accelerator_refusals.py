@@ -75,6 +75,42 @@ def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reas
     assert all(reason in str(refusal.value) for reason in reasons)
 
 
+@pytest.mark.parametrize(
+    ("options", "place", "reasons"),
+    [
+        (
+            {"alpha": 0.9},
+            {"block_size": 1, "num_layers": 1, "decoder_options": {"dual_cache": True}},
+            [
+                "alpha=0.9 is not a finite number >= 1",
+                "two layers, the model has 1",
+                "dual_cache",
+                "of 1 place",
+            ],
+        ),
+        ({"alpha": float("nan")}, {}, ["alpha=nan"]),
+        ({"alpha": float("inf")}, {}, ["alpha=inf"]),
+        ({"stability": "plain"}, {"logit_shift": True}, ["stability=plain", "neighbour, off"]),
+        ({}, {"num_slots": 4}, ["4 slots", "the 8 rows of a block", "2 pages and more"]),
+        ({}, {"block_size": None, "decoder": "ar"}, ["decoder=ar has no blocks"]),
+    ],
+    ids=str,
+)
+def test_focus_names_every_reason(options: dict[str, Any], place: dict[str, Any], reasons: list[str]) -> None:
+    fitting = {"block_size": 8, "tensor_parallel": 1, "deterministic": False} | place
+    with pytest.raises(UserError, match="IDLM-0460") as refusal:
+        stack_of(accelerator_configs({"focus": options}), dataclasses.replace(BAD_PLACE, **fitting))
+    assert all(reason in str(refusal.value) for reason in reasons)
+    assert len(str(refusal.value).split("\n  - ")) == 1 + max(1, len(reasons) if len(place) == 3 else 1)
+
+
+def test_names_of_commits_and_stabilities_are_checked_together() -> None:
+    with pytest.raises(UserError, match="IDLM-0461") as refusal:
+        accelerator_configs({"focus": {"commit": "dirty", "stability": "neighbor"}})
+    text = str(refusal.value)
+    assert all(word in text for word in ("'dirty'", "unfrozen", "'neighbor'", "neighbour"))
+
+
 def test_command_lines_set_options_of_accelerators() -> None:
     arguments = [
         "accelerators=[mage,focus]",

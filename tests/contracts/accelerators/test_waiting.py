@@ -1,0 +1,97 @@
+"""Sequences that find no room among the rows of a pass wait, and no answer of FOCUS shows it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.infer.runtime import head_rows
+from idlm.infer.sparse.sparse_pass import SparseKV
+from idlm.infer.state.batch import RowRoom
+from tests.contracts.accelerators.cases import (
+    FOCUS,
+    PARAMS,
+    PROMPTS,
+    SIZE,
+    TIGHT,
+    engine_of,
+    force,
+    tokens,
+    write_toys,
+)
+from tests.contracts.engines import assert_idle
+
+STRATEGIES: list[dict[str, Any]] = [
+    {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None},
+    {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3, "steps": None},
+    {"strategy": "low_confidence_static", "steps": 6},
+    {"strategy": "sequential", "steps": 5, "fused_commit": False},
+    {"strategy": "entropy_bounded", "entropy_bound": 1.5, "steps": None, "sub_block_size": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_toys(tmp_path_factory)
+
+
+FOCUS_CASES = [
+    *itertools.product(FOCUS[:2], STRATEGIES),
+    (FOCUS[2], STRATEGIES[0]),
+    (FOCUS[2], STRATEGIES[3]),
+]
+
+
+@pytest.mark.parametrize(("stack", "options"), FOCUS_CASES, ids=str)
+def test_waiting_changes_no_answer_of_focus(
+    directories: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    stack: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """By late counts, and with the least room: for rows that are fed and kept, or for the head alone."""
+    exact = engine_of(directories, accelerators=stack, max_num_seqs=1, **options)
+    expected = tokens(exact.generate(PROMPTS, PARAMS))
+    assert exact.row_counts.num_waits == 0
+    everything = len(PROMPTS) * 2 * SIZE
+    rooms = [None, TIGHT]
+    if stack == FOCUS[0]:
+        rooms += [RowRoom(fed=everything, kept=0, head=everything)]
+        rooms += [RowRoom(fed=everything, kept=everything, head=0)]
+    for room in rooms:
+        way = {"graphs": "on", "num_inflight_steps": 3}
+        with monkeypatch.context() as patch:
+            if room is not None:
+                force(patch, room)
+                patch.setattr(head_rows, "MIN_PLACES", 0)
+                way |= {"num_pages": 20, "max_num_seqs": 5}
+            engine = engine_of(directories, accelerators=stack, **way, **options)
+            assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+        assert_idle(engine)
+        counts = engine.row_counts
+        if room == TIGHT:
+            assert counts.num_waits and engine.scheduler.num_preemptions
+            assert counts.computed.head < counts.computed.fed
+
+
+def test_every_sequence_finds_room_within_three_passes(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two of six whole blocks, each finds some in the third pass at the latest."""
+    engine = engine_of(directories, accelerators="focus", max_num_seqs=6, graphs="on")
+    num_waits: list[int] = []
+    finish = SparseKV.finish
+
+    def watched(kv: SparseKV) -> Any:
+        num_waits_B = kv.view.active.num_waits_B
+        assert num_waits_B is not None
+        num_waits.append(int(num_waits_B.max()))
+        return finish(kv)
+
+    monkeypatch.setattr(SparseKV, "finish", watched)
+    force(monkeypatch, TIGHT)
+    engine.generate(PROMPTS, PARAMS)
+    assert 1 <= max(num_waits) <= 2
