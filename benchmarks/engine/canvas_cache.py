@@ -5,7 +5,7 @@
 
 One process measures the read-only stream, then runs the whole engine on random weights of the true shape with
 one sequence, in CUDA graphs. The arm without a cache decides; the others replay its decisions
-(canvas_harness.py). The floor of a block pass is the time to stream all weights and the KV of the canvas.
+(canvas/harness.py). The floor of a block pass is the time to stream all weights and the KV of the canvas.
 `speedup_over_none` compares the passes of the first `blocks` blocks, refreshes included; its limit has block
 passes at their floor. `agreement_with_none`: share of the decided tokens that the arm itself would have
 proposed, which on random weights says little about trained ones.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.canvas_harness import (
+from benchmarks.engine.canvas.harness import (
     MODELS,
     CanvasEngine,
     CanvasLoad,

@@ -59,6 +59,13 @@ def binomial_error(share: float, num: int) -> float:
     return math.sqrt(share * (1 - share) / num)
 
 
+def difference_error(result: ArmResult, base: ArmResult) -> float:
+    """Standard error of `result.share - base.share` over the same questions."""
+    differences = [mine - theirs for mine, theirs in zip(result.marks, base.marks, strict=True)]
+    mean = sum(differences) / len(differences)
+    return math.sqrt(sum((one - mean) ** 2 for one in differences)) / len(differences)
+
+
 def arm_rows(
     bench: str, case: dict[str, Any], result: ArmResult, base: ArmResult, *further: Measured, **facts: Any
 ) -> Sequence[dict[str, Any]]:

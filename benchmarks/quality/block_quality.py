@@ -11,7 +11,6 @@ the engine, recomputes the answers of n questions.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from benchmarks.quality.arms import (
     Measured,
     arm_rows,
     binomial_error,
+    difference_error,
     engine_of,
     free_memory,
     greedy,
@@ -151,13 +151,6 @@ def slow_answers(
     slow = SlowBlocks(model, rules, allows_ties=True)
     settings = Sampling(temperature=0, max_tokens=params.max_tokens, stops=meaning.stop_token_ids)
     return [slow.answer(encode_prompt(tokenizer, one.prompt), settings)[0] for one in samples]
-
-
-def difference_error(result: Result, base: Result) -> float:
-    """Standard error of `result.share - base.share` over the same questions."""
-    differences = [mine - theirs for mine, theirs in zip(result.marks, base.marks, strict=True)]
-    mean = sum(differences) / len(differences)
-    return math.sqrt(sum((one - mean) ** 2 for one in differences)) / len(differences)
 
 
 def passes(result: Result, base: Result) -> bool | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.engine import canvas_cache
-from benchmarks.engine.canvas_harness import (
+from benchmarks.engine.canvas.harness import (
     CanvasEngine,
     CanvasLoad,
     CanvasMeasured,

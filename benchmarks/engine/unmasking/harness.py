@@ -1,0 +1,311 @@
+"""Engines of the eviction benchmark, whose passes replay a trace, and what a window of their passes costs.
+
+Every sequence is at another step of its block. A window begins and ends with an empty queue of passes; at
+both ends the places that each lane has decided must be those of the trace, so that no arm decides fewer
+tokens a pass unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.engine.block_harness import BlockArm, SteadyBlocks
+from benchmarks.engine.decoding.harness import Load, SteadyEngine, slot_bytes
+from benchmarks.engine.unmasking.replay import THRESHOLD, UnmaskingReplay, replaying_blocks
+from benchmarks.engine.unmasking.rows import FULL_BLOCK, RowCounts, RowRules, rows_of
+from benchmarks.engine.unmasking.trace import FOCUS, FULL, UnmaskTrace
+from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.decoders.block import BlockDecoder
+from idlm.infer.models.loader import LoadedModel
+from idlm.infer.runtime import cuda_graphs
+from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.state.batch import RowRoom, lane_of
+from idlm.kernels.block_eviction import op as eviction_op
+from idlm.kernels.row_compaction import op as compaction_op
+
+NO_EVICTION = 1e9
+RESERVED_BYTES = 9 << 30
+"""For graphs, logits and workspaces beside weights and KV."""
+WARM_UP_BLOCKS = 2
+MAX_STRAYS = 0.01
+"""Share of lanes."""
+GATE_PASSES = 2
+GATE_LIMIT = 0.02
+"""Relative root mean square of the difference between logits at a budget of the block and of full blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionArm(BlockArm):
+    """Full blocks, or FOCUS with these options (`alpha` None: full blocks). `mage_k`: MAGE beside it, whose
+    first `exact_layers` layers see all. Not `has_head_room`: the head computes every place. Not
+    `has_kernels`: importance, selection and compaction in plain torch.
+    """
+
+    alpha: float | None = None
+    commit: str = "clean"
+    stability: str = "neighbour"
+    mage_k: int | None = None
+    exact_layers: int = 2
+    has_head_room: bool = True
+    has_kernels: bool = True
+
+    def decoder_options(self) -> dict[str, Any]:
+        """Options of the decoder's Config."""
+        return {"strategy": self.strategy, "threshold": THRESHOLD, "fused_commit": self.fused}
+
+    def accelerators(self) -> Mapping[str, Any]:
+        """FOCUS, MAGE, both or none."""
+        found: dict[str, Any] = {}
+        if self.mage_k is not None:
+            found["mage"] = ACCELERATORS.get("mage").Config(k=self.mage_k, exact_layers=self.exact_layers)
+        if self.alpha is not None:
+            options = {"alpha": self.alpha, "commit": self.commit, "stability": self.stability}
+            found["focus"] = ACCELERATORS.get("focus").Config(**options)
+        return found
+
+    @property
+    def replayed(self) -> str:
+        """The arm of the trace that it replays: without eviction the one of full blocks."""
+        return FULL if self.alpha in (None, NO_EVICTION) else FOCUS
+
+    def rules(self) -> RowRules:
+        """Which rows it computes."""
+        if self.alpha is None:
+            return FULL_BLOCK
+        return RowRules(
+            evicts=self.replayed == FOCUS,
+            stability=self.stability,
+            commit=self.commit,
+            alpha=self.alpha,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """Sums over the measured rounds of one arm. `num_pairs` (sequence, pass) decided `num_tokens` in the
+    passes of the trace (`num_traced`); the others waited or only stored a block. Rows are `asked` for, and
+    `computed` with padding.
+    """
+
+    batch: int
+    seconds: list[float] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_traced: int = 0
+    num_pairs: int = 0
+    num_waits: int = 0
+    num_captured: int = 0
+    asked: RowRoom = RowRoom(fed=0, kept=0, head=0)
+    computed: RowRoom = RowRoom(fed=0, kept=0, head=0)
+
+    @property
+    def step_ms(self) -> float:
+        """Median over rounds of the time of a pass."""
+        return median(1e3 * seconds / num for seconds, num in zip(self.seconds, self.passes, strict=True))
+
+    @property
+    def traced_share(self) -> float:
+        """Share of the passes of all sequences that are passes of the trace."""
+        return self.num_traced / (self.batch * sum(self.passes))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of a sequence."""
+        return self.num_tokens / (self.batch * sum(self.passes))
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the pairs of sequence and pass in which the sequence found no room."""
+        return self.num_waits / max(1, self.num_pairs)
+
+    @property
+    def padding_share(self) -> float:
+        """Rows computed behind layer 1 beyond those that were asked for."""
+        return self.computed.kept / max(1, self.asked.kept) - 1
+
+    def tokens_per_second(self, traced: float) -> float:
+        """Tokens of a mean pass of the whole trace (`traced`) in the time of a median one: so the part of the
+        trace that a window happens to hold does not count.
+        """
+        return 1e3 * self.batch * traced * self.traced_share / self.step_ms
+
+
+class SteadyTrace(SteadyBlocks):
+    """A steady engine whose blocks are those of a trace."""
+
+    def __init__(self, model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> None:
+        blocks = trace.whole(arm.replayed)
+        self.replay_of_blocks = UnmaskingReplay(blocks, trace.block_size, model.device)
+        SteadyEngine.__init__(self, model, arm, load, None)
+        self._count_captures()
+
+    @property
+    def warm_up_tokens(self) -> int:
+        """The first block, of which a part is fixed, and the blocks behind it that choose the shapes."""
+        return WARM_UP_BLOCKS * self.arm.stride
+
+    @contextlib.contextmanager
+    def toggled(self) -> Iterator[None]:
+        """The trace in place of what random weights measure and choose, and the arm's toggles."""
+        arm = self.arm
+        assert isinstance(arm, EvictionArm)
+        with super().toggled(), replaying_blocks(self.replay_of_blocks), _toggles(arm):
+            yield
+
+    def warm_up(self) -> None:
+        """Start all requests and decode until every sequence has left the block of its prompt."""
+        self.start_requests()
+        self.run_tokens(self.warm_up_tokens)
+        while any(one.num_known == len(one.prompt_ids) for one in self.engine.scheduler.running):
+            self.run_passes(1)
+        self.drain()
+
+    def window(self, rounds: int, num_passes: int) -> Window:
+        """Start all requests, warm up, and measure `rounds` of `num_passes` passes, one after the other."""
+        found = Window(batch=self.load.concurrency)
+        with self.toggled():
+            self.warm_up()
+            before, counts = self._places(), row_counts_of(self.engine)
+            captured = self.num_captured
+            for _ in range(rounds):
+                done, start = self.num_passes(), time.perf_counter()
+                self.run_passes(num_passes)
+                self.drain()
+                found.seconds.append(time.perf_counter() - start)
+                found.passes.append(self.num_passes() - done)
+            self._note(found, before, counts)
+            found.num_captured = self.num_captured - captured
+            self.abort_all()
+        return found
+
+    def _note(self, found: Window, before: dict[int, tuple[int, int, int]], counts: tuple[Any, ...]) -> None:
+        """What the rounds decided and computed."""
+        for lane, (start, passes, tokens) in self._places().items():
+            first_start, first_passes, first_tokens = before[lane]
+            found.num_tokens += tokens - first_tokens
+            found.num_traced += self.replay_of_blocks.passes_between(
+                lane, (first_start, first_passes), (start, passes)
+            )
+        pairs, waits, *rows = (
+            now - then for now, then in zip(row_counts_of(self.engine), counts, strict=True)
+        )
+        found.num_pairs, found.num_waits = pairs, waits
+        found.asked = RowRoom(fed=rows[0], kept=rows[1], head=rows[2])
+        found.computed = RowRoom(fed=rows[3], kept=rows[4], head=rows[5])
+
+    def _places(self) -> dict[int, tuple[int, int, int]]:
+        """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has
+        been decided in the block must be what the trace says (a near tie of deltas may send a lane astray).
+        """
+        decoder, size = self.engine.decoder, self.arm.stride
+        assert isinstance(decoder, BlockDecoder)
+        known_Z = self.engine.table.num_known_Z.tolist()
+        passes_Z = decoder.blocks.num_passes_Z.tolist()
+        decided_ZW = decoder.blocks.is_decided_ZW.tolist()
+        found, num_strays = {}, 0
+        for lane in (lane_of(request) for request in self.engine.scheduler.running):
+            start = known_Z[lane] // size * size
+            assert known_Z[lane] == start, f"{lane=}: the window begins in the block of the prompt"
+            expected = self.replay_of_blocks.decided_before(lane, start, passes_Z[lane])
+            num_strays += decided_ZW[lane] != expected
+            found[lane] = (start, passes_Z[lane], start + sum(decided_ZW[lane]))
+        assert num_strays <= MAX_STRAYS * len(found), f"{num_strays=}: not the places of the trace"
+        return found
+
+    def _count_captures(self) -> None:
+        """Count the graphs that the engine captures."""
+        self.num_captured = 0
+        step = self.engine._parts.step
+        if not isinstance(step, StaticStep):
+            return
+        capture = step._capture
+
+        def counting(shape: Any) -> Any:
+            self.num_captured += 1
+            return capture(shape)
+
+        step._capture = counting  # type: ignore[method-assign]
+
+
+def row_counts_of(engine: Any) -> tuple[int, ...]:
+    """The engine's cumulative counts of pairs, waits and rows, as numbers."""
+    counts = engine.row_counts
+    rows = (
+        getattr(each, name) for each in (counts.asked, counts.computed) for name in ("fed", "kept", "head")
+    )
+    return (counts.num_pairs, counts.num_waits, *rows)
+
+
+@contextlib.contextmanager
+def _toggles(arm: EvictionArm) -> Iterator[None]:
+    """What the arm does without."""
+    room, bucket, kernels = cuda_graphs.row_room, cuda_graphs.head_bucket, eviction_op.runs_kernels
+
+    def all_places(*given: Any, **sizes: Any) -> RowRoom | None:
+        found = room(*given, **sizes)
+        return None if found is None else replace(found, head=sizes["num_sequences"] * sizes["block_size"])
+
+    if not arm.has_head_room:
+        cuda_graphs.row_room, cuda_graphs.head_bucket = all_places, lambda *given: None
+    if not arm.has_kernels:
+        eviction_op.runs_kernels = compaction_op.runs_kernels = lambda x: False
+    try:
+        yield
+    finally:
+        cuda_graphs.row_room, cuda_graphs.head_bucket = room, bucket
+        eviction_op.runs_kernels = compaction_op.runs_kernels = kernels
+
+
+def implied_rows(trace: UnmaskTrace, arm: EvictionArm) -> RowCounts:
+    """Rows of a mean pass of an arm, from the trace."""
+    return rows_of(trace.whole(arm.replayed), trace.block_size, arm.rules())
+
+
+def fits(model: LoadedModel, load: Load) -> bool:
+    """Whether the KV of a load fits beside graphs and workspaces."""
+    if model.device.type != "cuda":
+        return True
+    num_slots = load.concurrency * (load.context + load.num_tokens)
+    return num_slots * slot_bytes(model) + RESERVED_BYTES < torch.cuda.mem_get_info(model.device)[0]
+
+
+def parity_error(model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> float:
+    """How far the logits of a block's second pass with a budget of the whole block are from those of full
+    blocks: root mean square of the difference over that of the logits.
+    """
+    full = replace(arm, alpha=None, graphs=False, num_inflight_steps=0)
+    everything = replace(full, alpha=NO_EVICTION, stability="off")
+    expected, found = (_second_logits(model, each, load, trace) for each in (full, everything))
+    assert found.shape == expected.shape, f"{found.shape=} {expected.shape=}"
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def _second_logits(model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> torch.Tensor:
+    """Logits of the second pass over the first blocks."""
+    steady = SteadyTrace(model, arm, load, trace)
+    runner: Any = steady.engine._parts.runner
+    # Arms must see the same keys.
+    dice = torch.Generator(device=model.device).manual_seed(0)
+    for cached in (runner._cache.keys, runner._cache.values):
+        cached.normal_(generator=dice)
+    seen: list[torch.Tensor] = []
+    forward = runner.forward
+
+    def watched(plan: Any) -> Any:
+        wanted = forward(plan)
+        seen.append(wanted.logits().float())
+        return wanted
+
+    runner.forward = watched
+    with steady.toggled():
+        steady.start_requests()
+        steady.run_passes(GATE_PASSES)
+        steady.abort_all()
+    return seen[GATE_PASSES - 1]

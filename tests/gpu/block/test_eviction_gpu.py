@@ -1,0 +1,61 @@
+"""The eviction benchmark on a CUDA device, tiny: every arm follows its trace in graphs and without.
+
+python -m pytest tests/gpu/block/test_eviction_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import eviction
+from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
+from benchmarks.engine.unmasking.harness import EvictionArm, SteadyTrace, implied_rows
+from benchmarks.engine.unmasking.synthetic import synthetic_trace
+from benchmarks.results import read_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+SIZE = 16
+FULL = EvictionArm(name="full", stride=SIZE)
+FOCUS = replace(FULL, name="focus", alpha=1.5)
+ARMS = {
+    "full": FULL,
+    "clean": FOCUS,
+    "unfrozen": replace(FOCUS, commit="unfrozen"),
+    "dc": replace(FOCUS, stability="plain"),
+    "no run-ahead": replace(FOCUS, num_inflight_steps=0),
+    "no graphs": replace(FOCUS, graphs=False),
+    "all places": replace(FOCUS, has_head_room=False),
+    "no kernels": replace(FOCUS, has_kernels=False),
+    "mage": replace(FOCUS, mage_k=32, exact_layers=1),
+}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_follows_its_trace(name: str) -> None:
+    """A window asserts the decided places of every lane at both ends."""
+    arm, trace = ARMS[name], synthetic_trace(SIZE)
+    model = random_model("tiny", device="cuda", dtype=torch.bfloat16, block_size=SIZE)
+    load = Load(concurrency=24, context=64, num_tokens=400, sampling=SAMPLING["T1"])
+    found = SteadyTrace(model, arm, load, trace).window(2, 40)
+    implied = implied_rows(trace, arm)
+    assert found.traced_share > 0.9
+    assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)
+    if arm.alpha is not None and arm.mage_k is None:
+        assert found.asked.kept / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.1)
+
+
+def test_parts_leave_their_rows(tmp_path: Path) -> None:
+    small = ["model=tiny", f"block={SIZE}", "context=64", "batch=4", "rounds=1", "passes=16"]
+    parts = "parts=gate,throughput,toggles,host_wait,host,selection,mage"
+    eviction.measure([*small, parts, "k=32", "exact_layers=1", f"results={tmp_path}"])
+    rows = read_rows("eviction", results=tmp_path)
+    assert {row["metric"] for row in rows} >= {"throughput_over_full_block", "gpu_idle_share"}
+    [gate] = [row for row in rows if row["metric"] == "full_budget_error"]
+    assert gate["gate_passed"]
