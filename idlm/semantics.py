@@ -34,7 +34,8 @@ class Semantics:
     plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
     `base_identity` (`idlm.lora.base_identity`). The defaults describe a plain autoregressive checkpoint.
-    Values that do not fit raise UserError IDLM-0304.
+    `acceptance`: how often the draft at each place is accepted once those before it were, which strides are
+    first chosen by. Values that do not fit raise UserError IDLM-0304.
     """
 
     causality: str = "causal"
@@ -46,6 +47,7 @@ class Semantics:
     gated: bool = False
     base_identity: str | None = None
     stop_token_ids: tuple[int, ...] = ()
+    acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         mask, stops = self.mask_token_id, self.stop_token_ids
@@ -66,6 +68,9 @@ class Semantics:
             "causality='block' needs a block_size": self.causality != "block" or self.block_size is not None,
             f"mask_token_id={mask} is one of stop_token_ids: it is another model's": mask not in stops,
             f"stop_token_ids={stops!r} are not token ids": all(_is_int(token, 0) for token in stops),
+            f"acceptance={self.acceptance!r} are not numbers between 0 and 1": all(
+                isinstance(chance, int | float) and 0 <= chance <= 1 for chance in self.acceptance
+            ),
         }
         problems = [text for text, holds in checks.items() if not holds]
         if problems:
@@ -76,6 +81,9 @@ class Semantics:
     def save(self, directory: Path) -> None:
         """Write `idlm_config.json` into `directory`."""
         payload: dict[str, Any] = dataclasses.asdict(self) | {"stop_token_ids": list(self.stop_token_ids)}
+        # Only checkpoints that were measured have it, so that older versions read the others.
+        if not self.acceptance:
+            del payload["acceptance"]
         (Path(directory) / FILE_NAME).write_text(json.dumps(payload, indent=2) + "\n")
 
     @classmethod
@@ -97,12 +105,13 @@ class Semantics:
                 f"{path} has unknown keys: {unknown}; known keys are {sorted(known)}",
                 fix="the checkpoint may come from a newer idlm: update, or remove the unknown keys",
             )
-        stops = payload.get("stop_token_ids", [])
-        if not isinstance(stops, list):
-            raise UserError(
-                "IDLM-0304", f"{path}: stop_token_ids={stops!r} is not a list", fix="give a list of ids"
-            )
-        return cls(**{**payload, "stop_token_ids": tuple(stops)})
+        lists = {name: payload.get(name, []) for name in ("stop_token_ids", "acceptance")}
+        for name, values in lists.items():
+            if not isinstance(values, list):
+                raise UserError(
+                    "IDLM-0304", f"{path}: {name}={values!r} is not a list", fix="give a list of numbers"
+                )
+        return cls(**{**payload, **{name: tuple(values) for name, values in lists.items()}})
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -53,3 +53,10 @@ def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> 
     # A shifted block's first place has room in any case, and one block behind those.
     num_rows = -(-max(num_wanted, num_sequences + block_size) // step) * step
     return num_rows if num_rows < num_places else None
+
+
+def head_buckets(num_sequences: int, block_size: int) -> tuple[int | None, ...]:
+    """What `head_bucket` returns for as many sequences: None, then the others from the largest down."""
+    step = -(-num_sequences * block_size // PARTS)
+    sizes = {head_bucket(part * step, num_sequences, block_size) for part in range(PARTS)} - {None}
+    return (None, *sorted(sizes, key=lambda size: -(size or 0)))

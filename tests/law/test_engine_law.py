@@ -31,6 +31,7 @@ from benchmarks.quality.law_harness import (
     worst,
 )
 from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runtime.stride_controller import Load
 
 STRIDES = (2, 3, 4)
 FULL, REDUCED, MIXED = 200_000, 20_000, 8_000
@@ -74,7 +75,8 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
     dice, used = random.Random(1), set()
 
-    def choose(num_sequences: int) -> int:
+    def choose(load: Load) -> int:
+        num_sequences = load.num_sequences
         newest = engine.table.tokens_ZL[:num_sequences].gather(
             1, (engine.table.num_known_Z[:num_sequences, None] - 1).clamp(min=0)
         )
