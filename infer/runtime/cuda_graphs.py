@@ -169,7 +169,7 @@ class StaticStep:
         return float(start.elapsed_time(end)) / 1e3 / TIMED_REPLAYS
 
     def capture_missed(self) -> bool:
-        """Capture the shape that ran eagerly most often; False if there is none. For times without requests."""
+        """Capture the shape that ran eagerly most often, while no request waits; False: there is none."""
         if not self._num_eager:
             return False
         [(shape, _)] = self._num_eager.most_common(1)
@@ -357,8 +357,10 @@ def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
     sizes, size = [1], 1
     while size < most and size * width < most_rows:
         growth = 1.25 if size * width < STREAMED_ROWS else 1.125
-        size = min(max(padded_sequences(size + 1), int(size * growth)), padded_sequences(most))
-        sizes.append(size := padded_sequences(size))
+        step = padded_sequences(size + 1) - padded_sequences(size)
+        grown = int(size * growth) // step * step
+        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most))
+        sizes.append(size)
     return sizes
 
 
