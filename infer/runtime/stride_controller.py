@@ -26,7 +26,7 @@ MAX_REMEMBERED_DRAFTS = 4096
 """After this many tests of a draft position, the older ones are halved."""
 REQUEST_WEIGHT = 32
 """A request counts as an average one as much as so many of its own tests."""
-LOG_ODDS_STEP, MAX_LOG_ODDS_STEPS = 0.25, 8
+LOG_ODDS_STEP, MAX_LOG_ODDS_STEPS = 0.25, 20
 """Requests are sorted into classes of acceptance."""
 NUM_KEPT_TIMES = 5
 MAX_TIME_AGE = 24
@@ -36,8 +36,12 @@ within a second (an H200 at 64 sequences).
 MIN_STEPS_BETWEEN_TRIALS = 32
 EXPLORATION_BUDGET = 0.001
 """Fraction of the tokens that retrying slower modes may cost: slower modes are retried less."""
-FIRST_BUDGET, FIRST_DOUBT = 0.005, 0.15
+FIRST_BUDGET, FIRST_DOUBT = 0.003, 0.15
 """The same for modes that a warm-up has measured and traffic has not, if they look slower by at most this."""
+NARROW_MARGIN = 0.01
+"""The narrowest mode, whose tokens are certain, is left for one that looks better by more than this."""
+MAX_FIRST_RATIO = 2.0
+"""A first time beyond so many times the warm-up's does not count."""
 MIN_PROMPT_SHARE = 0.5
 """A mixed pass teaches the cost of prompts if they take at least this share of decoding, else that of it."""
 OOM_MEMORY_STEPS = 1000
@@ -82,7 +86,7 @@ class Load:
 class _Timing:
     """Times of one mode at one size, over those of the warm-up if there are any.
 
-    The first is dropped, because it includes compiling or capturing. The shortest of the others counts,
+    The first is dropped if it may include compiling or capturing. The shortest of the others counts,
     because disturbances only make a step longer. `correction`: what the mode takes beside the warm-up's time
     more than the first mode at this size does.
     """
@@ -152,6 +156,8 @@ class StrideController:
         rates = {number: tokens[number] / seconds[number] for number in fitting}
         if not rates:
             return self._narrowest
+        if self._narrowest in rates:
+            rates[self._narrowest] *= 1 + NARROW_MARGIN
         best = max(rates, key=rates.__getitem__)
         if not load.num_prompt_rows:
             trial = self._trial(load.size, rates)
@@ -185,8 +191,9 @@ class StrideController:
             timing.ratios.clear()
         timing.num_seen += 1
         timing.last_timed = self._num_timed
-        if timing.num_seen > 1:
-            timing.ratios.append(seconds / self._unit(mode, load))
+        ratio = seconds / self._unit(mode, load)
+        if timing.num_seen > 1 or (self.times is not None and ratio < MAX_FIRST_RATIO):
+            timing.ratios.append(ratio)
             self._correct(mode, load.size, timing)
 
     def _correct(self, mode: int, size: int, timing: _Timing) -> None:
@@ -209,10 +216,17 @@ class StrideController:
             self._accepted[position] += position < num_accepted
 
     def acceptance(self, position: int) -> float:
-        """Acceptance probability of the draft at `position`, given that those before it were accepted."""
-        return (self._accepted[position] + PRIOR_WEIGHT * self._prior[position]) / (
-            self._tested[position] + PRIOR_WEIGHT
-        )
+        """Acceptance probability of the draft at `position`, given that those before it were accepted. Few
+        tests of a position count together with those of all positions.
+        """
+        shift = _log_odds(self._mean_acceptance()) - _log_odds(self._prior[0])
+        expected = _shifted(self._prior[position], shift)
+        return (self._accepted[position] + PRIOR_WEIGHT * expected) / (self._tested[position] + PRIOR_WEIGHT)
+
+    def _mean_acceptance(self) -> float:
+        """Of all positions together; the first one is tested most."""
+        accepted, tested = sum(self._accepted), sum(self._tested)
+        return (accepted + PRIOR_WEIGHT * self._prior[0]) / (tested + PRIOR_WEIGHT)
 
     def tokens(self, number: int, log_odds: float = 0.0) -> float:
         """Expected tokens per sequence and step in mode `number`, as the decoder computes them. `log_odds`:
@@ -224,7 +238,7 @@ class StrideController:
 
     def _tokens(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
         """Mean of `tokens` over sequences, by mode."""
-        mean = (sum(self._accepted) + PRIOR_WEIGHT * self._prior[0]) / (sum(self._tested) + PRIOR_WEIGHT)
+        mean = self._mean_acceptance()
         classes = Counter(_class_of(accepted, tested, mean) for accepted, tested in drafts) or {0: 1}
         total = sum(classes.values())
         return [
