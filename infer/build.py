@@ -200,18 +200,21 @@ def _assemble(
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
         ),
-        stride_controller=None
-        if len(decoder.modes) == 1
-        else StrideController(
-            decoder.modes,
-            rows_by_mode(decoder, max_length),
-            decoder.tokens_per_forward,
-            acceptance=model.semantics.acceptance,
-        ),
+        stride_controller=_stride_controller(decoder, max_length, model.semantics.acceptance),
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
     )
+
+
+def _stride_controller(
+    decoder: Decoder, max_length: int, acceptance: tuple[float, ...]
+) -> StrideController | None:
+    """The choice among the decoder's modes; None if it has one."""
+    if len(decoder.modes) == 1:
+        return None
+    widths = rows_by_mode(decoder, max_length)
+    return StrideController(decoder.modes, widths, decoder.tokens_per_forward, acceptance=acceptance)
 
 
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:

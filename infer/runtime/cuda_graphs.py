@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -143,10 +143,9 @@ class StaticStep:
             # A pool that no graph uses any more cannot be captured into again.
             self._memory = torch.cuda.graph_pool_handle()
 
-    def run_ahead(self, shapes: Iterable[PassShape]) -> None:
-        """Run passes of these shapes without a sequence, so that their kernels are compiled."""
-        for shape in shapes:
-            self._step(self._batch(shape, self._no_sequences(shape)))
+    def run(self, shape: PassShape) -> None:
+        """Run a pass of this shape without a sequence, so that its kernels are compiled."""
+        self._step(self._batch(shape, self._no_sequences(shape)))
 
     def capture(self, shape: PassShape) -> None:
         """Capture a shape's graph and keep it."""

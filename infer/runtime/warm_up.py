@@ -70,17 +70,23 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
     step, settings, device = parts.step, parts.settings, parts.table.device
     if settings.warmup == "off" or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
-    begun, free = time.monotonic(), memory_bytes(device)[0]
+    start_time, free = time.monotonic(), memory_bytes(device)[0]
     limits = (settings.most_sequences, parts.table.max_length, step.eager_rows)
     shapes = shapes_ahead(parts.decoder, *limits)[:MAX_CUDA_GRAPHS]
     path = None if parts.stride_controller is None else cache_file(_said(parts))
     times = read_times(path) if path is not None and is_alone else {}
     is_known, captured = bool(times), 0
+
+    def may_go_on() -> bool:
+        is_late = settings.warmup == "auto" and time.monotonic() - start_time > AUTO_SECONDS
+        return not is_alone or not (is_late or memory_bytes(device)[0] < free // 2)
+
     try:
-        step.run_ahead(prompt_shapes(parts.decoder, *limits, most_prompt_rows=settings.row_budget))
+        for shape in prompt_shapes(parts.decoder, *limits, most_prompt_rows=settings.row_budget):
+            if may_go_on():
+                step.run(shape)
         for shape in shapes:
-            is_late = settings.warmup == "auto" and time.monotonic() - begun > AUTO_SECONDS
-            if is_alone and (is_late or memory_bytes(device)[0] < free // 2):
+            if not may_go_on():
                 break
             step.capture(shape)
             captured += 1
@@ -99,7 +105,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
         num_graphs=captured,
         num_wanted=len(shapes),
         num_bytes=max(0, free - memory_bytes(device)[0]),
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start_time,
     )
     get_logger(__name__).info(
         "warm-up: %d of %d CUDA graphs in %.1f s and %.2f GB",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import serve
+from benchmarks.serving import serve
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 

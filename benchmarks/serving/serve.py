@@ -124,7 +124,7 @@ def _make(options: dict[str, str], path: Path) -> None:
     """A checkpoint of random weights that says it was converted."""
     import transformers
 
-    begun, shape = time.perf_counter(), MODELS[options["model"]]
+    start_time, shape = time.perf_counter(), MODELS[options["model"]]
     config = transformers.Qwen3Config(**shape, tie_word_embeddings=False, eos_token_id=None)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
@@ -138,7 +138,9 @@ def _make(options: dict[str, str], path: Path) -> None:
     Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
     del model
     _free(options["device"])
-    print(f"random checkpoint of {options['model']} after {time.perf_counter() - begun:.1f} s", flush=True)
+    print(
+        f"random checkpoint of {options['model']} after {time.perf_counter() - start_time:.1f} s", flush=True
+    )
 
 
 def _measure_decoder(bench: _Bench, decoder: str) -> None:
@@ -159,10 +161,10 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         lanes, device = max(concurrency) + 1, torch.device(options["device"])
         replay = Replay(trace_of(options["trace"], stride), lanes, device)
     with replaying(replay):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
         case = {"decoder": decoder, "warmup": options["warmup"]}
-        bench.add(case, "ready_s", time.perf_counter() - begun, "s")
+        bench.add(case, "ready_s", time.perf_counter() - start_time, "s")
         ahead = engine.metrics()
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
             bench.add(case, metric, ahead[metric], unit)
@@ -229,7 +231,7 @@ def _run(
 ) -> tuple[float, bool]:
     """Seconds to answer all requests, `concurrency` of them at a time, and whether all have their length."""
     waiting = deque(enumerate(requests))
-    num_active, is_complete, begun = 0, True, time.perf_counter()
+    num_active, is_complete, start_time = 0, True, time.perf_counter()
     while waiting or num_active:
         while waiting and num_active < concurrency:
             number, (prompt, params) = waiting.popleft()
@@ -240,7 +242,7 @@ def _run(
                 num_active -= 1
                 params = requests[int(event.request_id.removeprefix("mixed-"))][1]
                 is_complete &= len(event.completion.token_ids) == params.max_tokens
-    return time.perf_counter() - begun, is_complete
+    return time.perf_counter() - start_time, is_complete
 
 
 def _regret(bench: _Bench, engine: Engine, concurrency: int) -> tuple[str, float, str]:
@@ -273,13 +275,13 @@ def _rate(engine: Engine, num_passes: int) -> float:
     """Tokens per second of so many passes, between two empty queues of passes."""
     engine._collect(max_inflight=0)
     engine._events.clear()
-    begun, num_tokens = time.perf_counter(), 0
+    start_time, num_tokens = time.perf_counter(), 0
     for _ in range(num_passes):
         num_tokens += sum(len(event.token_ids) for event in engine.step())
     engine._collect(max_inflight=0)
     num_tokens += sum(len(event.token_ids) for event in engine._events)
     engine._events.clear()
-    return num_tokens / (time.perf_counter() - begun)
+    return num_tokens / (time.perf_counter() - start_time)
 
 
 def _numbers(text: str) -> list[int]:
