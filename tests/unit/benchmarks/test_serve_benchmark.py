@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import serve
 from benchmarks.results import read_rows
+from benchmarks.serving import serve
 from idlm.errors import UserError
 
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=4,2", "requests=6"]
