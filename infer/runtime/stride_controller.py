@@ -14,6 +14,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from idlm.infer.decoders.base import StrideMode
 from idlm.infer.runtime.step_times import StepTimes
@@ -117,7 +118,8 @@ class StrideController:
         acceptance: Sequence[float] = (),
         times: StepTimes | None = None,
     ) -> None:
-        self._modes, self._widths, self._tokens_per_forward = modes, widths, tokens_per_forward
+        self._modes, self._widths = modes, widths
+        self._tokens_per_forward = lru_cache(maxsize=4096)(tokens_per_forward)
         num_drafts = max(mode.stride for mode in modes) - 1
         self._prior = [*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts]
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
@@ -233,8 +235,9 @@ class StrideController:
         by how much the sequence's drafts are accepted more often than all.
         """
         mode = self._modes[number]
-        chances = [_shifted(self.acceptance(position), log_odds) for position in range(mode.stride - 1)]
-        return self._tokens_per_forward(chances, mode)
+        chances = (_shifted(self.acceptance(position), log_odds) for position in range(mode.stride - 1))
+        # Rounded, so that a value that was computed serves while acceptance hardly changes.
+        return self._tokens_per_forward(tuple(round(256 * chance) / 256 for chance in chances), mode)
 
     def _tokens(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
         """Mean of `tokens` over sequences, by mode."""

@@ -230,7 +230,7 @@ def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassSh
         [(name, value) for value in buckets(shape.num_sequences, policy.block_size)]
         for name, buckets in CAPACITIES.items()
     ]
-    rooms = [dict(room) for room in itertools.product(*values)]
+    rooms: list[dict[str, Any]] = [dict(room) for room in itertools.product(*values)]
     chosen = rooms[1:] if is_tight else rooms[:1]
     return [
         replace(shape, num_prompt_rows=num_rows, **room)

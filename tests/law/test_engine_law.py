@@ -43,7 +43,7 @@ FAMILY_LEVEL = 1e-6
 NUM_TESTS = 64
 """At least the number of chi-square tests of this file; each gets an equal part of the family's level."""
 LEVEL = FAMILY_LEVEL / NUM_TESTS
-CASES = list(itertools.product(STRIDES, STRATEGIES.names()))
+CASES = [*itertools.product(STRIDES, STRATEGIES.names()), (4, "branch_2"), (5, "branch_3")]
 FULL_BY_DEFAULT = {(4, "tree"), (3, "branch")}
 MIXED_PROMPT = (0, 3, 1)
 MIXED_SETTINGS = (
@@ -91,7 +91,7 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 2 * REDUCED)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
-    assert used == set(range(7))
+    assert used == set(range(8))
 
 
 def test_the_controller_keeps_the_law_while_the_load_changes(
