@@ -13,16 +13,14 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.results import read_rows
-from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
-from idlm.infer.decoders.base import StrideMode
+from idlm.infer.decoders.base import rows_by_mode
+from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
 from idlm.infer.runtime.step_times import StepTimes
 from idlm.infer.runtime.stride_controller import Load, StrideController
+from idlm.semantics import Semantics
 
-MODES = (
-    StrideMode(stride=1, strategy="cold"),
-    *(StrideMode(stride=s, strategy=name) for s in (2, 3, 4, 8) for name in ("tree", "branch")),
-)
-WIDTHS = (1, 3, 4, 5, 9, 7, 16, 15, 64)
+DECODER = IsdDecoder(IsdConfig(stride=8, adaptive=True), Semantics(mask_token_id=1, stride=8))
+MODES, WIDTHS, tokens_of = DECODER.modes, rows_by_mode(DECODER, 0), DECODER.tokens_per_forward
 CONTEXT = 1024
 SLOT_SECONDS = 3.43e-8
 """Reading the keys and values of one token: 147,456 bytes at 4.3 TB/s."""
@@ -73,11 +71,6 @@ class Machine:
             for mode, size in sizes
         }
         return StepTimes(measured=measured, widths=WIDTHS, seconds_per_slot=slot_error * SLOT_SECONDS)
-
-
-def tokens_of(chances: Sequence[float], mode: StrideMode) -> float:
-    closed = tokens_per_forward_branch if mode.strategy == "branch" else tokens_per_forward_cold
-    return closed(chances)
 
 
 def _tokens(mode: int, acceptance: float) -> float:
