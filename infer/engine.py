@@ -252,7 +252,8 @@ class Engine:
             emissions = step.emissions()
             self._head_rows.observe(sum(emission.num_wanted for emission in emissions), sum(step.samples))
             if self._stride_controller is not None:
-                self._stride_controller.observe_time(step.mode, Load.of(step.schedule), step.seconds())
+                load = Load.of(step.schedule, has_drafts=False)
+                self._stride_controller.observe_time(step.mode, load, step.seconds())
             for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
                 # Skip requests that finished or were aborted after this step was launched.
                 if request.finish_reason is None:

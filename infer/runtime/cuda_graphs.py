@@ -114,6 +114,8 @@ class StaticStep:
         """By shape the captured one that its passes run in; None: they run eagerly."""
         self._num_eager: Counter[PassShape] = Counter()
         self._memory = torch.cuda.graph_pool_handle() if captures else None
+        # One stream for all, because the allocator keeps what each stream has freed for that stream.
+        self._beside = torch.cuda.Stream(self._device) if captures else None
 
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass; the result is overwritten by the next pass of the same shape."""
@@ -240,7 +242,8 @@ class StaticStep:
     def _capture(self, shape: PassShape) -> _Graph:
         """Run the shape without a sequence, so that kernels are compiled, then capture it."""
         columns_3B = self._no_sequences(shape)
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here, beside = torch.cuda.current_stream(), self._beside
+        assert beside is not None
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UP_PASSES):

@@ -63,7 +63,7 @@ class Load:
     drafts: Sequence[tuple[int, int]] = ()
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Load:
+    def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> Load:
         """The load of a schedule, from what is known before its pass."""
         return cls(
             num_sequences=len(schedule.requests),
@@ -73,7 +73,7 @@ class Load:
             drafts=[
                 (sum(request.accepted), sum(request.tested))
                 for request, samples in zip(schedule.requests, schedule.samples, strict=True)
-                if samples
+                if samples and has_drafts
             ],
         )
 

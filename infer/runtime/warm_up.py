@@ -65,10 +65,11 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
     the times of passes; logs what was done.
 
     Ranks that share a model (not `is_alone`) must do the same, so that neither their clock, their memory nor
-    files may decide.
+    files may decide: they capture all graphs (`full`) or none.
     """
     step, settings, device = parts.step, parts.settings, parts.table.device
-    if settings.warmup == "off" or not isinstance(step, StaticStep) or not step.captures:
+    is_wanted = settings.warmup == "full" or (settings.warmup == "auto" and is_alone)
+    if not is_wanted or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
     limits = (settings.most_sequences, parts.table.max_length, step.eager_rows)
@@ -97,6 +98,9 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
         if not is_out_of_memory(error) or not is_alone:
             raise
     step.is_warm = captured > 0
+    if device.type == "cuda":
+        # What the stream of first passes has freed.
+        torch.cuda.empty_cache()
     if path is not None and times:
         _teach(parts, times)
         if is_alone and not is_known:

@@ -59,6 +59,7 @@ def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(StaticStep, "_capture", capture)
     monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1e-3 + PER_ROW * shape.all_rows)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(build, "_step", step_of)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
