@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.runtime.head_rows import head_bucket
+from idlm.infer.runtime.head_rows import head_bucket, head_buckets
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -51,6 +51,13 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (two passes of launches, and the graph's creation).
 """
 TIMED_REPLAYS = 3
+
+
+CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
+"""Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
+and block size the values that passes take, first the one that fits all (None), for graphs to be captured
+ahead.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +96,13 @@ class PassShape:
             and self.num_sequences >= other.num_sequences
             and self.num_prompt_rows >= other.num_prompt_rows
             and self.max_known >= other.max_known
-            and (
-                self.num_wanted is None
-                or (other.num_wanted is not None and self.num_wanted >= other.num_wanted)
-            )
+            and all(_has_room(getattr(self, name), getattr(other, name)) for name in CAPACITIES)
         )
+
+
+def _has_room(reserved: int | None, needed: int | None) -> bool:
+    """Whether so many reserved rows (None: enough for all) are at least the needed ones."""
+    return reserved is None or (needed is not None and reserved >= needed)
 
 
 class StaticStep:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.cuda_graphs import (
+    CAPACITIES,
     FED_BLOCK_BUCKETS,
     MAX_CUDA_GRAPHS,
     PROMPT_STEP,
@@ -33,7 +34,6 @@ from idlm.infer.runtime.cuda_graphs import (
     batch_sizes,
     padded_sequences,
 )
-from idlm.infer.runtime.head_rows import head_buckets
 from idlm.infer.runtime.step_times import StepTimes, cache_file, read_times, write_times
 from idlm.log import get_logger
 
@@ -47,10 +47,6 @@ MIN_EAGER_ROWS = 512
 CONTEXT_STEP = 8
 """Bounds of contexts that have graphs of their own. Attention reads what there is, whatever the bound."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
-CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
-"""Fields of `PassShape` that hold room for rows of which only the device knows the number. By number of
-sequences and block size: the values that passes take, the one that fits all passes (None) first.
-"""
 
 
 def eager_rows(model: LoadedModel) -> int:
