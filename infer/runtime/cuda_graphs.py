@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_w
 and block size the values that passes take, first the one that fits all (None), for graphs to be captured
 ahead.
 """
+BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top")
+"""Fields of `PassShape` that a pass may have less of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +90,17 @@ class PassShape:
 
     def holds(self, other: PassShape) -> bool:
         """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
-        same = ("mode", "max_rows", "max_length", "is_greedy", "num_canvases")
-        return (
-            all(getattr(self, name) == getattr(other, name) for name in same)
-            and self.filters >= other.filters
-            and (self.num_top is None) == (other.num_top is None)
-            and (self.num_top or 0) >= (other.num_top or 0)
-            and self.num_sequences >= other.num_sequences
-            and self.num_prompt_rows >= other.num_prompt_rows
-            and self.max_known >= other.max_known
-            and all(_has_room(getattr(self, name), getattr(other, name)) for name in CAPACITIES)
-        )
+        return all(_holds(name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
 
 
-def _has_room(reserved: int | None, needed: int | None) -> bool:
-    """Whether so many reserved rows (None: enough for all) are at least the needed ones."""
-    return reserved is None or (needed is not None and reserved >= needed)
+def _holds(name: str, mine: Any, needed: Any) -> bool:
+    """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
+    reported than are read.
+    """
+    if mine == needed or (name in CAPACITIES and mine is None):
+        return True
+    is_bound = name in BOUNDS or name in CAPACITIES
+    return is_bound and mine is not None and needed is not None and mine >= needed
 
 
 class StaticStep:
