@@ -56,7 +56,7 @@ class EngineSettings:
         "on: steps of static shape, in CUDA graphs on a GPU; auto is on where there is a GPU", "auto"
     )
     warmup: Literal["auto", "full", "off"] = option(
-        "auto: capture CUDA graphs before the first request, for 15 s at most; full: all of them; off: each "
+        "auto: capture CUDA graphs before the first request, for 20 s at most; full: all of them; off: each "
         "when it is first needed",
         "auto",
     )

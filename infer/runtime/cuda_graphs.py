@@ -52,6 +52,10 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (two passes of launches, and the graph's creation).
 """
 TIMED_REPLAYS = 3
+BLOCK_SLACK = 1.25
+"""Passes with blocks may have so many times their rows in a captured shape. They have never been measured
+without graphs.
+"""
 
 
 CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
@@ -202,9 +206,15 @@ class StaticStep:
         """The captured shape with the fewest rows that such passes should run in."""
         if shape in self._graphs or not self.is_warm:
             return shape if shape in self._graphs else None
-        most = max(self.eager_rows, shape.all_rows)
+        slack = 1.0 if self._step.decoder.kv_policy.block_size == 1 else BLOCK_SLACK
+        most = max(self.eager_rows, slack * shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
-        return min(fitting, key=lambda each: (each.filters, each.all_rows, each.max_known), default=None)
+
+        def cost(each: PassShape) -> tuple[int, ...]:
+            num_full = sum(getattr(each, name) is None for name in CAPACITIES)
+            return each.filters, each.all_rows, num_full, each.max_known
+
+        return min(fitting, key=cost, default=None)
 
     def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
         """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing."""

@@ -37,7 +37,7 @@ from idlm.infer.runtime.cuda_graphs import (
 from idlm.infer.runtime.step_times import StepTimes, cache_file, read_times, write_times
 from idlm.log import get_logger
 
-AUTO_SECONDS = 15.0
+AUTO_SECONDS = 20.0
 """Seconds of captures with warmup=auto; after `full`, none is missing."""
 LAUNCH_SECONDS = 4e-4
 """Host time of a layer that is launched kernel by kernel: about 20 launches."""
@@ -99,7 +99,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
         torch.cuda.empty_cache()
     if path is not None and times:
         _teach(parts, times)
-        if is_alone and not is_known:
+        if is_alone and not is_known and times.keys() >= {(each.mode, each.num_sequences) for each in shapes}:
             write_times(path, times)
     done = WarmUp(
         num_graphs=captured,
@@ -145,8 +145,9 @@ def _said(parts: EngineParts) -> dict[str, Any]:
 
 
 def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_rows: int) -> list[PassShape]:
-    """The shapes to capture, those that traffic needs most first and of them the largest, whose memory the
-    others use again. None for decoders of whole canvases, whose rows follow the lengths of requests.
+    """The shapes to capture, those that traffic needs most first: without filters, with powers of two of
+    sequences, and of those the largest, whose memory the others use again. None for decoders of whole
+    canvases, whose rows follow the lengths of requests.
     """
     kind = decoder.kv_policy.kind
     if kind == "none":
@@ -168,7 +169,7 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
                 decoder, _shape(decoder, mode, size, max_length, context, filters), is_tight
             )
         ]
-        shapes += sorted(group, key=lambda shape: -shape.all_rows)
+        shapes += sorted(group, key=lambda shape: (shape.num_sequences.bit_count() > 1, -shape.all_rows))
     return shapes
 
 

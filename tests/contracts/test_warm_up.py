@@ -17,6 +17,8 @@ from idlm.infer.engine import Engine
 from idlm.infer.runtime import cuda_graphs as graphs
 from idlm.infer.runtime import step_times, warm_up
 from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
+from idlm.infer.runtime.head_rows import head_bucket, head_buckets
+from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     CYCLE,
     assert_idle,
@@ -45,6 +47,13 @@ class _Graph:
         self.result = self._step._step(self._step._batch(self._shape, self.columns_3B))
 
 
+class _Stream:
+    """What stands for a stream; other code names the class in annotations."""
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+
 @pytest.fixture(autouse=True)
 def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def capture(self: StaticStep, shape: PassShape) -> _Graph:
@@ -59,7 +68,7 @@ def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(StaticStep, "_capture", capture)
     monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1e-3 + PER_ROW * shape.all_rows)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(build, "_step", step_of)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -103,6 +112,27 @@ def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
     assert engine.metrics()["graphs_captured_in_traffic"] == 0
     assert len(_step(engine)._graphs) == ahead
     assert_idle(engine)
+
+
+@pytest.mark.decides
+def test_block_diffusion_has_graphs_of_its_reserved_rows(tmp_path: Path) -> None:
+    directory = write_block_toy(tmp_path, shifted=False)
+    prompts = prompts_of([5, 9, 14, 3, 8, 21, 6, 11] * 2)
+    expected = clear_answers(build_engine(directory, "block", graphs="off"), prompts, greedy(max_tokens=24))
+    engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2)
+    shapes = set(_step(engine)._graphs)
+    assert {shape.num_sequences for shape in shapes} >= {1, 2, 4, 8, 16}
+    assert all(shape.num_prompt_rows for shape in shapes), "clean blocks have rows"
+    found = engine.generate(prompts, greedy(max_tokens=24))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+
+
+def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
+    for num_sequences, block_size in ((3, 32), (40, 8), (64, 32)):
+        named = set(head_buckets(num_sequences, block_size))
+        taken = {head_bucket(num, num_sequences, block_size) for num in range(num_sequences * block_size + 1)}
+        assert named == taken | {None}
 
 
 def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
