@@ -35,8 +35,6 @@ sequences padding adds at most a twenty-fifth.
 """
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Prompt rows beside the decoding rows."""
-STREAMED_ROWS = 128
-"""Up to so many rows a pass takes as long as reading the weights does."""
 PROMPT_STEP = 64
 """The same of passes that need no graph: Triton compiles for numbers that are multiples of 16, and others."""
 FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
@@ -367,20 +365,6 @@ def _bucket(size: int, buckets: tuple[int, ...]) -> int:
     """The smallest bucket that holds `size`; beyond the largest one, the next multiple of it."""
     place = bisect.bisect_left(buckets, size)
     return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
-
-
-def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
-    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
-    `most_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
-    """
-    sizes, size = [1], 1
-    while size < most and size * width < most_rows:
-        growth = 1.25 if size * width < STREAMED_ROWS else 1.125
-        step = padded_sequences(size + 1) - padded_sequences(size)
-        grown = int(size * growth) // step * step
-        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most))
-        sizes.append(size)
-    return sizes
 
 
 def padded_sequences(num_sequences: int) -> int:

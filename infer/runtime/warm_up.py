@@ -31,7 +31,6 @@ from idlm.infer.runtime.cuda_graphs import (
     StaticStep,
     _bucket,
     _slots_bucket,
-    batch_sizes,
     padded_sequences,
 )
 from idlm.infer.runtime.step_times import StepTimes, cache_file, read_times, write_times
@@ -44,6 +43,8 @@ LAUNCH_SECONDS = 4e-4
 FLOPS = 5.5e14
 """Of matrix products with hundreds of rows, on an H100 or H200."""
 MIN_EAGER_ROWS = 512
+STREAMED_ROWS = 128
+"""Up to so many rows a pass takes as long as reading the weights does."""
 CONTEXT_STEP = 8
 """Bounds of contexts that have graphs of their own. Attention reads what there is, whatever the bound."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
@@ -194,6 +195,20 @@ def prompt_shapes(
         if num_rows + size * decoder.num_rows(mode, max_length) <= most_prompt_rows + eager_rows
     ]
     return sorted(shapes, key=lambda shape: -shape.all_rows)
+
+
+def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
+    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
+    `most_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
+    """
+    sizes, size = [1], 1
+    while size < most and size * width < most_rows:
+        growth = 1.25 if size * width < STREAMED_ROWS else 1.125
+        step = padded_sequences(size + 1) - padded_sequences(size)
+        grown = int(size * growth) // step * step
+        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most))
+        sizes.append(size)
+    return sizes
 
 
 def _contexts(max_length: int) -> list[int]:

@@ -226,10 +226,10 @@ def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("width", "most"), [(1, 256), (7, 256), (16, 64), (64, 8)])
 def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
-    sizes = graphs.batch_sizes(width, most, 512)
+    sizes = warm_up.batch_sizes(width, most, 512)
     assert sizes[0] == 1
     assert len(sizes) <= 40
     for size in range(1, min(most, sizes[-1]) + 1):
         padded = next(each for each in sizes if each >= size)
-        share = 1.25 if size * width <= graphs.STREAMED_ROWS else 1.125
+        share = 1.25 if size * width <= warm_up.STREAMED_ROWS else 1.125
         assert padded <= max(share * size + 1, graphs.padded_sequences(size) + 8 * (size > 32))
