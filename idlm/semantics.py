@@ -18,6 +18,7 @@ from idlm.errors import UserError
 FILE_NAME = "idlm_config.json"
 CAUSALITIES = ("causal", "block", "full")
 MASK_REGIONS = ("response", "all")
+LISTS = ("stop_token_ids", "edit_token_ids", "acceptance")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Last parts of the names of the linear layers that an adapter can change."""
 MAX_STRIDE = 64
@@ -34,8 +35,10 @@ class Semantics:
     plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
     `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: two tokens that are no text: a row predicts
-    the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift). The defaults
-    describe a plain autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304.
+    the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift).
+    `acceptance`: how often the draft at each place is accepted once those before it were, which strides are
+    first chosen by. The defaults describe a plain autoregressive checkpoint. Values that do not fit raise
+    UserError IDLM-0304.
     """
 
     causality: str = "causal"
@@ -48,6 +51,7 @@ class Semantics:
     base_identity: str | None = None
     stop_token_ids: tuple[int, ...] = ()
     edit_token_ids: tuple[int, ...] = ()
+    acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         mask, stops, edits = self.mask_token_id, self.stop_token_ids, self.edit_token_ids
@@ -72,6 +76,9 @@ class Semantics:
             and all(_is_int(token, 0) for token in edits),
             "edit_token_ids need causality='block' without logit_shift": not edits
             or (self.causality == "block" and not self.logit_shift),
+            f"acceptance={self.acceptance!r} are not numbers between 0 and 1": all(
+                isinstance(chance, int | float) and 0 <= chance <= 1 for chance in self.acceptance
+            ),
         }
         problems = [text for text, holds in checks.items() if not holds]
         if problems:
@@ -85,6 +92,10 @@ class Semantics:
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
         }
+        # Left out where they say nothing, so that older versions read the others.
+        for name in ("edit_token_ids", "acceptance"):
+            if not payload[name]:
+                del payload[name]
         (Path(directory) / FILE_NAME).write_text(json.dumps(payload, indent=2) + "\n")
 
     @classmethod
@@ -106,13 +117,13 @@ class Semantics:
                 f"{path} has unknown keys: {unknown}; known keys are {sorted(known)}",
                 fix="the checkpoint may come from a newer idlm: update, or remove the unknown keys",
             )
-        for name in ("stop_token_ids", "edit_token_ids"):
-            ids = payload.get(name, [])
-            if not isinstance(ids, list):
+        for name in LISTS:
+            values = payload.get(name, [])
+            if not isinstance(values, list):
                 raise UserError(
-                    "IDLM-0304", f"{path}: {name}={ids!r} is not a list", fix="give a list of ids"
+                    "IDLM-0304", f"{path}: {name}={values!r} is not a list", fix="give a list of numbers"
                 )
-            payload[name] = tuple(ids)
+            payload[name] = tuple(values)
         return cls(**payload)
 
 

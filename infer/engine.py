@@ -25,7 +25,9 @@ from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_l
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import AnswerText, Request, strip_stop_id
+from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
+from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
 from idlm.text.detokenizer import Detokenizer
@@ -110,6 +112,24 @@ class Engine:
     def row_counts(self) -> RowCounts:
         """What passes asked for and computed so far."""
         return self._rooms.counts
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the engine was loaded, and what its warm-up took."""
+        step, ahead = self._parts.step, self._parts.ahead
+        in_traffic = step.num_captured_in_traffic if isinstance(step, StaticStep) else 0
+        return {
+            "graphs_captured_ahead": ahead.num_graphs,
+            "graphs_captured_in_traffic": in_traffic,
+            "warm_up_seconds": ahead.seconds,
+            "warm_up_bytes": ahead.num_bytes,
+            "preemptions": self.scheduler.num_preemptions,
+        }
+
+    def capture_missed(self) -> bool:
+        """For a time without requests: capture one shape of pass that traffic ran without a CUDA graph; False
+        if there is none.
+        """
+        return not self.has_work and self._worker.capture_missed()
 
     def generate(
         self,
@@ -239,7 +259,7 @@ class Engine:
             return False
         self._last_scheduled = schedule.requests
         if self._stride_controller is not None:
-            schedule.mode = self._stride_controller.choose(len(schedule.requests))
+            schedule.mode = self._stride_controller.choose(Load.of(schedule))
         self._rooms.choose(schedule)
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
@@ -257,8 +277,9 @@ class Engine:
                 ],
                 step.widths,
             )
-            if self._stride_controller is not None and step.only_decodes:
-                self._stride_controller.observe_time(step.mode, len(step.requests), step.seconds())
+            if self._stride_controller is not None:
+                load = Load.of(step.schedule, has_drafts=False)
+                self._stride_controller.observe_time(step.mode, load, step.seconds())
             for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
                 # Skip requests that finished or were aborted after this step was launched.
                 if request.finish_reason is None:
@@ -364,7 +385,7 @@ class Engine:
         youngest = next((one for one in reversed(self._last_scheduled) if one.finish_reason is None), None)
         if self._num_consecutive_oom < MIN_CONSECUTIVE_OOM or youngest is None:
             return
-        budget = self.settings.max_num_batched_tokens
+        budget = self.settings.row_budget
         error = out_of_memory(
             youngest.request_id, self._num_consecutive_oom, message, max_num_batched_tokens=budget
         )

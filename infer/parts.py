@@ -28,6 +28,18 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What was done before traffic: `num_graphs` of `num_wanted` captured, in `seconds` and `num_bytes` of
+    memory.
+    """
+
+    num_graphs: int = 0
+    num_wanted: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """What `Engine` is made of. Without a `tokenizer` (None), prompts and answers are token ids only.
 
@@ -46,6 +58,7 @@ class EngineParts:
     runner: PassRunner
     stack: AcceleratorStack | None
     step: Callable[[Schedule], StepResult]
+    ahead: WarmUp = WarmUp()
 
     @property
     def is_lossy(self) -> bool:

@@ -40,9 +40,14 @@ class EngineSettings:
         "auto is mapped on a GPU",
         "auto",
     )
-    max_num_seqs: int = option("sequences that run at once", 64)
+    max_num_seqs: int | None = option(
+        "sequences that run at once; null is 64, or 256 where AR or ISD has 64 GB of GPU memory", None
+    )
     max_length: int | None = option("prompt and answer together; null is the model's context", None)
-    max_num_batched_tokens: int = option("prompt tokens stored in one step", 1024)
+    max_num_batched_tokens: int | None = option(
+        "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD by the GPU's memory",
+        None,
+    )
     page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = option("KV pages; null lets the memory manager decide", None)
     prefix_cache: bool = option("share the KV of equal prefixes, and keep it after sequences finish", True)
@@ -51,6 +56,11 @@ class EngineSettings:
     )
     graphs: Literal["auto", "on", "off"] = option(
         "on: steps of static shape, in CUDA graphs on a GPU; auto is on where there is a GPU", "auto"
+    )
+    warmup: Literal["auto", "full", "off"] = option(
+        "auto: capture CUDA graphs before the first request, for 20 s at most; full: all of them; off: each "
+        "when it is first needed",
+        "auto",
     )
     attention: str = option("back end of paged attention", "auto")
     deterministic: bool = option(
@@ -99,6 +109,18 @@ class EngineSettings:
         """`page_size` of an engine that is built."""
         assert self.page_size is not None
         return self.page_size
+
+    @property
+    def most_sequences(self) -> int:
+        """`max_num_seqs` of an engine that is built."""
+        assert self.max_num_seqs is not None
+        return self.max_num_seqs
+
+    @property
+    def row_budget(self) -> int:
+        """`max_num_batched_tokens` of an engine that is built."""
+        assert self.max_num_batched_tokens is not None
+        return self.max_num_batched_tokens
 
     @property
     def is_lossy(self) -> bool:

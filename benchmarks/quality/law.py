@@ -40,7 +40,7 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.stride_controller import StrideController
+from idlm.infer.runtime.stride_controller import Load, StrideController
 
 STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"
@@ -194,8 +194,8 @@ def _record_choices(controller: StrideController) -> set[int]:
     used: set[int] = set()
     choose = controller.choose
 
-    def recorded(num_sequences: int) -> int:
-        used.add(number := choose(num_sequences))
+    def recorded(load: Load) -> int:
+        used.add(number := choose(load))
         return number
 
     controller.choose = recorded  # type: ignore[method-assign]

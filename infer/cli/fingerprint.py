@@ -26,7 +26,7 @@ from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.text.tokenizer import TOKENIZER_FILES
 
 SPEED_ONLY_KEYS = (
-    *("device", "tensor_parallel", "attention", "graphs", "num_inflight_steps", "deterministic"),
+    *("device", "tensor_parallel", "attention", "graphs", "warmup", "num_inflight_steps", "deterministic"),
     *(
         "memory",
         "memory_arena",

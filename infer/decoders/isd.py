@@ -19,7 +19,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.layout import DraftLayout
-from idlm.infer.decoders.rejection import STRATEGIES, layouts
+from idlm.infer.decoders.rejection import layouts, strategy_of
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
@@ -28,6 +28,7 @@ from idlm.kernels.sampling import draft_probs, emit_and_draft, nonfinite, put, v
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ADAPTIVE_STRIDES = (2, 3, 4, 8)
+PARTIAL_BRANCHES = ((4, "branch_2"), (8, "branch_2"), (8, "branch_3"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +77,20 @@ class IsdDecoder(Decoder):
         return self._widths[mode]
 
     def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
-        """The closed form of the mode's strategy."""
-        return STRATEGIES.get(mode.strategy)().tokens_per_forward(acceptance_J)
+        """As the mode's strategy says."""
+        return strategy_of(mode.strategy).tokens_per_forward(acceptance_J)
 
     def _choices(self, config: IsdConfig) -> tuple[StrideMode, ...]:
         if not config.adaptive:
             return (StrideMode(stride=self.stride, strategy=config.rejection_strategy),)
         strides = {*(stride for stride in ADAPTIVE_STRIDES if stride < self.stride), self.stride} - {1}
         strategies = dict.fromkeys((config.rejection_strategy, "branch"))
+        # Between the two in rows and in tokens.
+        partial = [(s, name) for s, name in PARTIAL_BRANCHES if s in strides and name not in strategies]
         return (
             StrideMode(stride=1, strategy="cold"),
             *(StrideMode(stride=s, strategy=name) for s in sorted(strides) for name in strategies),
+            *(StrideMode(stride=s, strategy=name) for s, name in partial),
         )
 
     def _check(self, config: IsdConfig, semantics: Semantics) -> None:

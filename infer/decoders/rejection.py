@@ -3,13 +3,15 @@
 A rejection makes the drafts after it void. `cold` (arXiv 2604.11035, Algorithm 1) spends the next pass on
 masks alone. `tree` draws drafts for that pass from the distributions that the rejected pass had already
 computed further on, with the masks on a branch that does not see them. `branch` hangs a group of masks on
-every possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1. Any
+every possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1; `branch_K`
+hangs K groups, on the pending token, on the last draft and evenly between them. Any
 distribution that is known exactly when the draft is drawn is a valid q, hence all three emit the AR law. So
 does leaving out drafts by a choice that does not look at them, which is how the stride changes.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -30,13 +32,23 @@ class RejectionStrategy(ABC):
         return tokens_per_forward_cold(acceptance_J)
 
 
+NUM_ITERATIONS = 4
+"""Passes until the numbers of drafts that passes have hardly change."""
 STRATEGIES: Registry[type[RejectionStrategy]] = Registry("rejection_strategy", None)
 
 
 def layouts(strategy: str, *, num_masks: int, max_drafts: int) -> list[RowLayout]:
     """One layout for each of `draft_buffers(max_drafts)`; UserError IDLM-0102 for an unknown strategy."""
-    chosen = STRATEGIES.get(strategy, key="decoder.rejection_strategy")()
+    chosen = strategy_of(strategy)
     return [chosen.layout(draft_buffer, num_masks) for draft_buffer in draft_buffers(max_drafts)]
+
+
+def strategy_of(name: str) -> RejectionStrategy:
+    """The strategy called `name`, "branch_2" and so on included; UserError IDLM-0102 for an unknown one."""
+    groups = re.fullmatch(r"branch_([2-9]|[1-9]\d)", name)
+    if groups is not None:
+        return Branch(int(groups[1]))
+    return STRATEGIES.get(name, key="decoder.rejection_strategy")()
 
 
 @STRATEGIES.register("cold")
@@ -95,19 +107,55 @@ class Tree(RejectionStrategy):
 
 @STRATEGIES.register("branch")
 class Branch(RejectionStrategy):
-    """Masks after every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows."""
+    """Masks after every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows.
+
+    With `num_groups` K, for 1 + (K + 1)(N - 1) rows: a rejection d places behind a group is followed by what
+    is left of that group, d drafts fewer, whose distributions saw d tokens less.
+    """
+
+    def __init__(self, num_groups: int | None = None) -> None:
+        self._num_groups = num_groups
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
-        """The first step has no drafts; every later one has as many as masks."""
+        """The first step has no drafts; with all groups every later one has as many as masks."""
         num_drafts = min(draft_buffer.num_drafts, num_masks)
+        parents = self._parents(num_drafts)
+        groups = [mask_rows(num_drafts, num_masks, index) for index in range(len(parents))]
+        # After `a` accepted drafts, the group of the last parent up to `a` serves, from its place a - parent.
+        last = [sum(parent <= a for parent in parents) - 1 for a in range(num_drafts + 1)]
+        draft_rows = tuple(groups[index][a - parents[index] :] for a, index in enumerate(last))
         return RowLayout(
             num_drafts=num_drafts,
             num_masks=num_masks,
-            mask_parents=tuple(range(num_drafts + 1)),
-            draft_rows=tuple(mask_rows(num_drafts, num_masks, a) for a in range(num_drafts + 1)),
-            next_buffers=(DraftBuffer(num_masks),) * (num_drafts + 1),
+            mask_parents=parents,
+            draft_rows=draft_rows,
+            next_buffers=tuple(DraftBuffer(len(rows)) for rows in draft_rows),
         )
 
+    def _parents(self, num_drafts: int) -> tuple[int, ...]:
+        """Places that have a group. Where they are even, a rejection loses the fewest drafts."""
+        if self._num_groups is None or self._num_groups > num_drafts:
+            return tuple(range(num_drafts + 1))
+        gaps = self._num_groups - 1
+        return tuple(sorted({number * num_drafts // gaps for number in range(gaps + 1)}))
+
     def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
-        """Without cold passes."""
-        return tokens_per_forward_branch(acceptance_J)
+        """Without cold passes. With some groups: over the numbers of drafts that passes have in the long run,
+        as if a draft were accepted as often behind a rejection as elsewhere.
+        """
+        num_masks = len(acceptance_J)
+        if self._num_groups is None or self._num_groups > num_masks:
+            return tokens_per_forward_branch(acceptance_J)
+        shares, tokens = [0.0] * num_masks + [1.0], 0.0
+        for _ in range(NUM_ITERATIONS):
+            following, tokens = [0.0] * (num_masks + 1), 0.0
+            for num_drafts, share in enumerate(shares):
+                parents, reached = self._parents(num_drafts), share
+                for a in range(num_drafts + 1):
+                    rejected = 1.0 if a == num_drafts else 1.0 - acceptance_J[a]
+                    lost = a - max(parent for parent in parents if parent <= a)
+                    following[max(0, num_masks - lost)] += reached * rejected
+                    tokens += reached * rejected * (a + 1)
+                    reached *= 1.0 - rejected
+            shares = following
+        return tokens

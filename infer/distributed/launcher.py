@@ -237,6 +237,10 @@ class DriverWorker(Worker):
         """See `TensorParallelGroup.check`."""
         self.group.check()
 
+    def capture_missed(self) -> bool:
+        """Do nothing: ranks capture graphs together, in passes."""
+        return False
+
     def free_cached_memory(self) -> None:
         """Do nothing: ranks capture graphs together, so rank 0 must keep its own."""
 

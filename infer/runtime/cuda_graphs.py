@@ -2,21 +2,28 @@
 
 Padding costs rows, not correctness: padding sequences use the spare lane and feed nothing, and padding rows
 store no KV. On a CPU the padded pass runs without a graph, which is how it is tested.
+
+After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
+captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
+takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
+behind the passes before it.
 """
 
 from __future__ import annotations
 
 import bisect
 import gc
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.runtime.head_rows import head_bucket, row_room
+from idlm.infer.runtime.head_rows import head_bucket, head_buckets, row_room
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.state.batch import Batch, RowRoom, Schedule, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -28,17 +35,36 @@ sequences padding adds at most a twenty-fifth.
 """
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Prompt rows beside the decoding rows."""
+PROMPT_STEP = 64
+"""The same of passes that need no graph: Triton compiles for numbers that are multiples of 16, and others."""
 FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """The same in blocks, including clean blocks of answers."""
 MIN_SLOTS = 1024
 DOUBLED_SLOTS = 1 << 15
 """Bounds of contexts double up to here, then grow by at most a quarter."""
 WARM_UP_PASSES = 2
-MAX_CUDA_GRAPHS = 192
-"""Graphs kept at a time. One mode and kind of sampling needs 175 per context length (35 batch sizes, 5
-numbers of prompt rows), more with blocks if all sizes occur. The memory manager does not count what a graph
-itself takes (nodes and results).
+MAX_CUDA_GRAPHS = 512
+"""Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
+MAX_EAGER_PASSES = 32
+"""After so many eager decoding passes of one shape its graph is captured even in traffic: without it they
+have taken longer than a capture does (two passes of launches, and the graph's creation).
 """
+TIMED_REPLAYS = 3
+BLOCK_SLACK = 1.25
+"""Passes with blocks may have so many times their rows in a captured shape. They have never been measured
+without graphs.
+"""
+ROOM_SLACK = 1.06
+"""The same where rows are dropped: their number changes slowly, so a graph that fits is soon there."""
+
+
+CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
+"""Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
+and block size the values that passes take, first the one that fits all (None), for graphs to be captured
+ahead.
+"""
+BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top", "room")
+"""Fields of `PassShape` that a pass may have less of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +88,58 @@ class PassShape:
     num_wanted: int | None = None
     room: RowRoom | None = None
 
+    @property
+    def all_rows(self) -> int:
+        """Rows of the pass in most of its layers."""
+        return self.num_rows + self.num_prompt_rows if self.room is None else self.room.kept
+
+    def holds(self, other: PassShape) -> bool:
+        """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
+        return all(_holds(name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
+
+
+def _holds(name: str, mine: Any, needed: Any) -> bool:
+    """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
+    reported than are read.
+    """
+    if mine == needed or (name in (*CAPACITIES, "room") and mine is None):
+        return True
+    is_bound = name in BOUNDS or name in CAPACITIES
+    return is_bound and mine is not None and needed is not None and mine >= needed
+
 
 class StaticStep:
-    """A `Step` by schedule. Captures a graph when a shape is first seen (`captures`; needs a GPU).
+    """A `Step` by schedule. With `captures` (needs a GPU) it captures the graph of a shape when it first sees
+    it; if it `is_warm`, only of one that keeps coming.
 
     Beyond `MAX_CUDA_GRAPHS` a new graph replaces the least recently used one; ranks that run the same passes
     replace the same ones.
     """
 
-    def __init__(self, step: Step, *, spare_lane: int, captures: bool) -> None:
-        self._step, self._spare_lane, self._captures = step, spare_lane, captures
+    def __init__(self, step: Step, *, spare_lane: int, captures: bool, eager_rows: int = 0) -> None:
+        self._step, self._spare_lane, self.captures = step, spare_lane, captures
+        self.eager_rows, self.is_warm, self.num_captured_in_traffic = eager_rows, False, 0
         self._device = step.table.device
         self._graphs: dict[PassShape, _Graph] = {}
         """The most recently used one is the last."""
+        self._holders: dict[PassShape, PassShape | None] = {}
+        """By shape the captured one that its passes run in; None: they run eagerly."""
+        self._num_eager: Counter[PassShape] = Counter()
         self._memory = torch.cuda.graph_pool_handle() if captures else None
+        # One stream for all, because the allocator keeps what each stream has freed for that stream.
+        self._beside = torch.cuda.Stream(self._device) if captures else None
 
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass; the result is overwritten by the next pass of the same shape."""
         # Reservations are written before the replay, outside the graph.
         self._step.runner.pool.flush()
-        shape = shape_of(schedule, self._step.decoder, self._step.table.max_length)
-        columns = self._columns(schedule, shape.num_sequences)
-        if not self._captures:
+        table = self._step.table
+        shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
+        graph = self._graph(shape, schedule) if self.captures else None
+        if graph is None:
+            columns = self._columns(schedule, shape.num_sequences)
             return self._step(self._batch(shape, to_device(columns, self._device)))
-        graph = self._graph(shape)
+        columns = self._columns(schedule, graph.columns_3B.shape[1])
         # In steady decoding nothing changes from pass to pass.
         if graph.columns != columns:
             graph.columns_3B.copy_(to_device(columns, self._device), non_blocking=True)
@@ -98,19 +152,88 @@ class StaticStep:
         could not end before.
         """
         self._graphs.clear()
-        if self._captures:
+        self._holders.clear()
+        if self.captures:
             # A pool that no graph uses any more cannot be captured into again.
             self._memory = torch.cuda.graph_pool_handle()
 
-    def _graph(self, shape: PassShape) -> _Graph:
-        """The shape's graph, captured now if it is new."""
-        graph = self._graphs.pop(shape, None)
-        if graph is None:
-            if len(self._graphs) >= MAX_CUDA_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            graph = self._capture(shape)
-        self._graphs[shape] = graph
+    def run(self, shape: PassShape) -> None:
+        """Run a pass of this shape without a sequence, so that its kernels are compiled."""
+        self._step(self._batch(shape, self._no_sequences(shape)))
+
+    def capture(self, shape: PassShape) -> None:
+        """Capture a shape's graph and keep it."""
+        if len(self._graphs) >= MAX_CUDA_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._graphs[shape] = self._capture(shape)
+        self._holders.clear()
+        self._num_eager.pop(shape, None)
+
+    def seconds(self, shape: PassShape) -> float:
+        """Time of a pass of a captured shape, without sequences; waits for the device."""
+        graph = self._graphs[shape].graph
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        for _ in range(TIMED_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / TIMED_REPLAYS
+
+    def capture_missed(self) -> bool:
+        """Capture the shape that ran eagerly most often, while no request waits; False: there is none."""
+        if not self._num_eager:
+            return False
+        [(shape, _)] = self._num_eager.most_common(1)
+        self.capture(shape)
+        return True
+
+    def _graph(self, shape: PassShape, schedule: Schedule) -> _Graph | None:
+        """The graph that a pass of this shape runs in; None: it runs eagerly."""
+        if shape not in self._holders:
+            self._holders[shape] = self._holder(shape)
+        holder = self._holders[shape]
+        if holder is None and self.is_warm and not self._is_due(shape, schedule):
+            return None
+        if holder is None:
+            holder = shape
+            self.capture(shape)
+            self.num_captured_in_traffic += 1
+        graph = self._graphs[holder] = self._graphs.pop(holder)
         return graph
+
+    def _holder(self, shape: PassShape) -> PassShape | None:
+        """The captured shape with the fewest rows that such passes should run in."""
+        if shape in self._graphs or not self.is_warm:
+            return shape if shape in self._graphs else None
+        slack = 1.0 if self._step.decoder.kv_policy.block_size == 1 else BLOCK_SLACK
+        slack = slack if shape.room is None else ROOM_SLACK
+        most = max(self.eager_rows, slack * shape.all_rows)
+        fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
+
+        def cost(each: PassShape) -> tuple[int, ...]:
+            num_full = sum(getattr(each, name) is None for name in CAPACITIES)
+            return each.filters, each.all_rows, num_full, each.max_known
+
+        return min(fitting, key=cost, default=None)
+
+    def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
+        """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing. Room
+        for rows is not captured ahead, so its graphs are due at once.
+        """
+        size = self._step.decoder.kv_policy.block_size
+        decodes = all(schedule.samples) and max(schedule.num_feed) <= size
+        if not decodes or (size == 1 and shape.all_rows > self.eager_rows):
+            return False
+        self._num_eager[shape] += 1
+        return shape.room is not None or self._num_eager[shape] > MAX_EAGER_PASSES
+
+    def _no_sequences(self, shape: PassShape) -> Tensor:
+        """Columns of a pass of padding, int64 [3, B]."""
+        columns_3B = torch.zeros(3, shape.num_sequences, dtype=torch.int64, device=self._device)
+        columns_3B[0] = self._spare_lane
+        return columns_3B
 
     def _columns(self, schedule: Schedule, num_sequences: int) -> Columns:
         """Lanes, numbers of tokens to feed and whether the pass decodes: three lists of length B."""
@@ -140,9 +263,9 @@ class StaticStep:
 
     def _capture(self, shape: PassShape) -> _Graph:
         """Run the shape without a sequence, so that kernels are compiled, then capture it."""
-        columns_3B = torch.zeros(3, shape.num_sequences, dtype=torch.int64, device=self._device)
-        columns_3B[0] = self._spare_lane
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        columns_3B = self._no_sequences(shape)
+        here, beside = torch.cuda.current_stream(), self._beside
+        assert beside is not None
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UP_PASSES):
@@ -176,17 +299,25 @@ class _Graph:
     columns: Columns | None = None
 
 
-def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape:
-    """The smallest shape that the pass fits into; no sequence is longer than `max_length`."""
+def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: bool = False) -> PassShape:
+    """The smallest shape that the pass fits into; no sequence is longer than `max_length`. `is_warm`: it need
+    not have a graph, so that it has fewer rows of padding.
+    """
     policy = decoder.kv_policy
     num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
+    if is_warm and policy.kind == "append":
+        num_sequences = padded_sequences(len(schedule.requests))
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
     num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
     num_wanted: int | None = None
     room: RowRoom | None = None
     match policy.kind:
         case "append":
-            num_prompt_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
+            num_prompt_rows = sum(schedule.num_feed) - len(schedule.requests)
+            if is_warm:
+                num_prompt_rows = -(-num_prompt_rows // PROMPT_STEP) * PROMPT_STEP
+            else:
+                num_prompt_rows = _bucket(num_prompt_rows, PROMPT_BUCKETS)
         case "block":
             num_blocks = _num_blocks(schedule, num_sequences, policy)
             num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
@@ -250,6 +381,12 @@ def _bucket(size: int, buckets: tuple[int, ...]) -> int:
     """The smallest bucket that holds `size`; beyond the largest one, the next multiple of it."""
     place = bisect.bisect_left(buckets, size)
     return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
+
+
+def padded_sequences(num_sequences: int) -> int:
+    """Sequences of a pass that needs no graph, rounded up by at most a twenty-fifth beyond 192."""
+    step = 1 if num_sequences <= 16 else 2 if num_sequences <= 32 else 8
+    return -(-num_sequences // step) * step
 
 
 def _slots_bucket(num_slots: int) -> int:

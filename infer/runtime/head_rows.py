@@ -154,3 +154,10 @@ def _rounded_up(num_rows: int, num_steps: int) -> int:
     """To a multiple of so many steps."""
     step = num_steps * next(step for bound, step in STEPS if num_rows < bound)
     return -(-num_rows // step) * step
+
+
+def head_buckets(num_sequences: int, block_size: int) -> tuple[int | None, ...]:
+    """What `head_bucket` returns for as many sequences: None, then the others from the largest down."""
+    step = -(-num_sequences * block_size // PARTS)
+    sizes = {head_bucket(part * step, num_sequences, block_size) for part in range(PARTS)} - {None}
+    return (None, *sorted(sizes, key=lambda size: -(size or 0)))

@@ -1,23 +1,34 @@
-"""Chooses the draft layout of the next step: the mode with the most tokens per second at this batch size.
+"""Chooses the draft layout of the next step: the mode with the most tokens per second at this load.
 
 It uses measured acceptance and step times, never the values of drafts that are still to be tested; a sequence
 may therefore change its mode at any step without changing its sampling distribution.
+
+With `StepTimes` of a warm-up the first choice is already informed, and what passes show corrects it: a factor
+for all modes at a load (clock, contexts), and one for each mode. Without, times are estimated from those of
+similar numbers of rows and every mode that looks best is tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from idlm.infer.decoders.base import StrideMode
+from idlm.infer.runtime.step_times import StepTimes
+from idlm.infer.state.batch import Schedule
 
 PRIOR_ACCEPTANCE = 0.85
-"""Assumed acceptance of a draft before measurements; it weighs as much as `PRIOR_WEIGHT` tests."""
+"""Assumed acceptance of a draft that nothing is known of; it weighs as much as `PRIOR_WEIGHT` tests."""
 PRIOR_WEIGHT = 16
 MAX_REMEMBERED_DRAFTS = 4096
 """After this many tests of a draft position, the older ones are halved."""
+REQUEST_WEIGHT = 32
+"""A request counts as an average one as much as so many of its own tests."""
+LOG_ODDS_STEP, MAX_LOG_ODDS_STEPS = 0.25, 20
+"""Requests are sorted into classes of acceptance."""
 NUM_KEPT_TIMES = 5
 MAX_TIME_AGE = 24
 """Times of a mode are dropped after this many timed steps without it: under load a GPU slows down by 15 %
@@ -26,86 +37,176 @@ within a second (an H200 at 64 sequences).
 MIN_STEPS_BETWEEN_TRIALS = 32
 EXPLORATION_BUDGET = 0.001
 """Fraction of the tokens that retrying slower modes may cost: slower modes are retried less."""
+FIRST_BUDGET, FIRST_DOUBT = 0.003, 0.15
+"""The same for modes that a warm-up has measured and traffic has not, if they look slower by at most this."""
+NARROW_MARGIN = 0.01
+"""The narrowest mode, whose tokens are certain, is left for one that looks better by more than this."""
+MAX_FIRST_RATIO = 2.0
+"""A first time beyond so many times the warm-up's does not count."""
+MIN_PROMPT_SHARE = 0.5
+"""A mixed pass teaches the cost of prompts if they take at least this share of decoding, else that of it."""
 OOM_MEMORY_STEPS = 1000
 """Steps for which an out-of-memory error limits the rows of a step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a step has to do whatever its mode: `num_sequences`, of which `num_decoding` decode (None: all),
+    `num_prompt_rows` of the others, and `num_slots` of context in all. `drafts`: accepted and tested drafts
+    of decoding sequences so far (empty: they are average ones).
+    """
+
+    num_sequences: int
+    num_decoding: int | None = None
+    num_prompt_rows: int = 0
+    num_slots: int = 0
+    drafts: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> Load:
+        """The load of a schedule, from what is known before its pass."""
+        return cls(
+            num_sequences=len(schedule.requests),
+            num_decoding=sum(schedule.samples),
+            num_prompt_rows=sum(schedule.num_feed) - len(schedule.requests),
+            num_slots=sum(schedule.num_known),
+            drafts=[
+                (sum(request.accepted), sum(request.tested))
+                for request, samples in zip(schedule.requests, schedule.samples, strict=True)
+                if samples and has_drafts
+            ],
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of sequences rounded up to a power of two: times are kept by it."""
+        return 1 << (self.num_sequences - 1).bit_length()
+
+
 @dataclass(slots=True)
 class _Timing:
-    """Times of one mode at one batch size.
+    """Times of one mode at one size, over those of the warm-up if there are any.
 
-    The first is dropped, because it includes compiling or capturing. The shortest of the others counts,
-    because disturbances only make a step longer.
+    The first is dropped if it may include compiling or capturing. The shortest of the others counts,
+    because disturbances only make a step longer. `correction`: what the mode takes beside the warm-up's time
+    more than the first mode at this size does.
     """
 
     num_seen: int = 0
     last_chosen: int = 0
     last_timed: int = 0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_TIMES))
+    correction: float = 1.0
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_TIMES))
 
     def least(self) -> float:
-        """The shortest of the kept times, in seconds."""
-        return min(self.seconds)
+        """The shortest of the kept times."""
+        return min(self.ratios)
 
 
 class StrideController:
-    """Compares modes by expected tokens, from measured acceptance, per measured or estimated second."""
+    """Compares modes by expected tokens, from measured acceptance, per measured or estimated second.
+
+    `acceptance`: expected, by position, before any draft was tested. `times` may be set after a warm-up.
+    """
 
     def __init__(
         self,
         modes: tuple[StrideMode, ...],
         widths: tuple[int, ...],
         tokens_per_forward: Callable[[Sequence[float], StrideMode], float],
+        *,
+        acceptance: Sequence[float] = (),
+        times: StepTimes | None = None,
     ) -> None:
-        self._modes, self._widths, self._tokens_per_forward = modes, widths, tokens_per_forward
+        self._modes, self._widths = modes, widths
+        self._tokens_per_forward = lru_cache(maxsize=4096)(tokens_per_forward)
         num_drafts = max(mode.stride for mode in modes) - 1
+        self._prior = [*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts]
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
+        self.times = times
         self._timings: dict[tuple[int, int], _Timing] = {}
-        self._num_steps = self._num_timed = self._last_oom = self._last_rows = 0
+        self._leaders: dict[int, int] = {}
+        self._drifts: dict[int, float] = {}
+        self._prompt_factor = 1.0
+        self._num_steps = self._num_timed = self._last_oom = self._last_rows = self._last_trial = 0
         self._narrowest = min(range(len(widths)), key=widths.__getitem__)
         self._most_rows: float = math.inf
 
-    def choose(self, num_sequences: int) -> int:
-        """The mode, by number, for a step of so many sequences: the fastest, or one that is due for a retry.
+    def choose(self, load: Load) -> int:
+        """The mode, by number, for a step of such a load: the fastest, or one that is due for a trial.
 
         After an out-of-memory error, use the narrowest layout so that no request is dropped, and for
         `OOM_MEMORY_STEPS` only layouts with fewer rows than the step that failed.
         """
         self._num_steps += 1
-        number = self._choice(num_sequences)
-        timing = self._timings.get((_rounded(num_sequences), number))
+        number = self._choice(load)
+        timing = self._timings.get((load.size, number))
         if timing is not None:
             timing.last_chosen = self._num_steps
-        self._last_rows = num_sequences * self._widths[number]
+        self._last_rows = load.num_sequences * self._widths[number]
         return number
 
-    def _choice(self, num_sequences: int) -> int:
+    def _choice(self, load: Load) -> int:
         since = self._num_steps - self._last_oom
-        if self._last_oom and since == 1:
+        if (self._last_oom and since == 1) or load.num_decoding == 0:
             return self._narrowest
         if since > OOM_MEMORY_STEPS:
             self._most_rows = math.inf
-        fitting = [n for n, width in enumerate(self._widths) if num_sequences * width <= self._most_rows]
-        size = _rounded(num_sequences)
-        rates = {number: self.tokens(number) / self.seconds(number, size) for number in fitting}
-        trial = self._trial(size, rates)
-        return max(rates, key=rates.__getitem__, default=self._narrowest) if trial is None else trial
+        fitting = [n for n, width in enumerate(self._widths) if load.num_sequences * width <= self._most_rows]
+        tokens = self._tokens(load.drafts)
+        seconds = {number: self.seconds(number, load) for number in fitting}
+        rates = {number: tokens[number] / seconds[number] for number in fitting}
+        if not rates:
+            return self._narrowest
+        if self._narrowest in rates:
+            rates[self._narrowest] *= 1 + NARROW_MARGIN
+        best = max(rates, key=rates.__getitem__)
+        if not load.num_prompt_rows:
+            trial = self._trial(load.size, rates)
+            return best if trial is None else trial
+        # Prompts are stored whatever the mode: a mode gains its tokens, and costs the time that it adds.
+        return max(
+            fitting,
+            key=lambda n: tokens[n] - rates[best] * (seconds[n] + self._prompt_seconds(n, load)),
+        )
 
     def observe_out_of_memory(self) -> None:
         """Record that the step chosen last ran out of memory."""
         self._last_oom = self._num_steps
         self._most_rows = min(self._most_rows, self._last_rows - 1)
 
-    def observe_time(self, mode: int, num_sequences: int, seconds: float) -> None:
-        """Record the time of a step that only decoded."""
-        timing = self._timings.setdefault((_rounded(num_sequences), mode), _Timing())
+    def observe_time(self, mode: int, load: Load, seconds: float) -> None:
+        """Record the time of a step. Without times of a warm-up, steps that store prompts say nothing."""
+        if load.num_prompt_rows or load.num_decoding == 0:
+            if self.times is None or load.num_decoding == 0:
+                return
+            added = self.times.prompt(mode, load.num_sequences, load.num_prompt_rows)
+            decoding = self.seconds(mode, load)
+            if added >= MIN_PROMPT_SHARE * decoding:
+                found = min(3.0, max(0.3, (seconds - decoding) / added))
+                self._prompt_factor += (found - self._prompt_factor) / NUM_KEPT_TIMES
+                return
+            seconds = max(decoding / 2, seconds - self._prompt_factor * added)
+        timing = self._timings.setdefault((load.size, mode), _Timing())
         self._num_timed += 1
         if self._num_timed - timing.last_timed > MAX_TIME_AGE:
-            timing.seconds.clear()
+            timing.ratios.clear()
         timing.num_seen += 1
         timing.last_timed = self._num_timed
-        if timing.num_seen > 1:
-            timing.seconds.append(seconds)
+        ratio = seconds / self._unit(mode, load)
+        if timing.num_seen > 1 or (self.times is not None and ratio < MAX_FIRST_RATIO):
+            timing.ratios.append(ratio)
+            self._correct(mode, load.size, timing)
+
+    def _correct(self, mode: int, size: int, timing: _Timing) -> None:
+        """Attribute what differs from the warm-up: to the load if its first mode shows it, or one that has
+        run for a while; else to the mode.
+        """
+        leads = self._leaders.setdefault(size, mode) == mode
+        if leads or timing.num_seen > 2 * NUM_KEPT_TIMES:
+            self._drifts[size] = timing.least() / timing.correction
+        else:
+            timing.correction = timing.least() / self._drift(size)
 
     def observe_drafts(self, num_accepted: int, num_tested: int) -> None:
         """Record drafts of one sequence: tested in order, the first `num_accepted` accepted."""
@@ -117,23 +218,71 @@ class StrideController:
             self._accepted[position] += position < num_accepted
 
     def acceptance(self, position: int) -> float:
-        """Acceptance probability of the draft at `position`, given that those before it were accepted."""
-        return (self._accepted[position] + PRIOR_WEIGHT * PRIOR_ACCEPTANCE) / (
-            self._tested[position] + PRIOR_WEIGHT
-        )
+        """Acceptance probability of the draft at `position`, given that those before it were accepted. Few
+        tests of a position count together with those of all positions.
+        """
+        shift = _log_odds(self._mean_acceptance()) - _log_odds(self._prior[0])
+        expected = _shifted(self._prior[position], shift)
+        return (self._accepted[position] + PRIOR_WEIGHT * expected) / (self._tested[position] + PRIOR_WEIGHT)
 
-    def tokens(self, number: int) -> float:
-        """Expected tokens per sequence and step in mode `number`, as the decoder computes them."""
+    def _mean_acceptance(self) -> float:
+        """Of all positions together; the first one is tested most."""
+        accepted, tested = sum(self._accepted), sum(self._tested)
+        return (accepted + PRIOR_WEIGHT * self._prior[0]) / (tested + PRIOR_WEIGHT)
+
+    def tokens(self, number: int, log_odds: float = 0.0) -> float:
+        """Expected tokens per sequence and step in mode `number`, as the decoder computes them. `log_odds`:
+        by how much the sequence's drafts are accepted more often than all.
+        """
         mode = self._modes[number]
-        chances = [self.acceptance(position) for position in range(mode.stride - 1)]
-        return self._tokens_per_forward(chances, mode)
+        chances = (_shifted(self.acceptance(position), log_odds) for position in range(mode.stride - 1))
+        # Rounded, so that a value that was computed serves while acceptance hardly changes.
+        return self._tokens_per_forward(tuple(round(256 * chance) / 256 for chance in chances), mode)
 
-    def seconds(self, number: int, size: int) -> float:
-        """Time of a step: measured, or estimated from steps with similar numbers of rows."""
-        timing = self._timings.get((size, number))
-        if timing is not None and timing.seconds:
-            return timing.least()
-        return self._estimated(size * self._widths[number])
+    def _tokens(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
+        """Mean of `tokens` over sequences, by mode."""
+        mean = self._mean_acceptance()
+        classes = Counter(_class_of(accepted, tested, mean) for accepted, tested in drafts) or {0: 1}
+        total = sum(classes.values())
+        return [
+            sum(count * self.tokens(number, LOG_ODDS_STEP * steps) for steps, count in classes.items())
+            / total
+            for number in range(len(self._modes))
+        ]
+
+    def seconds(self, number: int, load: Load) -> float:
+        """Time of a step without its prompt rows: measured, or estimated by the warm-up's times, or from
+        steps with similar numbers of rows.
+        """
+        timing = self._timings.get((load.size, number))
+        is_old = timing is None or self._num_timed - timing.last_timed > MAX_TIME_AGE
+        if timing is not None and timing.ratios and not (is_old and self.times is not None):
+            return timing.least() * self._unit(number, load)
+        if self.times is None:
+            return self._estimated(load.size * self._widths[number])
+        correction = 1.0 if timing is None else timing.correction
+        return self._unit(number, load) * self._drift(load.size) * correction
+
+    def _unit(self, mode: int, load: Load) -> float:
+        """What times of the mode are kept as a multiple of."""
+        if self.times is None:
+            return 1.0
+        return self.times.decoding(mode, load.num_sequences, load.num_slots)
+
+    def _drift(self, size: int) -> float:
+        """Factor of all modes at this size, else at the nearest one."""
+        nearest = min(
+            self._drifts, key=lambda other: abs(other.bit_length() - size.bit_length()), default=None
+        )
+        return 1.0 if nearest is None else self._drifts[nearest]
+
+    def _prompt_seconds(self, mode: int, load: Load) -> float:
+        """What the prompt rows add to a step."""
+        if self.times is not None:
+            added = self.times.prompt(mode, load.num_sequences, load.num_prompt_rows)
+            return self._prompt_factor * added
+        num_rows = load.size * self._widths[mode]
+        return self._estimated(num_rows + load.num_prompt_rows) - self._estimated(num_rows)
 
     def _estimated(self, num_rows: int) -> float:
         """Proportional to the next step with more rows (else fewer), and at least that of one with fewer.
@@ -143,7 +292,7 @@ class StrideController:
         known = sorted(
             (size * self._widths[number], timing.least())
             for (size, number), timing in self._timings.items()
-            if timing.seconds
+            if timing.ratios
         )
         if not known:
             return 1.0
@@ -154,18 +303,34 @@ class StrideController:
 
     def _trial(self, size: int, rates: Mapping[int, float]) -> int | None:
         """A mode without a usable time, or one whose times are old; None if there is none."""
-        best = max(rates.values(), default=0.0)
+        best = max(rates.values())
         for number, rate in rates.items():
             timing = self._timings.get((size, number))
-            if timing is None:
-                continue
-            since = self._num_steps - timing.last_chosen
-            is_due = since > MIN_STEPS_BETWEEN_TRIALS and since * EXPLORATION_BUDGET * best > best - rate
-            if not timing.seconds or is_due:
+            if timing is not None:
+                since = self._num_steps - timing.last_chosen
+                is_due = since > MIN_STEPS_BETWEEN_TRIALS and since * EXPLORATION_BUDGET * best > best - rate
+                is_due = is_due or not timing.ratios
+            else:
+                since = self._num_steps - self._last_trial
+                is_near = self.times is not None and best > rate >= (1 - FIRST_DOUBT) * best
+                is_due = is_near and since * FIRST_BUDGET * best > best - rate
+            if is_due:
+                self._last_trial = self._num_steps
                 return number
         return None
 
 
-def _rounded(num_sequences: int) -> int:
-    """Batch sizes are rounded up to powers of two."""
-    return 1 << (num_sequences - 1).bit_length()
+def _class_of(accepted: int, tested: int, mean: float) -> int:
+    """By how many steps of log-odds a sequence's acceptance differs from the mean."""
+    own = (accepted + REQUEST_WEIGHT * mean) / (tested + REQUEST_WEIGHT)
+    steps = round((_log_odds(own) - _log_odds(mean)) / LOG_ODDS_STEP)
+    return max(-MAX_LOG_ODDS_STEPS, min(MAX_LOG_ODDS_STEPS, steps))
+
+
+def _log_odds(chance: float) -> float:
+    chance = min(1 - 1e-4, max(1e-4, chance))
+    return math.log(chance / (1 - chance))
+
+
+def _shifted(chance: float, log_odds: float) -> float:
+    return chance if log_odds == 0 else 1 / (1 + math.exp(-_log_odds(chance) - log_odds))

@@ -42,6 +42,11 @@ class Worker:
     def check(self) -> None:
         """Raise UserError if a rank has died, so that launched steps never finish. Without ranks: never."""
 
+    def capture_missed(self) -> bool:
+        """See `StaticStep.capture_missed`; ranks that share a model do not."""
+        step = self.parts.step
+        return isinstance(step, StaticStep) and step.captures and step.capture_missed()
+
     def free_cached_memory(self) -> None:
         """Free captured graphs and the allocator's cache, after a step that ran out of memory."""
         if self.device.type == "cuda":
@@ -99,10 +104,10 @@ class InflightStep:
     """Launches a schedule on construction; `emissions` reads its results later."""
 
     def __init__(self, schedule: Schedule, worker: Worker) -> None:
+        self.schedule = schedule
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
         self.mode = schedule.mode
-        self.only_decodes = all(schedule.samples) and max(schedule.num_feed) == 1
         self.certain = schedule.certain_rows()
         launch_time = time.perf_counter()
         self._start = _mark(worker.device)

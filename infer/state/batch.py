@@ -27,6 +27,9 @@ class RowRoom:
     kept: int
     head: int
 
+    def __ge__(self, other: RowRoom) -> bool:
+        return self.fed >= other.fed and self.kept >= other.kept and self.head >= other.head
+
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from idlm.infer.decoders.layout import MASK, NO_ROW, DraftBuffer, DraftLayout, RowLayout, draft_buffers
-from idlm.infer.decoders.rejection import STRATEGIES, layouts
+from idlm.infer.decoders.rejection import STRATEGIES, layouts, strategy_of
 
+NAMES = [*STRATEGIES.names(), "branch_2", "branch_3", "branch_4"]
 CASES = [
-    (name, num_masks, max_drafts)
-    for name in STRATEGIES.names()
-    for num_masks in range(8)
-    for max_drafts in (num_masks, 7)
+    (name, num_masks, max_drafts) for name in NAMES for num_masks in range(8) for max_drafts in (num_masks, 7)
 ]
 """A sequence may come from a layout of a larger stride, with more drafts than there are masks."""
-OF_ONE_STRIDE = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range(8)]
+OF_ONE_STRIDE = [(name, num_masks) for name in NAMES for num_masks in range(8)]
 
 
 def _layouts(strategy: str, num_masks: int, max_drafts: int | None = None) -> list[RowLayout]:
@@ -114,6 +114,33 @@ def test_branch_hangs_a_group_on_every_rejection_point() -> None:
     assert steady.width == 16
     for num_accepted, draft_rows in enumerate(steady.draft_rows):
         assert {_owner(steady, row) for row in draft_rows} == {(num_accepted, place) for place in range(3)}
+
+
+def test_some_groups_are_even_and_what_is_left_of_one_serves_the_places_behind_it() -> None:
+    steady = _layouts("branch_3", 7)[7]
+    assert steady.mask_parents == (0, 3, 7)
+    assert steady.width == 1 + 4 * 7
+    owners = [[_owner(steady, row) for row in rows] for rows in steady.draft_rows]
+    assert owners[2] == [(0, place) for place in range(2, 7)]
+    assert owners[3] == [(3, place) for place in range(7)]
+    assert [len(rows) for rows in steady.draft_rows] == [7, 6, 5, 7, 6, 5, 4, 7]
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4, 8])
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
+def test_tokens_of_some_groups_are_those_of_a_simulation(stride: int, acceptance: float) -> None:
+    dice, previous = random.Random(stride), 0.0
+    for name in ("branch_2", "branch_3", "branch"):
+        mode_layouts, held, emitted = _layouts(name, stride - 1), DraftBuffer(stride - 1), 0
+        for _ in range(20_000):
+            layout = mode_layouts[held.index(stride - 1)]
+            accepted = next((j for j in range(layout.num_drafts) if dice.random() >= acceptance), None)
+            accepted = layout.num_drafts if accepted is None else accepted
+            held, emitted = layout.next_buffers[accepted], emitted + accepted + 1
+        formula = strategy_of(name).tokens_per_forward([acceptance] * (stride - 1))
+        assert formula == pytest.approx(emitted / 20_000, rel=0.02)
+        assert formula >= previous - 1e-9, "more groups never draft less"
+        previous = formula
 
 
 def test_tree_masks_never_see_fill_drafts() -> None:

@@ -311,7 +311,7 @@ def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pyt
         return _Graph(shape)
 
     monkeypatch.setattr(StaticStep, "_capture", capture)
-    monkeypatch.setattr(step, "_captures", True)
+    monkeypatch.setattr(step, "captures", True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     for mode in (0, 1, 2, 0, 3, 0, 1, 3, 0):
         schedule.mode = mode

@@ -31,6 +31,7 @@ from tests.contracts.engines import (
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
     *(("isd", {"stride": 4, "rejection_strategy": name}) for name in STRATEGIES.names()),
+    ("isd", {"stride": 4, "rejection_strategy": "branch_2"}),
     ("isd", {"stride": 8, "adaptive": True}),
 ]
 WAYS: list[dict[str, Any]] = [

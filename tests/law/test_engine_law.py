@@ -22,6 +22,7 @@ from benchmarks.quality.law_harness import (
     NEUTRAL,
     PROMPT,
     WINDOW,
+    Sampled,
     build_engine,
     exact_law,
     fit,
@@ -30,7 +31,11 @@ from benchmarks.quality.law_harness import (
     sample,
     worst,
 )
+from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runtime.step_times import StepTimes
+from idlm.infer.runtime.stride_controller import Load
+from idlm.infer.runtime.worker import InflightStep
 
 STRIDES = (2, 3, 4)
 FULL, REDUCED, MIXED = 200_000, 20_000, 8_000
@@ -38,7 +43,7 @@ FAMILY_LEVEL = 1e-6
 NUM_TESTS = 64
 """At least the number of chi-square tests of this file; each gets an equal part of the family's level."""
 LEVEL = FAMILY_LEVEL / NUM_TESTS
-CASES = list(itertools.product(STRIDES, STRATEGIES.names()))
+CASES = [*itertools.product(STRIDES, STRATEGIES.names()), (4, "branch_2"), (5, "branch_3")]
 FULL_BY_DEFAULT = {(4, "tree"), (3, "branch")}
 MIXED_PROMPT = (0, 3, 1)
 MIXED_SETTINGS = (
@@ -74,7 +79,8 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
     dice, used = random.Random(1), set()
 
-    def choose(num_sequences: int) -> int:
+    def choose(load: Load) -> int:
+        num_sequences = load.num_sequences
         newest = engine.table.tokens_ZL[:num_sequences].gather(
             1, (engine.table.num_known_Z[:num_sequences, None] - 1).clamp(min=0)
         )
@@ -85,7 +91,37 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 2 * REDUCED)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
-    assert used == set(range(7))
+    assert used == set(range(8))
+
+
+def test_the_controller_keeps_the_law_while_the_load_changes(
+    law_toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its choices follow a clock, the load and what was accepted, of each request too: no later tokens."""
+    engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
+    controller, dice, used = engine._stride_controller, random.Random(2), set()
+    assert controller is not None
+    widths = rows_by_mode(engine.decoder, 0)
+    sizes = itertools.product(range(len(widths)), (1, 16, 256))
+    measured = {(mode, size): max(4e-3, 3e-5 * size * widths[mode]) for mode, size in sizes}
+    controller.times, choose = StepTimes(measured=measured, widths=widths), controller.choose
+
+    def recorded(load: Load) -> int:
+        used.add(number := choose(load))
+        return number
+
+    monkeypatch.setattr(controller, "choose", recorded)
+    monkeypatch.setattr(InflightStep, "seconds", lambda _: dice.uniform(4e-3, 12e-3))
+    draws, seed = [], 0
+    while len(draws) < 2 * REDUCED:
+        seed += 1
+        num = dice.choice((1, 5, 40, 300, 1000))
+        completions = engine.generate([list(PROMPT)], replace(NEUTRAL, seed=seed, n=num))
+        draws += [completion.token_ids for completion in completions]
+    sampled = Sampled(draws={(PROMPT, NEUTRAL): torch.tensor(draws)}, acceptance=0.0)
+    found = fits(law_toy, sampled)
+    assert not misfits(found, LEVEL), found
+    assert len(used) >= 4, "strides and strategies changed"
 
 
 def test_ar_emits_the_ar_law(law_toy: Path) -> None:

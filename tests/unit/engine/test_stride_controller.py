@@ -9,7 +9,7 @@ import pytest
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import StrideMode
-from idlm.infer.runtime.stride_controller import StrideController
+from idlm.infer.runtime.stride_controller import Load, StrideController
 
 MODES = (
     StrideMode(stride=1, strategy="cold"),
@@ -52,7 +52,7 @@ def run(
     """
     dice, chosen = random.Random(0), []
     for _ in range(num_passes):
-        number = controller.choose(num_sequences)
+        number = controller.choose(Load(num_sequences=num_sequences))
         chosen.append(number)
         for _ in range(num_sequences):
             tested = MODES[number].stride - 1
@@ -60,7 +60,8 @@ def run(
             controller.observe_drafts(accepted, min(tested, accepted + 1))
         factor = dice.uniform(1, 1.5) if dice.random() < disturbed else dice.uniform(1, 1 + noise)
         if not mixed or dice.random() >= mixed:
-            controller.observe_time(number, num_sequences, slowness * factor * seconds(number, num_sequences))
+            took = slowness * factor * seconds(number, num_sequences)
+            controller.observe_time(number, Load(num_sequences=num_sequences), took)
     return chosen
 
 
@@ -116,11 +117,11 @@ def test_it_adapts_to_load_and_acceptance() -> None:
 
 def test_a_first_time_that_includes_compilation_is_ignored() -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of)
-    first = controller.choose(1)
-    controller.observe_time(first, 1, 30.0)
+    first = controller.choose(Load(num_sequences=1))
+    controller.observe_time(first, Load(num_sequences=1), 30.0)
     controller.observe_drafts(1, 1)
-    assert controller.choose(1) == first, "the mode is timed again"
-    controller.observe_time(first, 1, seconds(first, 1))
+    assert controller.choose(Load(num_sequences=1)) == first, "the mode is timed again"
+    controller.observe_time(first, Load(num_sequences=1), seconds(first, 1))
     run(controller, 1, 0.9, 60, noise=0.0)
     assert tokens(run(controller, 1, 0.9, 1, noise=0.0)[0], 0.9) >= 0.95 * max(
         tokens(n, 0.9) for n in range(9)
@@ -136,7 +137,7 @@ def test_after_out_of_memory_comes_the_narrowest_and_then_fewer_rows() -> None:
     assert WIDTHS[later[0]] == 1
     assert 1 < max(4 * WIDTHS[number] for number in later) <= most
     assert run(controller, 4, 0.9, 200, noise=0.0)[-1] == free
-    controller.choose(1000)
+    controller.choose(Load(num_sequences=1000))
     controller.observe_out_of_memory()
     controller.observe_out_of_memory()
     assert {WIDTHS[number] for number in run(controller, 100_000, 0.9, 3, noise=0.0)} == {1}, (

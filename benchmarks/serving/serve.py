@@ -1,0 +1,300 @@
+"""Mixed traffic through the public API: AR and ISD on one checkpoint, from the first request on.
+
+    python -m benchmarks.serve [model=qwen3-8b] [path=DIR] [decoders=ar,isd] [concurrency=256,64,16,1]
+        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,regret] [record=true]
+
+A load has up to 512 requests of 32 to 2,048 prompt tokens (log-normal) and 64 to 768 answer tokens, with so
+many at a time. The first load of an engine is a cold start, the others are warm. The checkpoint has random
+weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). Part `regret` compares the
+stride controller with each of its modes on sequences in mid-answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine.decoding.harness import MAX_STRIDE, MODELS
+from benchmarks.engine.decoding.replay import Replay, replaying
+from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from idlm.cli import command
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.models.loader import DTYPES
+from idlm.semantics import Semantics
+
+DEFAULTS = {
+    "model": "qwen3-8b",
+    "path": "",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "decoders": "ar,isd",
+    "concurrency": "256,64,16,1",
+    "stride": "4",
+    "trace": "p0.90",
+    "requests": "",
+    "warmup": "auto",
+    "parts": "mixed",
+    "record": "true",
+    "results": str(RESULTS),
+}
+MAX_LENGTH = 4096
+REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
+"""Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
+REGRET_PROMPT, SETTLING_PASSES, TIMED_PASSES = 1024, 50, 40
+SCALES = {"tiny": 16}
+"""Models for tests have lengths divided by this."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bench:
+    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows."""
+
+    options: dict[str, str]
+    path: Path
+    scale: int
+    ar_rates: dict[int, float] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
+        """Append a row and print it."""
+        self.rows.append(result_row("serve", case, metric, value, unit, **more))
+        name = " ".join(f"{key}={value}" for key, value in case.items())
+        print(f"{metric:28s} {value:10.4g} {unit:9s} {name}", flush=True)
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Run every decoder and load that the arguments name; returns the exit status."""
+    options = parse_options(arguments, DEFAULTS)
+    if options["device"].startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(
+            "IDLM-0543", "no CUDA device", fix="run benchmarks.serve on a GPU, or give device=cpu"
+        )
+    unknown = {*options["parts"].split(",")} - {"mixed", "regret"} | {*options["decoders"].split(",")} - {
+        "ar",
+        "isd",
+    }
+    if unknown:
+        fix = "use parts of mixed,regret and decoders of ar,isd"
+        raise UserError("IDLM-0107", f"unknown {', '.join(sorted(unknown))}", fix=fix)
+    with _checkpoint(options) as path:
+        bench = _Bench(options=options, path=path, scale=SCALES.get(options["model"], 1))
+        for decoder in options["decoders"].split(","):
+            _measure_decoder(bench, decoder)
+            _free(options["device"])
+    if options["record"] == "true":
+        append_rows("serve", bench.rows, results=Path(options["results"]))
+    return 0 if all(row["gate_passed"] is not False for row in bench.rows) else 1
+
+
+@contextlib.contextmanager
+def _checkpoint(options: dict[str, str]) -> Iterator[Path]:
+    """The checkpoint in `path`, made there first if there is none; without `path` in a temporary folder."""
+    path = Path(options["path"] or tempfile.mkdtemp(prefix="idlm-serve-"))
+    try:
+        if not (path / "config.json").exists():
+            _make(options, path)
+        yield path
+    finally:
+        if not options["path"]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make(options: dict[str, str], path: Path) -> None:
+    """A checkpoint of random weights that says it was converted."""
+    import transformers
+
+    start_time, shape = time.perf_counter(), MODELS[options["model"]]
+    config = transformers.Qwen3Config(**shape, tie_word_embeddings=False, eos_token_id=None)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[options["dtype"]])
+    try:
+        with torch.device(options["device"]):
+            model = transformers.Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.save_pretrained(path, max_shard_size="4GB")
+    Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
+    del model
+    _free(options["device"])
+    print(
+        f"random checkpoint of {options['model']} after {time.perf_counter() - start_time:.1f} s", flush=True
+    )
+
+
+def _measure_decoder(bench: _Bench, decoder: str) -> None:
+    """All parts with a fresh engine, and what starting it took; ISD with the trace's verdicts."""
+    options = bench.options
+    concurrency, stride = _numbers(options["concurrency"]), int(options["stride"])
+    settings: dict[str, Any] = {
+        "device": options["device"],
+        "dtype": options["dtype"],
+        "warmup": options["warmup"],
+        "max_num_seqs": max(concurrency),
+        "max_length": MAX_LENGTH // bench.scale,
+        "prefix_cache": False,
+    }
+    replay = None
+    if decoder == "isd":
+        settings |= {"stride": stride, "adaptive": True}
+        lanes, device = max(concurrency) + 1, torch.device(options["device"])
+        replay = Replay(trace_of(options["trace"], stride), lanes, device)
+    with replaying(replay):
+        start_time = time.perf_counter()
+        engine = Engine.from_pretrained(bench.path, decoder, **settings)
+        case = {"decoder": decoder, "warmup": options["warmup"]}
+        bench.add(case, "ready_s", time.perf_counter() - start_time, "s")
+        ahead = engine.metrics()
+        for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
+            bench.add(case, metric, ahead[metric], unit)
+        bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
+        _measure_engine(bench, decoder, engine)
+        engine.close()
+
+
+def _measure_engine(bench: _Bench, decoder: str, engine: Engine) -> None:
+    """All loads, then what the controller loses."""
+    concurrency, start = _numbers(bench.options["concurrency"]), "cold"
+    if "mixed" in bench.options["parts"].split(","):
+        for number in concurrency:
+            _mixed(bench, decoder, engine, number, start)
+            start = "warm"
+    if "regret" in bench.options["parts"].split(",") and decoder == "isd":
+        for number in concurrency:
+            regret = _regret(bench, engine, number)
+            bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
+
+
+def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str) -> None:
+    """One load, and its rows."""
+    requests = _requests(bench, concurrency)
+    before = engine.metrics()["graphs_captured_in_traffic"]
+    seconds, is_complete = _run(engine, requests, concurrency)
+    rate = sum(params.max_tokens or 0 for _, params in requests) / seconds
+    case = {
+        "engine": "idlm",
+        "decoder": decoder,
+        "load": "mixed",
+        "concurrency": concurrency,
+        "start": start,
+        "warmup": bench.options["warmup"],
+    }
+    if decoder == "ar":
+        bench.ar_rates[concurrency] = rate
+    else:
+        case |= {"stride": int(bench.options["stride"]), "trace": bench.options["trace"]}
+    baseline = bench.ar_rates.get(concurrency)
+    bench.add(case, "output_tokens_per_s", rate, "tokens/s", baseline=baseline, gate_passed=is_complete)
+    if decoder != "ar" and baseline is not None:
+        bench.add(case, "isd_over_ar", rate / baseline, "x", gate_passed=is_complete)
+    captured = engine.metrics()["graphs_captured_in_traffic"] - before
+    bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
+
+
+def _requests(bench: _Bench, concurrency: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts and parameters, the same for every decoder. The lengths of 512 requests are those that vLLM was
+    measured with.
+    """
+    dice, scale = random.Random(1), bench.scale
+    num = int(bench.options["requests"] or REQUESTS.get(concurrency, 6 * concurrency))
+    vocab_size = MODELS[bench.options["model"]]["vocab_size"] - 1
+    lengths = [max(32, min(2048, int(dice.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
+    answers = [dice.randrange(64, 769) // scale for _ in range(num)]
+    prompts = [[dice.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    return [
+        (prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
+        for seed, (prompt, max_tokens) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+def _run(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]], concurrency: int
+) -> tuple[float, bool]:
+    """Seconds to answer all requests, `concurrency` of them at a time, and whether all have their length."""
+    waiting = deque(enumerate(requests))
+    num_active, is_complete, start_time = 0, True, time.perf_counter()
+    while waiting or num_active:
+        while waiting and num_active < concurrency:
+            number, (prompt, params) = waiting.popleft()
+            engine.add_request(f"mixed-{number}", prompt, params)
+            num_active += 1
+        for event in engine.step():
+            if event.completion is not None:
+                num_active -= 1
+                params = requests[int(event.request_id.removeprefix("mixed-"))][1]
+                is_complete &= len(event.completion.token_ids) == params.max_tokens
+    return time.perf_counter() - start_time, is_complete
+
+
+def _regret(bench: _Bench, engine: Engine, concurrency: int) -> tuple[str, float, str]:
+    """By how much the controller is slower than its best mode, after `SETTLING_PASSES` passes of its own."""
+    dice, controller = random.Random(2), engine._stride_controller
+    assert controller is not None
+    params = SamplingParams(max_tokens=1 << 20, ignore_eos=True, seed=0)
+    vocab_size = MODELS[bench.options["model"]]["vocab_size"] - 1
+    for number in range(concurrency):
+        prompt = [dice.randrange(vocab_size) for _ in range(REGRET_PROMPT // bench.scale)]
+        engine.add_request(f"regret-{number}", prompt, params)
+    running = engine.scheduler.running
+    while len(running) < concurrency or any(not request.token_ids for request in running):
+        engine.step()
+    scaled = [max(2, num // bench.scale) for num in (SETTLING_PASSES, TIMED_PASSES)]
+    _rate(engine, scaled[0])
+    own, choose, rates = _rate(engine, scaled[1]), controller.choose, []
+    for mode in range(len(engine.decoder.modes)):
+        controller.choose = lambda load, mode=mode: mode  # type: ignore[method-assign,misc]
+        _rate(engine, 2)
+        rates.append(_rate(engine, scaled[1]))
+    controller.choose = choose  # type: ignore[method-assign]
+    for number in range(concurrency):
+        engine.abort(f"regret-{number}")
+    engine._collect(max_inflight=0)
+    return "controller_regret", 1 - own / max(rates), "fraction"
+
+
+def _rate(engine: Engine, num_passes: int) -> float:
+    """Tokens per second of so many passes, between two empty queues of passes."""
+    engine._collect(max_inflight=0)
+    engine._events.clear()
+    start_time, num_tokens = time.perf_counter(), 0
+    for _ in range(num_passes):
+        num_tokens += sum(len(event.token_ids) for event in engine.step())
+    engine._collect(max_inflight=0)
+    num_tokens += sum(len(event.token_ids) for event in engine._events)
+    engine._events.clear()
+    return num_tokens / (time.perf_counter() - start_time)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Graphs captured ahead of traffic, with what stands for a graph on a CPU: the padded pass, run again."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.infer import build
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.infer.runtime import cuda_graphs as graphs
+from idlm.infer.runtime import step_times, warm_up
+from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
+from idlm.infer.runtime.head_rows import head_bucket, head_buckets
+from tests.contracts.block.test_block_decoder import write_block_toy
+from tests.contracts.engines import (
+    CYCLE,
+    assert_idle,
+    build_engine,
+    clear_answers,
+    greedy,
+    prompts_of,
+    write_foreseeing_toy,
+)
+
+PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
+PER_ROW = 1e-4
+"""Seconds per row of the clock that stands for the GPU's."""
+
+
+class _Graph:
+    """What stands for a captured graph."""
+
+    def __init__(self, step: StaticStep, shape: PassShape) -> None:
+        self.graph, self.columns, self.result = self, None, None
+        self.columns_3B: Tensor = step._no_sequences(shape)
+        self._step, self._shape = step, shape
+
+    def replay(self) -> None:
+        """Run the pass of the shape on the columns as they are now."""
+        self.result = self._step._step(self._step._batch(self._shape, self.columns_3B))
+
+
+class _Stream:
+    """What stands for a stream; other code names the class in annotations."""
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+
+@pytest.fixture(autouse=True)
+def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def capture(self: StaticStep, shape: PassShape) -> _Graph:
+        graph = _Graph(self, shape)
+        graph.replay()
+        return graph
+
+    def step_of(settings: Any, model: Any, step: Any) -> StaticStep:
+        rows = warm_up.eager_rows(model)
+        return StaticStep(step, spare_lane=settings.most_sequences, captures=True, eager_rows=rows)
+
+    monkeypatch.setattr(StaticStep, "_capture", capture)
+    monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1e-3 + PER_ROW * shape.all_rows)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(build, "_step", step_of)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
+
+
+def _step(engine: Engine) -> StaticStep:
+    step = engine._parts.step
+    assert isinstance(step, StaticStep)
+    return step
+
+
+@pytest.mark.decides
+@pytest.mark.parametrize("num_inflight", [0, 4])
+@pytest.mark.parametrize(
+    ("decoder", "options"),
+    [
+        ("ar", {}),
+        *(("isd", {"stride": 4, "rejection_strategy": name}) for name in STRATEGIES.names()),
+        ("isd", {"stride": 4, "adaptive": True}),
+    ],
+    ids=str,
+)
+def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
+    checkpoint: Path, decoder: str, options: dict[str, Any], num_inflight: int
+) -> None:
+    name = "ar" if options.get("adaptive") else decoder
+    choices = {} if name == "ar" else options
+    plain = build_engine(checkpoint, name, graphs="off", **choices)
+    expected = clear_answers(plain, PROMPTS, greedy(max_tokens=20))
+    engine = build_engine(
+        checkpoint, decoder, graphs="on", warmup="full", num_inflight_steps=num_inflight, **options
+    )
+    ahead = engine.metrics()["graphs_captured_ahead"]
+    assert ahead == len(_step(engine)._graphs) > 10
+    found = engine.generate(PROMPTS, greedy(max_tokens=20))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+    assert len(_step(engine)._graphs) == ahead
+    assert_idle(engine)
+
+
+@pytest.mark.decides
+def test_block_diffusion_has_graphs_of_its_reserved_rows(tmp_path: Path) -> None:
+    directory = write_block_toy(tmp_path, shifted=False)
+    prompts = prompts_of([5, 9, 14, 3, 8, 21, 6, 11] * 2)
+    expected = clear_answers(build_engine(directory, "block", graphs="off"), prompts, greedy(max_tokens=24))
+    engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2)
+    shapes = set(_step(engine)._graphs)
+    assert {shape.num_sequences for shape in shapes} >= {1, 2, 4, 8, 16}
+    assert all(shape.num_prompt_rows for shape in shapes), "clean blocks have rows"
+    found = engine.generate(prompts, greedy(max_tokens=24))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+
+
+def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
+    for num_sequences, block_size in ((3, 32), (40, 8), (64, 32)):
+        named = set(head_buckets(num_sequences, block_size))
+        taken = {head_bucket(num, num_sequences, block_size) for num in range(num_sequences * block_size + 1)}
+        assert named == taken | {None}
+
+
+def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(checkpoint, "ar", graphs="on", warmup="full", max_num_seqs=40)
+    step, eager = _step(engine), []
+    sizes = sorted({shape.num_sequences for shape in step._graphs})
+    assert sizes[-1] == 40
+    wide = next(shape for shape in step._graphs if shape.num_sequences == 40 and not shape.filters)
+    for size in range(1, 41):
+        holder = step._holder(replace(wide, num_sequences=size, num_rows=size))
+        assert holder is not None
+        assert holder.num_sequences == min(each for each in sizes if each >= size)
+        assert not holder.filters, "sampling without filters is cheaper"
+    assert step._holder(replace(wide, num_top=1)) is None
+    captured, batch = set(step._graphs), StaticStep._batch
+
+    def recorded(self: StaticStep, shape: PassShape, columns_3B: Tensor) -> Any:
+        eager.append(shape)
+        return batch(self, shape, columns_3B)
+
+    monkeypatch.setattr(StaticStep, "_batch", recorded)
+    engine.generate(prompts_of([3] * 33, vocab_size=CYCLE), greedy(max_tokens=4))
+    decoding = [shape for shape in eager if not shape.num_prompt_rows]
+    assert decoding
+    assert set(decoding) <= captured, "decoding has graphs"
+    prompts = {shape.num_prompt_rows for shape in eager if shape.num_prompt_rows}
+    assert prompts == {graphs.PROMPT_STEP}, "prompts are stored eagerly, hardly padded"
+
+
+def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_EAGER_PASSES", 6)
+    engine = build_engine(checkpoint, "ar", graphs="on", warmup="full")
+    assert not engine.capture_missed(), "nothing was missed"
+    with_logprobs = greedy(max_tokens=5, logprobs=2)
+    engine.generate(PROMPTS[:1], with_logprobs)
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+    assert engine.capture_missed()
+    assert not engine.capture_missed()
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+    before = len(_step(engine)._graphs)
+    engine.generate(PROMPTS[:1], greedy(max_tokens=20, logprobs=1))
+    assert len(_step(engine)._graphs) == before, "one with more log-probabilities holds it"
+    engine.generate(PROMPTS[:1], greedy(max_tokens=20, logprobs=3))
+    assert engine.metrics()["graphs_captured_in_traffic"] == 1
+
+
+def test_without_a_warm_up_shapes_are_captured_when_they_are_first_seen(checkpoint: Path) -> None:
+    engine = build_engine(checkpoint, "ar", graphs="on", warmup="off")
+    assert engine.metrics()["graphs_captured_ahead"] == 0
+    engine.generate(PROMPTS[:2], greedy(max_tokens=4))
+    assert engine.metrics()["graphs_captured_in_traffic"] == len(_step(engine)._graphs) > 0
+
+
+def test_step_times_of_a_warm_up_are_kept_and_read_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"stride": 4, "adaptive": True, "graphs": "on", "warmup": "full"}
+    controllers = [build_engine(checkpoint, "isd", **options)._stride_controller]
+    monkeypatch.setattr(StaticStep, "seconds", lambda *_: pytest.fail("the file has the times"))
+    controllers.append(build_engine(checkpoint, "isd", **options)._stride_controller)
+    first, second = (controller.times for controller in controllers if controller is not None)
+    assert first is not None
+    assert first == second
+    assert first.decoding(0, 8) == pytest.approx(1e-3 + PER_ROW * 8)
+    monkeypatch.setattr(StaticStep, "seconds", lambda *_: 1.0)
+    changed = build_engine(checkpoint, "isd", **{**options, "stride": 3})._stride_controller
+    assert changed is not None
+    assert changed.times is not None
+    assert changed.times.decoding(0, 8) == 1.0, "other modes have times of their own"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"seconds": [[0, 1]]}', '{"seconds": [[0, 1, -1.0]]}'])
+def test_a_broken_file_of_times_is_no_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    assert step_times.read_times(path) == {}
+
+
+def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_prompts = 1 + 3  # Before the warm-up and each of its passes with prompts.
+    free = itertools.chain([100] * num_prompts, [100, 90, 60, 60, 40], itertools.repeat(40))
+    monkeypatch.setattr(warm_up, "memory_bytes", lambda _: (next(free), 100))
+    engine = build_engine(checkpoint, "ar", graphs="on", warmup="full")
+    assert engine.metrics()["graphs_captured_ahead"] == 4
+    assert engine.generate(PROMPTS[:2], greedy(max_tokens=3))
+
+
+@pytest.mark.parametrize(("width", "most"), [(1, 256), (7, 256), (16, 64), (64, 8)])
+def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
+    sizes = warm_up.batch_sizes(width, most, 512)
+    assert sizes[0] == 1
+    assert len(sizes) <= 40
+    for size in range(1, min(most, sizes[-1]) + 1):
+        padded = next(each for each in sizes if each >= size)
+        share = 1.25 if size * width <= warm_up.STREAMED_ROWS else 1.125
+        assert padded <= max(share * size + 1, graphs.padded_sequences(size) + 8 * (size > 32))

@@ -1,0 +1,196 @@
+"""The stride controller on a machine made of recorded step times: after a warm-up, it is near the best mode.
+
+Time is a curve over rows plus the reading of contexts, both from the recorded steps of an H200 with
+Qwen3-8B's shape; it deviates by mode in a way that the warm-up does not show.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.results import read_rows
+from idlm.infer.decoders.base import rows_by_mode
+from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
+from idlm.infer.runtime.step_times import StepTimes
+from idlm.infer.runtime.stride_controller import Load, StrideController
+from idlm.semantics import Semantics
+
+DECODER = IsdDecoder(IsdConfig(stride=8, adaptive=True), Semantics(mask_token_id=1, stride=8))
+MODES, WIDTHS, tokens_of = DECODER.modes, rows_by_mode(DECODER, 0), DECODER.tokens_per_forward
+CONTEXT = 1024
+SLOT_SECONDS = 3.43e-8
+"""Reading the keys and values of one token: 147,456 bytes at 4.3 TB/s."""
+CONCURRENCY = (1, 4, 16, 64, 256)
+SETTLING, MEASURED = 50, 150
+
+
+def _curve() -> list[tuple[int, float]]:
+    """Seconds by rows of a pass, without its context."""
+    latest: dict[int, float] = {}
+    for row in read_rows("decode"):
+        case = row["case"]
+        known = case.get("strategy") == "cold" and case.get("stride") in (1, 4) and row["metric"] == "step_ms"
+        if known and case["context"] == CONTEXT and case["sampling"] == "T1":
+            width = 1 if case["stride"] == 1 else 7
+            seconds = row["value"] / 1e3 - case["batch"] * CONTEXT * SLOT_SECONDS
+            latest[case["batch"] * width] = seconds
+    assert len(latest) >= 16, "the recorded sweep has AR and stride 4 at nine batch sizes"
+    return sorted(latest.items())
+
+
+CURVE = _curve()
+
+
+def _by_rows(num_rows: int) -> float:
+    for (before, low), (after, high) in itertools.pairwise(CURVE):
+        if num_rows <= after:
+            return low + (high - low) * max(0, num_rows - before) / (after - before)
+    return CURVE[-1][1] * num_rows / CURVE[-1][0]
+
+
+class Machine:
+    """Steps that take what the recorded ones do, times a factor of each mode that no warm-up sees."""
+
+    def __init__(self, seed: int, *, deviation: float = 0.03, noise: float = 0.02) -> None:
+        self.dice, self.noise = random.Random(seed), noise
+        self.factors = [1 + self.dice.uniform(-deviation, deviation) for _ in MODES]
+
+    def seconds(self, mode: int, load: Load) -> float:
+        own = _by_rows(load.num_sequences * WIDTHS[mode] + load.num_prompt_rows)
+        return self.factors[mode] * own + load.num_slots * SLOT_SECONDS
+
+    def warmed(self, *, slot_error: float = 1.25) -> StepTimes:
+        """What a warm-up measures: rows up to 523, with noise, and contexts guessed too slow."""
+        sizes = [(mode, 1 << k) for mode in range(len(MODES)) for k in range(9) if WIDTHS[mode] << k <= 523]
+        measured = {
+            (mode, size): _by_rows(size * WIDTHS[mode]) * self.dice.uniform(0.98, 1.02)
+            for mode, size in sizes
+        }
+        return StepTimes(measured=measured, widths=WIDTHS, seconds_per_slot=slot_error * SLOT_SECONDS)
+
+
+def _tokens(mode: int, acceptance: float) -> float:
+    return tokens_of([acceptance] * (MODES[mode].stride - 1), MODES[mode])
+
+
+def _run(
+    machine: Machine, controller: StrideController, load: Load, acceptance: float, num_passes: int
+) -> float:
+    """Expected tokens per second of `num_passes` passes."""
+    tokens = elapsed = 0.0
+    for _ in range(num_passes):
+        mode = controller.choose(load)
+        seconds = machine.seconds(mode, load)
+        tokens, elapsed = tokens + load.num_sequences * _tokens(mode, acceptance), elapsed + seconds
+        controller.observe_time(mode, load, seconds * machine.dice.uniform(1, 1 + machine.noise))
+        for _ in range(min(load.num_sequences, 16)):
+            num = MODES[mode].stride - 1
+            accepted = next((j for j in range(num) if machine.dice.random() >= acceptance), num)
+            controller.observe_drafts(accepted, min(num, accepted + 1))
+    return tokens / elapsed
+
+
+def _load(num_sequences: int, context: int = CONTEXT) -> Load:
+    return Load(num_sequences=num_sequences, num_slots=num_sequences * context)
+
+
+def _best(machine: Machine, load: Load, acceptance: float, modes: Sequence[int] = range(len(MODES))) -> float:
+    return max(load.num_sequences * _tokens(mode, acceptance) / machine.seconds(mode, load) for mode in modes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("num_sequences", CONCURRENCY)
+def test_after_fifty_passes_it_is_within_two_percent_of_the_best_mode(
+    num_sequences: int, acceptance: float, seed: int
+) -> None:
+    machine = Machine(seed)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed())
+    load = _load(num_sequences)
+    best, ar = _best(machine, load, acceptance), _best(machine, load, acceptance, [0])
+    settling = _run(machine, controller, load, acceptance, SETTLING)
+    assert settling >= 0.95 * best or acceptance < 0.8, "the prior of acceptance is 0.85"
+    assert settling >= 0.97 * ar
+    assert _run(machine, controller, load, acceptance, MEASURED) >= max(0.98 * best, 0.99 * ar)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_every_change_of_load_too(seed: int) -> None:
+    machine = Machine(seed)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed())
+    loads = [_load(n) for n in (64, 4, 256, 16, 1, 64, 256)] + [_load(16, 8192), _load(4, 32768), _load(64)]
+    for load in loads:
+        _run(machine, controller, load, 0.9, SETTLING)
+        found, best = _run(machine, controller, load, 0.9, MEASURED), _best(machine, load, 0.9)
+        assert found >= 0.98 * best, (load, found / best)
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("num_sequences", CONCURRENCY)
+def test_it_never_loses_more_than_a_percent_to_ar(num_sequences: int, acceptance: float) -> None:
+    """The checkpoint says what its acceptance is."""
+    machine = Machine(7)
+    controller = StrideController(
+        MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[acceptance] * 7
+    )
+    load = _load(num_sequences)
+    ar = _best(machine, load, acceptance, [0])
+    for _ in range(4):
+        assert _run(machine, controller, load, acceptance, 100) >= 0.99 * ar
+
+
+@pytest.mark.parametrize("num_sequences", CONCURRENCY)
+def test_the_first_pass_is_near_the_best(num_sequences: int) -> None:
+    machine = Machine(3)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
+    load = _load(num_sequences)
+    mode = controller.choose(load)
+    rate = num_sequences * _tokens(mode, 0.9) / machine.seconds(mode, load)
+    assert rate >= 0.93 * _best(machine, load, 0.9)
+
+
+def test_a_clock_that_slows_down_changes_no_choice() -> None:
+    machine = Machine(5)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed())
+    load = _load(64)
+    _run(machine, controller, load, 0.9, SETTLING)
+    machine.factors = [1.15 * factor for factor in machine.factors]
+    _run(machine, controller, load, 0.9, SETTLING)
+    assert _run(machine, controller, load, 0.9, MEASURED) >= 0.98 * _best(machine, load, 0.9)
+
+
+def test_prompts_make_wide_modes_dear_where_rows_are_not_free() -> None:
+    """Beside 512 prompt rows every row costs its share, also at a few sequences."""
+    machine = Machine(0, deviation=0.0)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
+    alone = _load(2)
+    mixed = Load(num_sequences=2, num_prompt_rows=512, num_slots=alone.num_slots, num_decoding=2)
+    assert WIDTHS[controller.choose(mixed)] < WIDTHS[controller.choose(alone)]
+    nothing = Load(num_sequences=4, num_decoding=0, num_prompt_rows=512)
+    assert WIDTHS[controller.choose(nothing)] == 1, "masks behind prompts are not wanted"
+
+
+def test_mixed_passes_teach_the_times_of_decoding() -> None:
+    """All passes store a few prompt rows: the choice still becomes that of the best mode."""
+    machine = Machine(1)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(slot_error=2.0))
+    load = Load(num_sequences=64, num_decoding=64, num_prompt_rows=32, num_slots=64 * CONTEXT)
+    _run(machine, controller, load, 0.9, SETTLING)
+    assert controller._timings, "no pass only decoded"
+    assert _run(machine, controller, load, 0.9, MEASURED) >= 0.97 * _best(machine, load, 0.9)
+
+
+def test_requests_count_with_their_own_acceptance() -> None:
+    """Of sequences that accept nothing none is worth a wide pass, whatever the average of the engine is."""
+    machine = Machine(2, deviation=0.0)
+    controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
+    for _ in range(200):
+        controller.observe_drafts(7, 7) if machine.dice.random() < 0.5 else controller.observe_drafts(3, 4)
+    alike = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(900, 1000)] * 64)
+    hopeless = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(100, 1000)] * 64)
+    assert controller.choose(alike) == controller.choose(_load(64))
+    assert WIDTHS[controller.choose(hopeless)] < WIDTHS[controller.choose(alike)]
