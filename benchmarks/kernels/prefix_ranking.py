@@ -32,7 +32,7 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import Timer, matmul_rate
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix, select_largest
+from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK, PAGE = 32, 8, 128, 32, 32
 GROUP = NUM_HEADS // NUM_KV_HEADS
@@ -220,7 +220,7 @@ def _shares(problem: Problem) -> None:
 
 
 def sweep(problem: Problem, timer: Timer) -> None:
-    """Print the times of launches of both kernels over as many layers as fit, those left out that do not."""
+    """Print the times of launches of the kernel of shares over as many layers as fit; those too large are left out."""
     from triton.runtime.errors import OutOfResources
 
     from idlm.kernels.prefix_ranking import launch as launch_module
@@ -230,36 +230,30 @@ def sweep(problem: Problem, timer: Timer) -> None:
     num = layers_at_once(len(problem.slots_LZKC), batch, NUM_KV_HEADS, ranking.max_slots)
     floor = problem.key_bytes / len(problem.slots_LZKC) * num / timer.bytes_per_us
     calls: dict[str, Callable[[], Any]] = {}
-    for block_n, stages, per_sm, registers in (
-        *((64, stages, 2, None) for stages in (3, 4, 5)),
-        *((64, 2, 3, 168), (128, 2, 2, None)),
+    for block_n, warps, stages, per_sm, hopper in (
+        (64, 4, 5, 2, False),
+        *((64, 4, stages, 2, True) for stages in (3, 4, 5)),
+        *((64, 4, 8, 1, True), (128, 8, 3, 1, True), (128, 8, 5, 1, True)),
     ):
-        tiles = launch_module.Launch(block_n=block_n, stages=stages, per_sm=per_sm, max_registers=registers)
-        calls[f"shares {block_n=} {stages=} {per_sm=} {registers=}"] = partial(
+        tiles = launch_module.Launch(
+            block_n=block_n, warps=warps, stages=stages, per_sm=per_sm, hopper=hopper
+        )
+        calls[f"shares {block_n=} {stages=} {per_sm=} {hopper=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
     shares_LBKS = attention_share(ranking, 0, num)
-    for tile, read, group in (
-        *((1024, 4096, group) for group in (8, 16, 32)),
-        *((1024, 2048, 16), (2048, 4096, 16)),
-    ):
-        calls[f"select {tile=} {read=} {group=}"] = partial(
-            launch_module.select_largest,
-            *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
-            group=group,
-            launch=launch_module.Launch(tile=tile, read=read),
-        )
-    calls["select by plain torch"] = partial(
-        select_largest,
-        *(shares_LBKS.double(), ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
-    )
     for name, call in calls.items():
         try:
-            call()
+            found = call()
             us = timer.us_per_call([call])
         except OutOfResources:
             continue
-        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num} layers  {name}", flush=True)
+        where = slice(ranking.max_slots)
+        is_right = bool(
+            ((found - shares_LBKS)[..., where].abs() <= SHARE_TOLERANCE * shares_LBKS[..., where]).all()
+        )
+        wrong = "" if is_right else "  WRONG"
+        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num} layers  {name}{wrong}", flush=True)
 
 
 if __name__ == "__main__":
