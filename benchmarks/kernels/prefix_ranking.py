@@ -220,7 +220,7 @@ def _shares(problem: Problem) -> None:
 
 
 def sweep(problem: Problem, timer: Timer) -> None:
-    """Print the times of launches of the kernel of shares over as many layers as fit; those too large are left out."""
+    """Print the times of launches of the kernel of shares over as many layers as fit into its memory."""
     from triton.runtime.errors import OutOfResources
 
     from idlm.kernels.prefix_ranking import launch as launch_module
