@@ -2,15 +2,19 @@
 
     python -m benchmarks.sparse_attention [context=32768,131072] [batch=1,max] [k=1024] [passes=32]
         [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
-    python -m benchmarks.sparse_attention context=131072 batch=1 arms=mage parts=profile     (not recorded)
+       [record=true] [figures=FOLDER]
+    python -m benchmarks.sparse_attention context=131072 batch=1 arms=exact,mage parts=profile
+    python -m benchmarks.sparse_attention parts= figures=FOLDER
 
 SDAR-8B's shape with random weights and random KV (attention that is nearly flat: times, no fidelity), blocks
 of 32, in CUDA graphs in every arm, every sequence at another step of its block. First the gate: at full
 budget the logits of each accelerator are those of exact attention. `blocks` times whole blocks, commits
 included: `tpob_ms` is the time per output block of a sequence. `exact_unsplit` walks each context with one
 program per KV head, the kind of baseline of MAGE's paper (8 programs at one sequence). `host` counts waits of
-the host and the GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the
-largest batch whose KV fits.
+the host and the GPU's idle share. `profile` prints the kernels of a whole block by name; its rows are the
+kernel times of attention, of estimation (bounds, shares and lists) and of the rest in a mean pass.
+`batch=max` is the largest batch whose KV fits. `figures` draws what is recorded (benchmarks/figures.py), and
+`parts=` measures nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from benchmarks.engine.sparse_harness import (
     steady_contexts,
     tpob_ms,
 )
+from benchmarks.figures import PARTS_OF_A_PASS, draw_sparse_attention
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
@@ -63,10 +68,13 @@ DEFAULTS = {
     "rounds": "2",
     "record": "true",
     "results": str(RESULTS),
+    "figures": "",
 }
 GATE_CONTEXT = 480
 """Half a block of slots of the kernel is left over: lists are cut in other places than the context."""
 WARM_UP_BLOCKS = 2
+METRIC_OF_KIND = {"attention": "attention_ms", "ranking": "estimation_ms", "bounds": "estimation_ms"}
+"""Metrics of kinds of kernels; other kinds are the rest of a pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,13 +124,22 @@ def main() -> int:
 def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name; returns the exit status, 1 if a gate fails."""
     options = parse_options(arguments, DEFAULTS)
-    parts, arms = options["parts"].split(","), options["arms"].split(",")
+    parts, arms = [part for part in options["parts"].split(",") if part], options["arms"].split(",")
     if not set(parts) <= {"gate", "blocks", "host", "profile"} or not set(arms) <= set(ARMS):
         raise UserError(
             "IDLM-0107",
             f"parts={options['parts']} arms={options['arms']}",
             fix=f"use parts of gate, blocks, host, profile and arms of {', '.join(ARMS)}",
         )
+    is_right = _measure(options, parts) if parts else True
+    if options["figures"]:
+        for path in draw_sparse_attention(Path(options["results"]), Path(options["figures"])):
+            print(f"drawn: {path}")
+    return 0 if is_right else 1
+
+
+def _measure(options: dict[str, str], parts: list[str]) -> bool:
+    """Measure and record the parts; returns whether all gates passed."""
     if options["device"].startswith("cuda") and not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.sparse_attention on a GPU")
     bench = _bench(options)
@@ -134,7 +151,7 @@ def measure(arguments: list[str]) -> int:
                 _cell(bench, bench.load(context, batch), parts)
     if options["record"] == "true":
         append_rows("sparse_attention", bench.rows, results=Path(options["results"]))
-    return 0 if all(bench.gates.values()) else 1
+    return all(bench.gates.values())
 
 
 def _bench(options: dict[str, str]) -> Bench:
@@ -235,6 +252,11 @@ def _profile(bench: Bench, arm: SparseArm, load: Load) -> None:
     _free(bench, steady)
     print(f"profile of {arm.name}, {load.concurrency} sequences of {load.context}, a pass of its block")
     print("\n".join(lines_of(times, {})), flush=True)
+    found = dict.fromkeys(PARTS_OF_A_PASS, 0.0)
+    for each in times:
+        found[METRIC_OF_KIND.get(each.kind, "rest_ms")] += each.ms
+    for metric, ms in found.items():
+        bench.add(arm, load, metric, ms, "ms")
 
 
 def _free(bench: Bench, steady: SteadyContexts) -> None:

@@ -244,9 +244,6 @@ def _attend(
     before: BeforeBlock | None,
 ) -> None:
     rows, shape, launch = plan.rows, plan.shape, plan.launch
-    if launch.hopper and lists_BKC is None and before is None and scales[0] is None:
-        _attend_on_hopper(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale)
-        return
     attend_kernel[(plan.num_items * shape.num_kv_heads,)](
         q_RNH,
         k_cache_SKH,
@@ -288,36 +285,6 @@ def _attend(
         num_stages=launch.stages,
         **pdl_options(launch.pdl),
         **({"maxnreg": launch.registers} if launch.registers else {}),
-    )
-
-
-def _attend_on_hopper(
-    q_RNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
-    o_RNH: torch.Tensor,
-    plan: TritonPlan,
-    scale: float,
-) -> None:
-    from idlm.kernels.paged_attention import kernel_hopper
-
-    rows, shape, launch = plan.rows, plan.shape, plan.launch
-    kernel_hopper.attend_kernel[(plan.num_items * shape.num_kv_heads,)](
-        *(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan.items),
-        *(rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R),
-        *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
-        *(*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2], rows.block_table.stride(0)),
-        K=shape.num_kv_heads,
-        G=shape.group,
-        H=shape.head_dim,
-        PAGE=rows.page_size,
-        RECORD=RECORD,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        STAGES=launch.hopper,
-        KEEP_Q=launch.keep_queries,
-        num_warps=launch.warps,
-        **pdl_options(launch.pdl),
     )
 
 

@@ -27,8 +27,8 @@ FP8 = torch.float8_e4m3fn
 class Launch:
     """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
     loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
-    while others wait for products; `max_registers` of a thread (None: no bound) let as many fit.
-    The selection reads `read` scores together, and then looks at `tile` candidates together.
+    while others wait for products. The selection reads `read` scores together, and then looks at `tile`
+    candidates together.
     """
 
     block_n: int = 64
@@ -36,9 +36,6 @@ class Launch:
     warps: int = 4
     stages: int = 5
     per_sm: int = 2
-    max_registers: int | None = None
-    hopper: bool = False
-    """The kernel of shares in Gluon (kernel_hopper.py): bfloat16 keys, all queries in one part."""
     tile: int = 1024
     read: int = 4096
     select_warps: int = 8
@@ -83,29 +80,6 @@ def attention_share(
     block_m = max(16, min(launch.max_queries, triton.next_power_of_2(num_queries)))
     most_tiles = num_layers * num_sequences * triton.cdiv(ranking.max_slots, launch.block_n)
     workers = max(1, min(most_tiles, num_multiprocessors(device) * launch.per_sm // num_kv_heads))
-    if launch.hopper:
-        from idlm.kernels.prefix_ranking import kernel_hopper
-
-        assert block_m == num_queries and block_h == head_dim and k_scale_LK is None, f"{launch=}"
-        kernel_hopper.share_kernel[(workers * num_kv_heads,)](
-            *(q_LRNH, max_LRN, sum_LRN, keys_LSKH),
-            *(ranking.block_table_BP, ranking.rows_BW, ranking.starts_B, ranking.ranks_B, shares_LBKS),
-            *(ranking.scale * LOG2_E, num_layers, num_sequences, num_slots),
-            *(*q_LRNH.stride()[:3], max_LRN.stride(0), *keys_LSKH.stride()[:3]),
-            ranking.block_table_BP.stride(0),
-            W=num_places,
-            K=num_kv_heads,
-            G=num_heads // num_kv_heads,
-            H=head_dim,
-            PAGE=ranking.page_size,
-            BLOCK_B=triton.next_power_of_2(num_sequences),
-            BLOCK_W=triton.next_power_of_2(num_places),
-            BLOCK_M=block_m,
-            BLOCK_N=launch.block_n,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-        )
-        return shares_LBKS
     share_kernel[(workers * num_kv_heads,)](
         *(q_LRNH, max_LRN, sum_LRN, keys_LSKH, k_scale_LK if k_scale_LK is None else k_scale_LK[layers]),
         *(ranking.block_table_BP, ranking.rows_BW, ranking.starts_B, ranking.ranks_B, shares_LBKS),
@@ -127,7 +101,6 @@ def attention_share(
         STAGES=launch.stages,
         PRECISION="ieee" if q_LRNH.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
-        **({} if launch.max_registers is None or INTERPRETED else {"maxnreg": launch.max_registers}),
     )
     return shares_LBKS
 

@@ -29,21 +29,12 @@ from benchmarks.kernels.attention_sweep import HOPELESS, name_of
 from benchmarks.kernels.blocks.block_attention_step import block_error, block_layers, make_block_step
 from benchmarks.stream import matmul_rate, stream_rate
 
-FINALISTS = 5
+FINALISTS = 8
 TALL = {"block_m": 128, "warps": 8, "half_parts": True}
 WALKS: tuple[dict[str, Any], ...] = (
     TALL | {"block_n": 64, "stages": 3},
     TALL | {"block_n": 128, "stages": 2},
     TALL | {"block_n": 32, "stages": 4, "warps": 4},
-    TALL | {"block_n": 32, "stages": 3, "warps": 4},
-    *(
-        TALL | {"block_n": 64, "hopper": buffers, "keep_queries": keep}
-        for buffers in (3, 4, 5, 6)
-        for keep in (False, True)
-    ),
-    TALL | {"block_n": 128, "stages": 2, "hopper": 3},
-    TALL | {"block_m": 64, "warps": 4, "block_n": 64, "hopper": 3},
-    TALL | {"block_n": 32, "stages": 4, "hopper": 6, "keep_queries": True},
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
@@ -51,22 +42,24 @@ SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
 )
 PROGRAMS = (1, 2, 4)
 CHECK_SECONDS = 90
-SUMS = ((1, 32), (2, 16), (4, 8), (8, 4))
+SHORT_SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
+"""combine_rows, combine_parts and combine_warps."""
+SUMS = (*SHORT_SUMS, (1, 16, 1), (2, 8, 1), (4, 16, 2), (8, 16, 4))
 
 
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
-    """Launches to try, the chosen one first."""
+    """Launches to try, the chosen one first: walks, and of long contexts also sums of the chosen walk."""
     yield chosen
-    sums = SUMS[:3] if short else [(chosen.combine_rows, chosen.combine_parts)]
+    sums = SHORT_SUMS if short else [(chosen.combine_rows, chosen.combine_parts, chosen.combine_warps)]
     programs_of = dict.fromkeys((*PROGRAMS, chosen.programs_per_sm))
-    for walk, programs, (rows, parts) in itertools.product(
-        SHORT_WALKS if short else WALKS, programs_of, sums
-    ):
-        yield replace(chosen, **walk, programs_per_sm=programs, combine_rows=rows, combine_parts=parts)
-    if not short:
-        for (rows, parts), programs in itertools.product(SUMS, programs_of):
-            walk = TALL | {"block_n": 64, "hopper": 5, "keep_queries": True}
-            yield replace(chosen, **walk, programs_per_sm=programs, combine_rows=rows, combine_parts=parts)
+    for walk, programs, each in itertools.product(SHORT_WALKS if short else WALKS, programs_of, sums):
+        yield replace(chosen, **walk, programs_per_sm=programs, **_sum_options(each))
+    for early, each in itertools.product((False, True), () if short else SUMS):
+        yield replace(chosen, early=early, **_sum_options(each))
+
+
+def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("combine_rows", "combine_parts", "combine_warps"), numbers_of_sum, strict=True))
 
 
 def sweep(options: dict[str, str], arguments: list[str]) -> int:
@@ -115,8 +108,7 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.hopper, each.keep_queries): each
-        for each in ranked[::-1]
+        (each.block_m, each.warps, each.block_n, each.stages, each.early): each for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
     medians = time_in_turns({str(i): graphs[launch] for i, launch in enumerate(detail)}, 5)
@@ -149,9 +141,11 @@ def _compiled_and_checked(arguments: list[str]) -> set[str]:
             part.kill()
             said, _ = part.communicate()
             print("a process of checks took too long", flush=True)
-        lines = said.splitlines()
-        right |= {line.removeprefix("right ") for line in lines if line.startswith("right ")}
-        print(*(line for line in lines if not line.startswith("right ")), sep="\n", flush=True)
+        for line in said.splitlines():
+            if line.startswith("right "):
+                right.add(line.removeprefix("right "))
+            else:
+                print(line, flush=True)
     return right
 
 

@@ -11,6 +11,7 @@ import torch
 from benchmarks.engine import sparse_attention
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.sparse_harness import ARMS, SparseArm, floor_of, trace_of_passes
+from benchmarks.figures import PARTS_OF_A_PASS
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 
@@ -28,7 +29,6 @@ def test_any_passes_in_a_row_decide_a_block(num_passes: int) -> None:
 def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*SMALL, "context=64", "passes=4", f"results={tmp_path}"]
     assert sparse_attention.measure([*options, "batch=1,max"]) == 0
-    assert sparse_attention.measure([*options, "batch=1", "arms=mage", "parts=profile", "record=false"]) == 0
     rows = read_rows("sparse_attention", results=tmp_path)
     blocks = [row for row in rows if row["metric"] == "tpob_ms"]
     assert {(row["case"]["arm"], row["case"]["batch"]) for row in blocks} == {
@@ -45,7 +45,21 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
     }
     assert all(row["gate_passed"] for row in rows if row["case"]["arm"] in ("mage", "quest", "sparsed"))
     assert {row["class"] for row in rows if row["case"]["arm"] == "mage"} == {"lossy"}
+
+    profile = ["batch=1", "arms=exact,mage", "parts=profile", f"figures={tmp_path}"]
+    assert sparse_attention.measure([*options, *profile]) == 0
     assert "profile of mage" in capsys.readouterr().out
+    new = read_rows("sparse_attention", results=tmp_path)[len(rows) :]
+    assert [(row["case"]["arm"], row["metric"]) for row in new] == [
+        (arm, metric) for arm in ("exact", "mage") for metric in PARTS_OF_A_PASS
+    ]
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert drawn.keys() == {"sparse_speedup_k4_passes4.svg", "sparse_pass_k4_passes4.svg"}
+    assert all(text in drawn["sparse_speedup_k4_passes4.svg"] for text in ("mage", "quest", "64 x 2"))
+    assert all(text in drawn["sparse_pass_k4_passes4.svg"] for text in ("exact", "estimation", "64 x 1"))
+
+    assert sparse_attention.measure(["parts=", f"results={tmp_path}", f"figures={tmp_path / 'again'}"]) == 0
+    assert {path.name: path.read_text() for path in (tmp_path / "again").iterdir()} == drawn
 
 
 def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
