@@ -1,9 +1,9 @@
 """Long contexts on one GPU: the time of an output block with exact attention, MAGE, Quest and SparseD.
 
-    python -m benchmarks.sparse_attention [context=32768,131072] [batch=1,max] [k=1024] [passes=32]
+    python -m benchmarks.sparse_attention [cells=131072x1,131072xmax,32768x1,32768xmax] [k=1024] [passes=32]
         [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
        [record=true] [figures=FOLDER]
-    python -m benchmarks.sparse_attention context=131072 batch=1 arms=exact,mage parts=profile
+    python -m benchmarks.sparse_attention cells=131072x1 arms=exact,mage parts=profile
     python -m benchmarks.sparse_attention parts= figures=FOLDER
 
 SDAR-8B's shape with random weights and random KV (attention that is nearly flat: times, no fidelity), blocks
@@ -13,8 +13,9 @@ included: `tpob_ms` is the time per output block of a sequence. `exact_unsplit` 
 program per KV head, the kind of baseline of MAGE's paper (8 programs at one sequence). `host` counts waits of
 the host and the GPU's idle share. `profile` prints the kernels of a whole block by name; its rows are the
 kernel times of attention, of estimation (bounds, shares and lists) and of the rest in a mean pass.
-`batch=max` is the largest batch whose KV fits. `figures` draws what is recorded (benchmarks/figures.py), and
-`parts=` measures nothing.
+Cells are contexts and batches, `max` the largest batch whose KV fits; rows are recorded after each cell, and
+an arm that does not fit is left out. `figures` draws what is recorded (benchmarks/figures.py), and `parts=`
+measures nothing.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ DEFAULTS = {
     "model": "qwen3-8b",
     "device": "cuda",
     "dtype": "bfloat16",
-    "context": "32768,131072",
-    "batch": "1,max",
+    "cells": "131072x1,131072xmax,32768x1,32768xmax",
     "k": "1024",
     "passes": "32",
     "block": "32",
@@ -85,8 +85,7 @@ class Bench:
     stream: float
     product: float
     arms: list[SparseArm]
-    contexts: list[int]
-    batches: list[str]
+    cells: list[tuple[int, str]]
     num_blocks: int
     rounds: int
     gates: dict[str, bool] = field(default_factory=dict)
@@ -145,13 +144,19 @@ def _measure(options: dict[str, str], parts: list[str]) -> bool:
     bench = _bench(options)
     if "gate" in parts:
         gate(bench)
-    if all(bench.gates.values()):
-        for context in bench.contexts:
-            for batch in bench.batches:
-                _cell(bench, bench.load(context, batch), parts)
+    is_right = all(bench.gates.values())
+    for context, batch in bench.cells if is_right else ():
+        _cell(bench, bench.load(context, batch), parts)
+        _record(bench, options)
+    _record(bench, options)
+    return is_right
+
+
+def _record(bench: Bench, options: dict[str, str]) -> None:
+    """Append the rows that are new, so that a run that ends early leaves what it has measured."""
     if options["record"] == "true":
         append_rows("sparse_attention", bench.rows, results=Path(options["results"]))
-    return all(bench.gates.values())
+    bench.rows.clear()
 
 
 def _bench(options: dict[str, str]) -> Bench:
@@ -179,8 +184,7 @@ def _bench(options: dict[str, str]) -> Bench:
         stream=stream,
         product=product,
         arms=arms,
-        contexts=[int(context) for context in options["context"].split(",")],
-        batches=options["batch"].split(","),
+        cells=[(int(cell.split("x")[0]), cell.split("x", 1)[1]) for cell in options["cells"].split(",")],
         num_blocks=int(options["blocks"]),
         rounds=int(options["rounds"]),
     )
@@ -188,7 +192,7 @@ def _bench(options: dict[str, str]) -> Bench:
 
 def gate(bench: Bench) -> None:
     """Compare logits at full budget with those of exact attention, over a short context."""
-    context = min(GATE_CONTEXT, *bench.contexts)
+    context = min(GATE_CONTEXT, *(context for context, _ in bench.cells))
     load = replace(bench.load(context, "2"), context=context)
     for arm in {arm.name: arm for arm in bench.arms if arm.name in SPARSE}.values():
         error = parity_error(bench.model, arm, load)
@@ -202,13 +206,17 @@ def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
     found: dict[SparseArm, float] = {}
     for arm in bench.arms:
         start = time.perf_counter()
-        if "blocks" in parts and not _measured_before(found, arm):
-            found[arm] = _blocks(bench, arm, load)
-        if "host" in parts and arm.name != "exact_unsplit":
-            _host(bench, arm, load)
-        if "profile" in parts:
-            _profile(bench, arm, load)
-        print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
+        try:
+            if "blocks" in parts and not _measured_before(found, arm):
+                found[arm] = _blocks(bench, arm, load)
+            if "host" in parts and arm.name != "exact_unsplit":
+                _host(bench, arm, load)
+            if "profile" in parts:
+                _profile(bench, arm, load)
+            print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
+        except (torch.OutOfMemoryError, UserError) as error:
+            print(f"    {arm.name} does not fit: {str(error).splitlines()[0]}", flush=True)
+        decode_arms.free_memory(bench.model.device)
     _compare(bench, found, load)
 
 

@@ -27,8 +27,8 @@ def test_any_passes_in_a_row_decide_a_block(num_passes: int) -> None:
 
 
 def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*SMALL, "context=64", "passes=4", f"results={tmp_path}"]
-    assert sparse_attention.measure([*options, "batch=1,max"]) == 0
+    options = [*SMALL, "passes=4", f"results={tmp_path}"]
+    assert sparse_attention.measure([*options, "cells=64x1,64xmax"]) == 0
     rows = read_rows("sparse_attention", results=tmp_path)
     blocks = [row for row in rows if row["metric"] == "tpob_ms"]
     assert {(row["case"]["arm"], row["case"]["batch"]) for row in blocks} == {
@@ -46,7 +46,7 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["gate_passed"] for row in rows if row["case"]["arm"] in ("mage", "quest", "sparsed"))
     assert {row["class"] for row in rows if row["case"]["arm"] == "mage"} == {"lossy"}
 
-    profile = ["batch=1", "arms=exact,mage", "parts=profile", f"figures={tmp_path}"]
+    profile = ["cells=64x1", "arms=exact,mage", "parts=profile", f"figures={tmp_path}"]
     assert sparse_attention.measure([*options, *profile]) == 0
     assert "profile of mage" in capsys.readouterr().out
     new = read_rows("sparse_attention", results=tmp_path)[len(rows) :]
@@ -64,9 +64,34 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "parity_error", lambda *given: 0.5)
-    options = [*SMALL, "context=64", "batch=1", "passes=4", "arms=exact,mage", f"results={tmp_path}"]
+    options = [*SMALL, "cells=64x1", "passes=4", "arms=exact,mage", f"results={tmp_path}"]
     assert sparse_attention.measure(options) == 1
     assert {row["metric"] for row in read_rows("sparse_attention", results=tmp_path)} == {"full_budget_error"}
+
+
+def test_an_arm_that_does_not_fit_and_an_early_end_leave_the_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    blocks = sparse_attention._blocks
+
+    def limited(bench: sparse_attention.Bench, arm: SparseArm, load: Load) -> float:
+        if arm.name == "quest":
+            raise torch.OutOfMemoryError("Tried to allocate 7 GiB\nof 3")
+        if load.context == 128:
+            raise Stopped
+        return blocks(bench, arm, load)
+
+    monkeypatch.setattr(sparse_attention, "_blocks", limited)
+    options = [*SMALL, "cells=64x1,128x1", "passes=4", "parts=blocks", f"results={tmp_path}"]
+    with pytest.raises(Stopped):
+        sparse_attention.measure([*options, "arms=exact,quest,mage"])
+    rows = read_rows("sparse_attention", results=tmp_path)
+    assert {row["case"]["arm"] for row in rows if row["metric"] == "tpob_ms"} == {"exact", "mage"}
+    assert [row["case"]["arm"] for row in rows if row["metric"] == "tpob_speedup_vs_exact"] == ["mage"]
+    assert "quest does not fit: Tried to allocate 7 GiB\n" in capsys.readouterr().out
 
 
 def test_floors_are_those_of_the_issue() -> None:
