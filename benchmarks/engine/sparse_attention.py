@@ -14,8 +14,8 @@ program per KV head, the kind of baseline of MAGE's paper (8 programs at one seq
 the host and the GPU's idle share. `profile` prints the kernels of a whole block by name; its rows are the
 kernel times of attention, of estimation (bounds, shares and lists) and of the rest in a mean pass.
 Cells are contexts and batches, `max` the largest batch whose KV fits; rows are recorded after each cell, and
-an arm that does not fit is left out. `figures` draws what is recorded (benchmarks/figures.py), and `parts=`
-measures nothing.
+an arm that fails is left out (exit status 1). `figures` draws what is recorded (benchmarks/figures.py), and
+`parts=` measures nothing.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Bench:
     cells: list[tuple[int, str]]
     num_blocks: int
     rounds: int
+    num_failed: int = 0
     gates: dict[str, bool] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -121,7 +122,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the parts that the arguments name; returns the exit status, 1 if a gate fails."""
+    """Run the parts that the arguments name; returns the exit status, 1 if a gate or an arm fails."""
     options = parse_options(arguments, DEFAULTS)
     parts, arms = [part for part in options["parts"].split(",") if part], options["arms"].split(",")
     if not set(parts) <= {"gate", "blocks", "host", "profile"} or not set(arms) <= set(ARMS):
@@ -138,18 +139,17 @@ def measure(arguments: list[str]) -> int:
 
 
 def _measure(options: dict[str, str], parts: list[str]) -> bool:
-    """Measure and record the parts; returns whether all gates passed."""
+    """Measure and record the parts; returns whether all gates passed and no arm failed."""
     if options["device"].startswith("cuda") and not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.sparse_attention on a GPU")
     bench = _bench(options)
     if "gate" in parts:
         gate(bench)
-    is_right = all(bench.gates.values())
-    for context, batch in bench.cells if is_right else ():
+    for context, batch in bench.cells if all(bench.gates.values()) else ():
         _cell(bench, bench.load(context, batch), parts)
         _record(bench, options)
     _record(bench, options)
-    return is_right
+    return all(bench.gates.values()) and not bench.num_failed
 
 
 def _record(bench: Bench, options: dict[str, str]) -> None:
@@ -214,8 +214,10 @@ def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
             if "profile" in parts:
                 _profile(bench, arm, load)
             print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
-        except (torch.OutOfMemoryError, UserError) as error:
-            print(f"    {arm.name} does not fit: {str(error).splitlines()[0]}", flush=True)
+        except Exception as error:  # Too little memory for it, most likely: the others are measured.
+            bench.num_failed += 1
+            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"    {arm.name} is left out: {detail}", flush=True)
         decode_arms.free_memory(bench.model.device)
     _compare(bench, found, load)
 
