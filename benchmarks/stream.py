@@ -62,8 +62,11 @@ class Timer:
         self.rounds = rounds
         self.bytes_per_us = stream_rate(rounds=rounds) / 1e6 if bytes_per_us is None else bytes_per_us
 
-    def us_per_call(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Microseconds per call of a graph that holds `calls` in turn, repeated to at least `MIN_US`."""
+    def us_per_call(self, calls: Sequence[Callable[[], Any]], *, rest: float = 0.0) -> float:
+        """Microseconds per call of a graph that holds `calls` in turn, repeated to at least `MIN_US`.
+
+        The device idles for `rest` seconds before each replay: a long load lowers its clock.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -75,7 +78,8 @@ class Timer:
         times = 1 + int(MIN_US / max(1.0, self._replayed(graph)))
         if times > 1:
             graph = self._captured(calls, times)
-        return statistics.median(self._replayed(graph) for _ in range(self.rounds)) / (times * len(calls))
+        replays = (self._replayed(graph, rest) for _ in range(self.rounds))
+        return statistics.median(replays) / (times * len(calls))
 
     def _captured(self, calls: Sequence[Callable[[], Any]], times: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -86,8 +90,9 @@ class Timer:
         graph.replay()
         return graph
 
-    def _replayed(self, graph: torch.cuda.CUDAGraph) -> float:
+    def _replayed(self, graph: torch.cuda.CUDAGraph, rest: float = 0.0) -> float:
         """Microseconds of one replay."""
+        time.sleep(rest)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()

@@ -1,10 +1,12 @@
 """Long contexts on one GPU: the time of an output block with exact attention, MAGE, Quest and SparseD.
 
-    python -m benchmarks.sparse_attention [context=32768,131072] [batch=1,max] [k=1024] [passes=32]
+    python -m benchmarks.sparse_attention [cells=131072x1,131072xmax,32768x1,32768xmax] [k=1024] [passes=32]
         [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
-    python -m benchmarks.sparse_attention context=131072 batch=1 arms=mage parts=profile     (not recorded)
-    python -m benchmarks.sparse_attention model=llada22_mini context=124928 batch=1,4 arms=exact,mage
+        [record=true] [figures=FOLDER]
+    python -m benchmarks.sparse_attention cells=131072x1 arms=exact,mage parts=profile
+    python -m benchmarks.sparse_attention model=llada22_mini cells=124928x1,124928x4 arms=exact,mage
         parts=gate,share,blocks
+    python -m benchmarks.sparse_attention parts= figures=FOLDER
 
 SDAR-8B's shape, or LLaDA2.2-mini's, whose experts are chosen by block, with random weights and random KV
 (attention that is nearly flat: times, no fidelity), blocks of 32, in CUDA graphs in every arm, every sequence
@@ -13,8 +15,11 @@ attention. `blocks` times whole blocks, commits included; `tpob_ms` is the time 
 sequence. `exact_unsplit` walks each context with one program per KV head, the kind of baseline of MAGE's
 paper (8 programs at one sequence). `share` is attention's part of the kernels' time of exact passes, from
 which the ceiling of `step_speedup_vs_exact` follows (its `floor`). `host` counts waits of the host and the
-GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the largest batch
-whose KV fits.
+GPU's idle share. `profile` prints the kernels of a whole block by name; its rows are the kernel times of
+attention, of estimation (bounds, shares and lists) and of the rest in a mean pass. Cells are contexts and
+batches, `max` the largest batch whose KV fits; rows are recorded after each cell, and an arm that fails is
+left out (exit status 1). `figures` draws what is recorded (benchmarks/figures.py), and `parts=` measures
+nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ from benchmarks.engine.sparse_harness import (
     step_ceiling,
     tpob_ms,
 )
+from benchmarks.figures import PARTS_OF_A_PASS, draw_sparse_attention
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
@@ -57,8 +63,7 @@ DEFAULTS = {
     "model": "qwen3-8b",
     "device": "cuda",
     "dtype": "bfloat16",
-    "context": "32768,131072",
-    "batch": "1,max",
+    "cells": "131072x1,131072xmax,32768x1,32768xmax",
     "k": "1024",
     "passes": "32",
     "block": "32",
@@ -69,11 +74,14 @@ DEFAULTS = {
     "rounds": "2",
     "record": "true",
     "results": str(RESULTS),
+    "figures": "",
 }
 PARTS = ("gate", "share", "blocks", "host", "profile")
 GATE_CONTEXT = 480
 """Half a block of slots of the kernel is left over: lists are cut in other places than the context."""
 WARM_UP_BLOCKS = 2
+METRIC_OF_KIND = {"attention": "attention_ms", "ranking": "estimation_ms", "bounds": "estimation_ms"}
+"""Metrics of kinds of kernels; other kinds are the rest of a pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,10 +92,10 @@ class Bench:
     stream: float
     product: float
     arms: list[SparseArm]
-    contexts: list[int]
-    batches: list[str]
+    cells: list[tuple[int, str]]
     num_blocks: int
     rounds: int
+    num_failed: int = 0
     gates: dict[str, bool] = field(default_factory=dict)
     shares: dict[tuple[int, int, int], float] = field(default_factory=dict)
     """Attention's share of an exact pass, by passes of a block, context and batch."""
@@ -125,27 +133,41 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the parts that the arguments name; returns the exit status, 1 if a gate fails."""
+    """Run the parts that the arguments name; returns the exit status, 1 if a gate or an arm fails."""
     options = parse_options(arguments, DEFAULTS)
-    parts, arms = options["parts"].split(","), options["arms"].split(",")
+    parts, arms = [part for part in options["parts"].split(",") if part], options["arms"].split(",")
     if not set(parts) <= {*PARTS} or not set(arms) <= set(ARMS):
         raise UserError(
             "IDLM-0107",
             f"parts={options['parts']} arms={options['arms']}",
             fix=f"use parts of {', '.join(PARTS)} and arms of {', '.join(ARMS)}",
         )
+    is_right = _measure(options, parts) if parts else True
+    if options["figures"]:
+        for path in draw_sparse_attention(Path(options["results"]), Path(options["figures"])):
+            print(f"drawn: {path}")
+    return 0 if is_right else 1
+
+
+def _measure(options: dict[str, str], parts: list[str]) -> bool:
+    """Measure and record the parts; returns whether all gates passed and no arm failed."""
     if options["device"].startswith("cuda") and not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.sparse_attention on a GPU")
     bench = _bench(options)
     if "gate" in parts:
         gate(bench)
-    if all(bench.gates.values()):
-        for context in bench.contexts:
-            for batch in bench.batches:
-                _cell(bench, bench.load(context, batch), parts)
+    for context, batch in bench.cells if all(bench.gates.values()) else ():
+        _cell(bench, bench.load(context, batch), parts)
+        _record(bench, options)
+    _record(bench, options)
+    return all(bench.gates.values()) and not bench.num_failed
+
+
+def _record(bench: Bench, options: dict[str, str]) -> None:
+    """Append the rows that are new, so that a run that ends early leaves what it has measured."""
     if options["record"] == "true":
         append_rows("sparse_attention", bench.rows, results=Path(options["results"]))
-    return 0 if all(bench.gates.values()) else 1
+    bench.rows.clear()
 
 
 def _bench(options: dict[str, str]) -> Bench:
@@ -173,8 +195,7 @@ def _bench(options: dict[str, str]) -> Bench:
         stream=stream,
         product=product,
         arms=arms,
-        contexts=[int(context) for context in options["context"].split(",")],
-        batches=options["batch"].split(","),
+        cells=[(int(cell.split("x")[0]), cell.split("x", 1)[1]) for cell in options["cells"].split(",")],
         num_blocks=int(options["blocks"]),
         rounds=int(options["rounds"]),
     )
@@ -182,7 +203,7 @@ def _bench(options: dict[str, str]) -> Bench:
 
 def gate(bench: Bench) -> None:
     """Compare logits at full budget with those of exact attention, over a short context."""
-    context = min(GATE_CONTEXT, *bench.contexts)
+    context = min(GATE_CONTEXT, *(context for context, _ in bench.cells))
     load = replace(bench.load(context, "2"), context=context)
     for arm in {arm.name: arm for arm in bench.arms if arm.name in SPARSE}.values():
         error = parity_error(bench.model, arm, load)
@@ -196,15 +217,21 @@ def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
     found: dict[SparseArm, BlockMeasured] = {}
     for arm in bench.arms:
         start = time.perf_counter()
-        if "share" in parts and arm.name == "exact":
-            _share(bench, arm, load)
-        if "blocks" in parts and not _measured_before(found, arm):
-            found[arm] = _blocks(bench, arm, load)
-        if "host" in parts and arm.name != "exact_unsplit":
-            _host(bench, arm, load)
-        if "profile" in parts:
-            _profile(bench, arm, load)
-        print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
+        try:
+            if "share" in parts and arm.name == "exact":
+                _share(bench, arm, load)
+            if "blocks" in parts and not _measured_before(found, arm):
+                found[arm] = _blocks(bench, arm, load)
+            if "host" in parts and arm.name != "exact_unsplit":
+                _host(bench, arm, load)
+            if "profile" in parts:
+                _profile(bench, arm, load)
+            print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
+        except Exception as error:  # Too little memory for it, most likely: the others are measured.
+            bench.num_failed += 1
+            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"    {arm.name} is left out: {detail}", flush=True)
+        decode_arms.free_memory(bench.model.device)
     _compare(bench, found, load)
 
 
@@ -250,6 +277,11 @@ def _profile(bench: Bench, arm: SparseArm, load: Load) -> None:
     times = _kernels(bench, arm, load)
     print(f"profile of {arm.name}, {load.concurrency} sequences of {load.context}, a pass of its block")
     print("\n".join(lines_of(times, {})), flush=True)
+    found = dict.fromkeys(PARTS_OF_A_PASS, 0.0)
+    for each in times:
+        found[METRIC_OF_KIND.get(each.kind, "rest_ms")] += each.ms
+    for metric, ms in found.items():
+        bench.add(arm, load, metric, ms, "ms")
 
 
 def _kernels(bench: Bench, arm: SparseArm, load: Load) -> list[KernelTime]:

@@ -5,9 +5,11 @@
 
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
-reading their keys. `rank_idle_share` is what the same launches take when no sequence ranks, as a share of the
-shortest possible step (reading the weights). First shares and lists of some layers and KV heads must equal
-those computed from the same keys by plain products. `sweep`: cases in which launches are timed.
+reading their keys. `rank_rested_ms` is the same with a rest ahead of each replay, as a block ranks in one of
+its passes: a load longer than that of the floor may lower the clock. `rank_idle_share` is what the same
+launches take when no sequence ranks, as a share of the shortest possible step (reading the weights). First
+shares and lists of some layers and KV heads must equal those computed from the same keys by plain products.
+`sweep`: cases in which launches are timed.
 L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
 head, H head dim, C listed slots.
 """
@@ -32,7 +34,8 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import Timer, matmul_rate
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix, select_largest
+from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix
+from idlm.kernels.prefix_ranking.op import layers_at_once
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK, PAGE = 32, 8, 128, 32, 32
 GROUP = NUM_HEADS // NUM_KV_HEADS
@@ -47,6 +50,16 @@ DEFAULTS = {
     "record": "true",
     "results": str(RESULTS),
 }
+SELECTIONS = (
+    (1024, 4096, 8),
+    (1024, 8192, 8),
+    (2048, 4096, 8),
+    (2048, 8192, 8),
+    (2048, 8192, 16),
+    (4096, 16384, 16),
+)
+"""`tile`, `read` and `select_warps` of launches to try."""
+REST_SECONDS = 0.15
 NUM_CHECKED = 12
 SHARE_TOLERANCE = 1e-4
 """Relative error of a share; products of bf16 numbers are exact, and only sums differ."""
@@ -192,12 +205,14 @@ def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[d
     floor = problem.key_bytes / timer.bytes_per_us / 1e3
     flops = 2 * problem.key_bytes / 2 * BLOCK * GROUP
     rank = timer.us_per_call([problem.rank]) / 1e3
-    share = timer.us_per_call([partial(_shares, problem)]) / 1e3
+    rested = timer.us_per_call([problem.rank], rest=REST_SECONDS) / 1e3
+    share = timer.us_per_call([partial(_shares, problem, layers_of(problem))]) / 1e3
     idle_pass = replace(problem.ranking, ranks_B=torch.zeros_like(problem.ranking.ranks_B))
     idle = timer.us_per_call([partial(problem.rank, idle_pass)])
     step = WEIGHT_BYTES / timer.bytes_per_us
     print(
-        f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms "
+        f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms, "
+        f"with rests {rested:.3f} ms, {rested / floor:.3f} "
         f"(products alone {flops / products * 1e3:.3f} ms); shares {share:.3f} ms, {share / floor:.3f}; "
         f"idle: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
         flush=True,
@@ -205,61 +220,67 @@ def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[d
     row = partial(result_row, "prefix_ranking", case, gate_passed=gate)
     return [
         row(metric="rank_ms", value=rank, unit="ms", floor=floor),
+        row(metric="rank_rested_ms", value=rested, unit="ms", floor=floor),
         row(metric="rank_idle_share", value=idle / step, unit="x"),
     ]
 
 
-def _shares(problem: Problem) -> None:
-    """The shares of all layers, in as many launches as the ranking has."""
-    from idlm.kernels.prefix_ranking.op import layers_at_once
+def layers_of(problem: Problem) -> int:
+    """Layers of a launch of the ranking."""
+    sizes = len(problem.slots_LZKC), len(problem.lanes_B), NUM_KV_HEADS, problem.ranking.max_slots
+    return layers_at_once(*sizes)
 
+
+def _shares(problem: Problem, num: int, *, again: bool = False) -> None:
+    """The shares of all layers, `num` layers a launch; `again`: of the first `num` again and again."""
     num_layers = len(problem.slots_LZKC)
-    most = layers_at_once(num_layers, len(problem.lanes_B), NUM_KV_HEADS, problem.ranking.max_slots)
-    for first in range(0, num_layers, most):
-        attention_share(problem.ranking, first, min(most, num_layers - first))
+    for first in range(0, num_layers, num):
+        attention_share(problem.ranking, 0 if again else first, min(num, num_layers - first))
 
 
 def sweep(problem: Problem, timer: Timer) -> None:
-    """Print the times of launches of both kernels over as many layers as fit, those left out that do not."""
-    from triton.runtime.errors import OutOfResources
-
+    """Print the times of launches of both kernels over the layers of one launch of the ranking, then those
+    of the shares of all layers: by layers a launch, in a row or with rests, and of the same keys repeated.
+    """
     from idlm.kernels.prefix_ranking import launch as launch_module
-    from idlm.kernels.prefix_ranking.op import layers_at_once
 
-    ranking, batch = problem.ranking, len(problem.lanes_B)
-    num = layers_at_once(len(problem.slots_LZKC), batch, NUM_KV_HEADS, ranking.max_slots)
-    floor = problem.key_bytes / len(problem.slots_LZKC) * num / timer.bytes_per_us
+    ranking, num_layers, num = problem.ranking, len(problem.slots_LZKC), layers_of(problem)
+    layer_us = problem.key_bytes / num_layers / timer.bytes_per_us
+    shares_LBKS = attention_share(ranking, 0, num)
     calls: dict[str, Callable[[], Any]] = {}
-    for block_n, stages, per_sm, registers in (
-        *((64, stages, 2, None) for stages in (3, 4, 5)),
-        *((64, 2, 3, 168), (128, 2, 2, None)),
-    ):
-        tiles = launch_module.Launch(block_n=block_n, stages=stages, per_sm=per_sm, max_registers=registers)
-        calls[f"shares {block_n=} {stages=} {per_sm=} {registers=}"] = partial(
+    for block_n, warps, stages, per_sm in ((64, 4, 5, 2), (64, 4, 4, 2), (128, 8, 5, 1)):
+        tiles = launch_module.Launch(block_n=block_n, warps=warps, stages=stages, per_sm=per_sm)
+        calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
-    shares_LBKS = attention_share(ranking, 0, num)
-    for tile, read, group in (
-        *((1024, 4096, group) for group in (8, 16, 32)),
-        *((1024, 2048, 16), (2048, 4096, 16)),
-    ):
-        calls[f"select {tile=} {read=} {group=}"] = partial(
+    for tile, read, select_warps in SELECTIONS:
+        calls[f"lists {tile=} {read=} {select_warps=}"] = partial(
             launch_module.select_largest,
             *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
-            group=group,
-            launch=launch_module.Launch(tile=tile, read=read),
+            launch=launch_module.Launch(tile=tile, read=read, select_warps=select_warps),
         )
-    calls["select by plain torch"] = partial(
-        select_largest,
-        *(shares_LBKS.double(), ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
-    )
+    _print_times(timer, calls, num * layer_us, num)
+    calls = {
+        f"shares of {each} layers a launch": partial(_shares, problem, each)
+        for each in sorted({num, min(num, 9), 3, 1})
+    }
+    calls[f"shares of the first {num} layers again"] = partial(_shares, problem, num, again=True)
+    for rest in (0.0, REST_SECONDS):
+        _print_times(timer, calls, num_layers * layer_us, num_layers, rest=rest)
+
+
+def _print_times(
+    timer: Timer, calls: dict[str, Callable[[], Any]], floor: float, num_layers: int, *, rest: float = 0.0
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
     for name, call in calls.items():
         try:
-            call()
-            us = timer.us_per_call([call])
+            us = timer.us_per_call([call], rest=rest)
         except OutOfResources:
             continue
-        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num} layers  {name}", flush=True)
+        detail = f"{name}, with rests" if rest else name
+        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num_layers} layers  {detail}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ FP8 = torch.float8_e4m3fn
 class Launch:
     """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
     loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
-    while others wait for products; `max_registers` of a thread (None: no bound) let as many fit.
-    The selection reads `read` scores together, and then looks at `tile` candidates together.
+    while others wait for products. The selection reads `read` scores together, and then looks at `tile`
+    candidates together.
     """
 
     block_n: int = 64
@@ -36,7 +36,6 @@ class Launch:
     warps: int = 4
     stages: int = 5
     per_sm: int = 2
-    max_registers: int | None = None
     tile: int = 1024
     read: int = 4096
     select_warps: int = 8
@@ -102,7 +101,6 @@ def attention_share(
         STAGES=launch.stages,
         PRECISION="ieee" if q_LRNH.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
-        **({} if launch.max_registers is None or INTERPRETED else {"maxnreg": launch.max_registers}),
     )
     return shares_LBKS
 

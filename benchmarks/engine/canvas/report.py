@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.canvas.models import length_floor, model_spec
+from benchmarks.figures import save_svg
 from benchmarks.results import read_rows, result_row
 
 BENCH = "memory"
@@ -195,19 +196,9 @@ def save_timelines(found: Mapping[str, Row], results: Path) -> Path:
 
 def draw(results: Path, folder: Path) -> list[Path]:
     """Draw recorded L_max of every model and cap, and one timeline per arm; returns the SVGs."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    folder.mkdir(parents=True, exist_ok=True)
     drawn: list[Path] = []
-
-    def save(figure: Figure, name: str) -> None:
-        FigureCanvasSVG(figure)
-        drawn.append(folder / f"{name}.svg")
-        with rc_context({"svg.hashsalt": "idlm", "svg.fonttype": "none"}):
-            figure.savefig(drawn[-1], metadata={"Date": None}, bbox_inches="tight")
-
     for (model, cap), best in _best_l_max(results).items():
         figure = Figure(figsize=(7, 3.5))
         axes = figure.add_subplot()
@@ -217,7 +208,7 @@ def draw(results: Path, folder: Path) -> list[Path]:
         axes.set(
             xscale="log", xlabel="longest canvas, tokens", title=f"{model}, {cap:g} GiB, prompt share 0.5"
         )
-        save(figure, f"memory_l_max_{model}_{cap:g}gib")
+        drawn.append(save_svg(figure, folder / f"memory_l_max_{model}_{cap:g}gib.svg"))
     path = results / TIMELINES
     timelines = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     if timelines:
@@ -230,7 +221,7 @@ def draw(results: Path, folder: Path) -> list[Path]:
             axes.set(ylabel="MiB alive", title=arm, xlim=(0, 100))
         axes.set_xlabel("percent of a step, 16K tokens")
         figure.tight_layout()
-        save(figure, "memory_timelines")
+        drawn.append(save_svg(figure, folder / "memory_timelines.svg"))
     return drawn
 
 

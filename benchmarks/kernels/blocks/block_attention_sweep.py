@@ -1,12 +1,15 @@
 """The sweep of `python -m benchmarks.block_attention sweep=true`: launch parameters of blocks.
 
-All are compiled first, in as many processes as there are cores. Every variant of a case is checked, timed
+All are compiled and checked first, in as many processes as there are cores. Every variant of a case is timed
 alone, and the best few then in turns with the chosen launch.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,54 +25,48 @@ from benchmarks.kernels.attention_step import (
     replay_seconds,
     time_in_turns,
 )
-from benchmarks.kernels.attention_sweep import HOPELESS, compile_everything, name_of
+from benchmarks.kernels.attention_sweep import HOPELESS, name_of
 from benchmarks.kernels.blocks.block_attention_step import block_error, block_layers, make_block_step
 from benchmarks.stream import matmul_rate, stream_rate
 
-FINALISTS = 5
-WALKS = (
-    # block_m, warps, block_n, stages, registers
-    (64, 4, 64, 3, 0),
-    (128, 8, 64, 3, 0),
-    (128, 8, 64, 4, 0),
-    (128, 8, 64, 2, 128),
-    (128, 8, 32, 4, 128),
-    (128, 4, 32, 4, 0),
+FINALISTS = 8
+TALL = {"block_m": 128, "warps": 8, "half_parts": True}
+WALKS: tuple[dict[str, Any], ...] = (
+    TALL | {"block_n": 64, "stages": 3},
+    TALL | {"block_n": 128, "stages": 2},
+    TALL | {"block_n": 32, "stages": 4, "warps": 4},
 )
-SHORT_WALKS = (
-    (64, 4, 32, 3, 0),
-    (64, 4, 64, 3, 0),
-    (128, 8, 32, 4, 0),
-    (128, 8, 64, 3, 0),
+SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
+    TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
+    for block_m, block_n, stages in ((64, 32, 3), (64, 64, 3), (128, 32, 4), (128, 64, 3))
 )
-PROGRAMS = (1, 2, 3, 4)
+PROGRAMS = (1, 2, 4)
+CHECK_SECONDS = 90
+SHORT_SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
+"""combine_rows, combine_parts and combine_warps."""
+SUMS = (*SHORT_SUMS, (1, 16, 1), (2, 8, 1), (4, 16, 2), (8, 16, 4))
 
 
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
-    """Launches to try, the chosen one first."""
+    """Launches to try, the chosen one first: walks, and of long contexts also sums of the chosen walk."""
     yield chosen
-    sums = [(1, 32), (2, 16), (4, 8)] if short else [(chosen.combine_rows, chosen.combine_parts)]
-    for walk, programs, (rows, parts) in itertools.product(SHORT_WALKS if short else WALKS, PROGRAMS, sums):
-        block_m, warps, block_n, stages, registers = walk
-        yield replace(
-            chosen,
-            block_m=block_m,
-            warps=warps,
-            block_n=block_n,
-            stages=stages,
-            registers=registers,
-            programs_per_sm=programs,
-            combine_rows=rows,
-            combine_parts=parts,
-            half_parts=True,
-        )
+    sums = SHORT_SUMS if short else [(chosen.combine_rows, chosen.combine_parts, chosen.combine_warps)]
+    programs_of = dict.fromkeys((*PROGRAMS, chosen.programs_per_sm))
+    for walk, programs, each in itertools.product(SHORT_WALKS if short else WALKS, programs_of, sums):
+        yield replace(chosen, **walk, programs_per_sm=programs, **_sum_options(each))
+    for early, each in itertools.product((False, True), () if short else SUMS):
+        yield replace(chosen, early=early, **_sum_options(each))
+
+
+def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("combine_rows", "combine_parts", "combine_warps"), numbers_of_sum, strict=True))
 
 
 def sweep(options: dict[str, str], arguments: list[str]) -> int:
     """Print the best of every case."""
     start = time.perf_counter()
-    compile_everything("benchmarks.kernels.blocks.block_attention", arguments)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    right = _compiled_and_checked(arguments)
+    print(f"compiled and checked in {time.perf_counter() - start:.0f} s", flush=True)
     rates = stream_rate(), matmul_rate()
     print(f"stream {rates[0] / 1e12:.3f} TB/s, product {rates[1] / 1e12:.0f} TFLOP/s", flush=True)
     k = int(options["k"])
@@ -77,17 +74,17 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
         context, batch = numbers(case.replace("x", ","))
         block = make_block_step(options, batch=batch, context=context)
         print(f"exact {context} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
-        _rank(block, rates, short=False)
-    for batch in numbers(options["lists"]):
+        _rank(block, rates, right, short=False)
+    for batch in numbers(options["lists"]) if options["lists"] else ():
         lists = make_block_step(options, batch=batch, context=int(options["context"]), k=k)
         short = make_block_step(options, batch=batch, context=k, in_order=True)
         for name, block in (("lists", lists), ("short context", short)):
             print(f"{name} of {k} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
-            _rank(block, rates, short=True)
+            _rank(block, rates, right, short=True)
     return 0
 
 
-def _rank(block: Any, rates: tuple[float, float], *, short: bool) -> None:
+def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: bool) -> None:
     """Print the finalists and the chosen launch."""
     from triton.runtime.errors import OutOfResources
 
@@ -95,7 +92,10 @@ def _rank(block: Any, rates: tuple[float, float], *, short: bool) -> None:
     norms = captured(norms_alone(block.step, pdl=True))
     norm_seconds = min(replay_seconds(norms) for _ in range(5))
     graphs, arms, seconds = {}, {}, {}
+    is_listed = block.lists_LBKC is not None
     for launch in dict.fromkeys(variants(chosen, short=short)):
+        if launch != chosen and _key(launch, is_listed=is_listed) not in right:
+            continue
         # A graph reads the lists of its arm's plan, which has to live as long.
         arms[launch] = block_layers(block, launch=launch)
         try:
@@ -108,7 +108,7 @@ def _rank(block: Any, rates: tuple[float, float], *, short: bool) -> None:
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.registers): each for each in ranked[::-1]
+        (each.block_m, each.warps, each.block_n, each.stages, each.early): each for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
     medians = time_in_turns({str(i): graphs[launch] for i, launch in enumerate(detail)}, 5)
@@ -120,23 +120,55 @@ def _rank(block: Any, rates: tuple[float, float], *, short: bool) -> None:
         print(f"  {layer * 1e6:8.2f} us {floor / layer:6.3f}  {name_of(launch, chosen)}{wrong}", flush=True)
 
 
-def compile_part(options: dict[str, str]) -> int:
-    """Launch this part of the variants once on little data."""
-    from triton.runtime.errors import OutOfResources
+def _key(launch: Any, *, is_listed: bool) -> str:
+    """What is compiled for a launch; programs are an argument of the kernels, not a constant."""
+    return f"{replace(launch, programs_per_sm=2)} {is_listed}"
 
+
+def _compiled_and_checked(arguments: list[str]) -> set[str]:
+    """Keys of the launches that are right, found in many processes: a fault ends one of them."""
+    num_parts = min(16, os.cpu_count() or 1)
+    base = [sys.executable, "-m", "benchmarks.kernels.blocks.block_attention", *arguments]
+    parts = [
+        subprocess.Popen([*base, f"compile_part={i}/{num_parts}"], stdout=subprocess.PIPE, text=True)
+        for i in range(num_parts)
+    ]
+    right = set[str]()
+    for part in parts:
+        try:
+            said, _ = part.communicate(timeout=CHECK_SECONDS)
+        except subprocess.TimeoutExpired:
+            part.kill()
+            said, _ = part.communicate()
+            print("a process of checks took too long", flush=True)
+        for line in said.splitlines():
+            if line.startswith("right "):
+                right.add(line.removeprefix("right "))
+            else:
+                print(line, flush=True)
+    return right
+
+
+def compile_part(options: dict[str, str]) -> int:
+    """Check this part of the variants on little data; prints those that are right."""
     index, num_parts = numbers(options["compile_part"].replace("/", ","))
-    launches: dict[Any, Any] = {}
+    launches: dict[str, tuple[Any, Any]] = {}
     k = int(options["k"])
     for short, is_listed in ((False, False), (True, True), (True, False)):
-        block = make_block_step(options, batch=1, context=4 * k, k=k if is_listed else None, layers=2)
+        context = k if short and not is_listed else 4 * k - 24
+        block = make_block_step(
+            options, batch=1, context=context, k=k if is_listed else None, layers=2, in_order=context == k
+        )
         chosen = replace(launch_of(block.step, fixed=False), pdl=True)
         for launch in variants(chosen, short=short):
-            # Programs are an argument of the kernels, not a constant.
-            launches.setdefault((replace(launch, programs_per_sm=2), is_listed), block)
-    for (launch, _), block in list(launches.items())[index::num_parts]:
+            launches.setdefault(
+                _key(launch, is_listed=is_listed), (replace(launch, programs_per_sm=2), block)
+            )
+    for key, (launch, block) in list(launches.items())[index::num_parts]:
         try:
-            block_layers(block, launch=launch)()
-        except OutOfResources:
-            continue
+            error = block_error(block, block_layers(block, launch=launch))
+            print(f"right {key}" if error <= 2 else f"WRONG {error:.1f} {key}", flush=True)
+        except Exception as reason:  # The others are checked all the same.
+            print(f"{type(reason).__name__} {str(reason)[-300:]!r} {key}", flush=True)
     torch.cuda.synchronize()
     return 0

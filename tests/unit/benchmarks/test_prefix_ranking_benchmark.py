@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,3 +31,32 @@ def test_the_gate(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "attention_share", wrong_shares)
     assert benchmark.check(problem) == (fault is None)
     assert problem.key_bytes == 2 * 2 * 256 * 8 * 128 * 2
+
+
+def test_groups_of_layers_cover_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = benchmark.make_problem(OPTIONS | {"layers": "5"}, 1, 64, device="cpu")
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(benchmark, "attention_share", lambda _, first, num: taken.append((first, num)))
+    benchmark._shares(problem, 2)
+    assert taken == [(0, 2), (2, 2), (4, 1)]
+    taken.clear()
+    benchmark._shares(problem, 2, again=True)
+    assert taken == [(0, 2), (0, 2), (0, 1)], "as many layers, of the same keys"
+
+
+def test_the_sweep_times_launches_groups_and_rests(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+
+    class EachTakesTwoMicroseconds(benchmark.Timer):
+        def us_per_call(self, calls: Sequence[Callable[[], Any]], *, rest: float = 0.0) -> float:
+            return 2.0 + rest
+
+    problem = benchmark.make_problem(OPTIONS, 1, 64, device="cpu")
+    layer_bytes = problem.key_bytes / 2
+    benchmark.sweep(problem, EachTakesTwoMicroseconds(rounds=1, bytes_per_us=layer_bytes))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("lists tile=" in line and " 1.000 of the floor of 2 layers" in line for line in lines) == len(
+        benchmark.SELECTIONS
+    )
+    for name in ("shares of 1 layers a launch", "shares of the first 2 layers again"):
+        assert [line.split("layers  ")[1] for line in lines if name in line] == [name, f"{name}, with rests"]

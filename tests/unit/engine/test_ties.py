@@ -13,6 +13,7 @@ import torch
 
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.runtime import model_runner
+from idlm.infer.state.batch import RowRoom
 from idlm.kernels.experts import Routing, route
 from idlm.kernels.prefix_ranking import select_largest
 from idlm.kernels.sampling import draw, judged_draws, row_probs
@@ -75,7 +76,8 @@ def test_of_equal_logprobs_the_lower_id_is_reported_first(
     logits_V[5], logits_V[6] = 0.0, -0.0
     plan: Any = SimpleNamespace(first_logit_B=torch.zeros(1, dtype=torch.int64, device=device))
     outcome: Any = SimpleNamespace(token_ids_BJ=torch.zeros(1, 1, dtype=torch.int64, device=device))
-    told = model_runner._with_logprobs(outcome.token_ids_BJ, logits_V[None], plan, outcome, num_top=20)
+    counts = model_runner.StepResult(counts_BJ=outcome.token_ids_BJ, widths=RowRoom(fed=1, kept=1, head=1))
+    told = model_runner._with_logprobs(counts, logits_V[None], plan, outcome, num_top=20)
     assert told.top_ids_BJK is not None and told.top_logprobs_BJK is not None
     assert told.top_ids_BJK.flatten().tolist() == [40, 41, 700, *range(42, 59)]
     everything = model_runner._likeliest(logits_V[None, None], 1000).flatten().tolist()

@@ -11,6 +11,7 @@ import torch
 from benchmarks.engine import sparse_attention
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.sparse_harness import ARMS, SparseArm, floor_of, step_ceiling, trace_of_passes
+from benchmarks.figures import PARTS_OF_A_PASS
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 
@@ -26,9 +27,8 @@ def test_any_passes_in_a_row_decide_a_block(num_passes: int) -> None:
 
 
 def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*SMALL, "context=64", "passes=4", f"results={tmp_path}"]
-    assert sparse_attention.measure([*options, "batch=1,max"]) == 0
-    assert sparse_attention.measure([*options, "batch=1", "arms=mage", "parts=profile", "record=false"]) == 0
+    options = [*SMALL, "passes=4", f"results={tmp_path}"]
+    assert sparse_attention.measure([*options, "cells=64x1,64xmax"]) == 0
     rows = read_rows("sparse_attention", results=tmp_path)
     blocks = [row for row in rows if row["metric"] == "tpob_ms"]
     assert {(row["case"]["arm"], row["case"]["batch"]) for row in blocks} == {
@@ -45,12 +45,26 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
     }
     assert all(row["gate_passed"] for row in rows if row["case"]["arm"] in ("mage", "quest", "sparsed"))
     assert {row["class"] for row in rows if row["case"]["arm"] == "mage"} == {"lossy"}
+
+    profile = ["cells=64x1", "arms=exact,mage", "parts=profile", f"figures={tmp_path}"]
+    assert sparse_attention.measure([*options, *profile]) == 0
     assert "profile of mage" in capsys.readouterr().out
+    new = read_rows("sparse_attention", results=tmp_path)[len(rows) :]
+    assert [(row["case"]["arm"], row["metric"]) for row in new] == [
+        (arm, metric) for arm in ("exact", "mage") for metric in PARTS_OF_A_PASS
+    ]
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert drawn.keys() == {"sparse_speedup_k4_passes4.svg", "sparse_pass_k4_passes4.svg"}
+    assert all(text in drawn["sparse_speedup_k4_passes4.svg"] for text in ("mage", "quest", "64 x 2"))
+    assert all(text in drawn["sparse_pass_k4_passes4.svg"] for text in ("exact", "estimation", "64 x 1"))
+
+    assert sparse_attention.measure(["parts=", f"results={tmp_path}", f"figures={tmp_path / 'again'}"]) == 0
+    assert {path.name: path.read_text() for path in (tmp_path / "again").iterdir()} == drawn
 
 
 def test_a_model_that_routes_by_blocks_runs_with_its_ceiling(tmp_path: Path) -> None:
-    options = [*SMALL, "model=tiny_llada22", "context=64", "passes=4", f"results={tmp_path}"]
-    assert sparse_attention.measure([*options, "batch=1", "arms=exact,mage", "parts=gate,share,blocks"]) == 0
+    options = [*SMALL, "model=tiny_llada22", "cells=64x1", "passes=4", f"results={tmp_path}"]
+    assert sparse_attention.measure([*options, "arms=exact,mage", "parts=gate,share,blocks"]) == 0
     rows = {row["metric"]: row for row in read_rows("sparse_attention", results=tmp_path)}
     assert 0 <= rows["attention_share"]["value"] < 1
     assert rows["step_speedup_vs_exact"]["floor"] >= 1
@@ -73,9 +87,34 @@ def test_ceilings_follow_from_attentions_share() -> None:
 
 def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "parity_error", lambda *given: 0.5)
-    options = [*SMALL, "context=64", "batch=1", "passes=4", "arms=exact,mage", f"results={tmp_path}"]
+    options = [*SMALL, "cells=64x1", "passes=4", "arms=exact,mage", f"results={tmp_path}"]
     assert sparse_attention.measure(options) == 1
     assert {row["metric"] for row in read_rows("sparse_attention", results=tmp_path)} == {"full_budget_error"}
+
+
+def test_an_arm_that_fails_and_an_early_end_leave_the_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = sparse_attention._blocks
+
+    def limited(bench: sparse_attention.Bench, arm: SparseArm, load: Load) -> float:
+        if arm.name == "quest":
+            raise torch.OutOfMemoryError("tried to allocate 7 GiB\nof 3")
+        if load.context == 128:
+            raise KeyboardInterrupt
+        return blocks(bench, arm, load)
+
+    monkeypatch.setattr(sparse_attention, "_blocks", limited)
+    options = [*SMALL, "passes=4", "parts=blocks", "arms=exact,quest,mage"]
+    ended, whole = tmp_path / "ended", tmp_path / "whole"
+    with pytest.raises(KeyboardInterrupt):
+        sparse_attention.measure([*options, "cells=64x1,128x1", f"results={ended}"])
+    assert sparse_attention.measure([*options, "cells=64x1", f"results={whole}"]) == 1
+    assert "quest is left out: OutOfMemoryError: tried to allocate 7 GiB\n" in capsys.readouterr().out
+    for results in (ended, whole):
+        rows = read_rows("sparse_attention", results=results)
+        assert {row["case"]["arm"] for row in rows if row["metric"] == "tpob_ms"} == {"exact", "mage"}
+        assert [row["case"]["arm"] for row in rows if row["metric"] == "tpob_speedup_vs_exact"] == ["mage"]
 
 
 def test_floors_are_those_of_the_issue() -> None:
