@@ -76,8 +76,8 @@ class Memory:
         fill_lanes(lanes, True, self.is_new_Z)
 
     def turn(self, view: PassView, mine_B: Tensor, *, of_request: bool) -> Tensor:
-        """Begin the state of new blocks; all masks of the block before are decoded by then. Returns the average
-        number of tokens decoded per pass, fp64 [B], at least 1; 1 before the first pass.
+        """Begin the state of new blocks; all masks of the block before are decoded by then. Returns the
+        average number of tokens decoded per pass, fp64 [B], at least 1; 1 before the first pass.
         """
         lanes_B, new_B = view.plan.lanes_B, mine_B & ~self.blocks.knows(view)
         num_masks_B, num_passes_B, decoded_B, earlier_B = self.counts_Z4[lanes_B].unbind(dim=1)
