@@ -60,39 +60,42 @@ class Memory:
     def __init__(self, num_lanes: int, block_size: int, device: torch.device, *, keeps_before: bool) -> None:
         shape, self._keeps_before = (num_lanes, block_size), keeps_before
         self.blocks, self.before = BlockMemory(num_lanes, device), BlockMemory(num_lanes, device)
-        self.frozen_ZW, self.processed_ZW, self.before_frozen_ZW = torch.zeros(
-            3, *shape, dtype=torch.bool, device=device
-        )
+        self.flags_2ZW = torch.zeros(2, *shape, dtype=torch.bool, device=device)
+        self.frozen_ZW, self.processed_ZW = self.flags_2ZW
+        self.before_frozen_ZW = torch.zeros_like(self.frozen_ZW)
         self.frozen_ids_ZW, self.before_ids_ZW = torch.zeros(2, *shape, dtype=torch.int64, device=device)
         self.is_new_Z = torch.ones(num_lanes, dtype=torch.bool, device=device)
-        self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z = torch.zeros(
-            4, num_lanes, dtype=torch.int64, device=device
-        )
+        self.counts_Z4 = torch.zeros(num_lanes, 4, dtype=torch.int64, device=device)
+        """Masks at the block's beginning, its passes; decoded tokens and passes of earlier blocks."""
 
     def reset(self, lanes: list[int]) -> None:
         """Clear these lanes."""
         self.blocks.reset(lanes)
         self.before.reset(lanes)
-        counts = (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z)
-        fill_lanes(lanes, 0, *counts)
+        fill_lanes(lanes, 0, self.counts_Z4)
         fill_lanes(lanes, True, self.is_new_Z)
 
-    def turn(self, view: PassView, mine_B: Tensor) -> None:
-        """Begin the state of new blocks; all masks of the block before are decoded by then."""
+    def turn(self, view: PassView, mine_B: Tensor, *, of_request: bool) -> Tensor:
+        """Begin the state of new blocks; all masks of the block before are decoded by then. Returns the
+        average number of tokens decoded per pass, fp64 [B], at least 1; 1 before the first pass.
+        """
         lanes_B, new_B = view.plan.lanes_B, mine_B & ~self.blocks.knows(view)
-        counts_B = new_B & (self.num_passes_Z[lanes_B] > 0)
-        self.earlier_decoded_Z[lanes_B] += torch.where(counts_B, self.num_masks_Z[lanes_B], 0)
-        self.earlier_passes_Z[lanes_B] += torch.where(new_B, self.num_passes_Z[lanes_B], 0)
-        self.num_passes_Z[lanes_B] = torch.where(new_B, 0, self.num_passes_Z[lanes_B])
+        num_masks_B, num_passes_B, decoded_B, earlier_B = self.counts_Z4[lanes_B].unbind(dim=1)
+        decoded_B = decoded_B + torch.where(new_B & (num_passes_B > 0), num_masks_B, 0)
+        earlier_B = earlier_B + torch.where(new_B, num_passes_B, 0)
+        num_passes_B = torch.where(new_B, 0, num_passes_B)
         # What passes that do not count have decided does not count either.
-        begins_B = mine_B & (self.num_passes_Z[lanes_B] == 0)
-        num_masks_B = view.is_mask_BW.sum(dim=1)
-        self.num_masks_Z[lanes_B] = torch.where(begins_B, num_masks_B, self.num_masks_Z[lanes_B])
+        begins_B, num_left_B = mine_B & (num_passes_B == 0), view.is_mask_BW.sum(dim=1)
+        num_masks_B = torch.where(begins_B, num_left_B, num_masks_B)
+        self.counts_Z4[lanes_B] = torch.stack((num_masks_B, num_passes_B, decoded_B, earlier_B), dim=1)
         if self._keeps_before:
             self._keep(lanes_B, new_B)
-        for flags_ZW in (self.frozen_ZW, self.processed_ZW):
-            flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B[:, None]
+        self.flags_2ZW[:, lanes_B] &= ~new_B[:, None]
         self.blocks.claim(view, new_B)
+        sum_B = num_masks_B - num_left_B
+        if of_request:
+            sum_B, num_passes_B = sum_B + decoded_B, num_passes_B + earlier_B
+        return (sum_B.double() / num_passes_B.clamp(min=1)).clamp(min=1.0)
 
     def _keep(self, lanes_B: Tensor, new_B: Tensor) -> None:
         """Of lanes whose block ends (`new_B`, bool), what is frozen in it."""
@@ -116,17 +119,6 @@ class Memory:
         is_same_BW = ids_BW == view.plan.token_ids_R[rows_BW.clamp(min=0)]
         return frozen_BW & is_same_BW & (in_work_B | is_before_B)[:, None] & (rows_BW >= 0)
 
-    def mean_decoded(self, view: PassView, *, of_request: bool) -> Tensor:
-        """Return the average number of tokens decoded per pass, fp64 [B], at least 1; 1 before the first
-        pass."""
-        lanes_B = view.plan.lanes_B
-        sum_B = self.num_masks_Z[lanes_B] - view.is_mask_BW.sum(dim=1)
-        count_B = self.num_passes_Z[lanes_B]
-        if of_request:
-            sum_B = sum_B + self.earlier_decoded_Z[lanes_B]
-            count_B = count_B + self.earlier_passes_Z[lanes_B]
-        return (sum_B.double() / count_B.clamp(min=1)).clamp(min=1.0)
-
 
 class FocusPass(RowsPass):
     """One pass over the blocks of `mine_B` (bool). `budget_B` int64: K of each sequence, once known.
@@ -139,9 +131,10 @@ class FocusPass(RowsPass):
         super().__init__(view)
         self._config, self._memory, self._mine_B, self._shifted = config, memory, mine_B, shifted
         self._is_published = config.rule == "published"
-        # Cloned by the index: `finish` changes the lanes.
-        self._is_prefill_B = mine_B & memory.is_new_Z[view.plan.lanes_B] & self._is_published
-        self._mean_decoded_B = memory.mean_decoded(view, of_request=config.mean == "request")
+        self._evicts_B = mine_B
+        if self._is_published:
+            self._evicts_B = mine_B & ~memory.is_new_Z[view.plan.lanes_B]
+        self._mean_decoded_B = memory.turn(view, mine_B, of_request=config.mean == "request")
         self._ids_BW = view.plan.token_ids_R[view.rows_BW.clamp(min=0)]
         self._first_BPW: Tensor | None = None
         self.budget_B: Tensor | None = None
@@ -186,8 +179,9 @@ class FocusPass(RowsPass):
         view, lanes_B, mine_B = self.view, self.view.plan.lanes_B, self._mine_B & ~self.view.waits_B
         mine_B1 = mine_B[:, None]
         self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
-        self._memory.num_passes_Z[lanes_B] += mine_B & ~self._is_prefill_B
-        self._memory.is_new_Z[lanes_B] &= ~mine_B
+        self._memory.counts_Z4[lanes_B, 1] += mine_B & self._evicts_B
+        if self._is_published:
+            self._memory.is_new_Z[lanes_B] &= ~mine_B
         if self._config.stability != "off":
             frozen_BW = ~view.is_mask_BW & mine_B1
             if self._config.stability == "neighbour":
@@ -220,7 +214,7 @@ class FocusPass(RowsPass):
         """The places that go on, by their importance in both layers."""
         view = self.view
         candidates = Candidates(
-            is_mine_B=self._mine_B & ~self._is_prefill_B,
+            is_mine_B=self._evicts_B,
             is_mask_BW=view.is_mask_BW,
             is_maskable_BW=view.active.is_maskable_BW,
             rows_BW=view.rows_BW,
@@ -305,6 +299,5 @@ class Focus(RowsAccelerator):
     def begin(self, view: PassView) -> FocusPass:
         """Rows are dropped of blocks that are fed whole and have masks."""
         mine_B = (view.rows_BW >= 0).all(dim=1) & view.is_mask_BW.any(dim=1)
-        self.memory.turn(view, mine_B)
         shifted = self.spec.logit_shift
         return FocusPass(view, self.config, self.memory, mine_B, shifted=shifted)

@@ -92,16 +92,12 @@ def plan_blocks(
 
 def without_dropped(plan: BlockPlan, dropped: DroppedRows) -> BlockPlan:
     """The plan with those wanted rows that the head has computed."""
-    wanted, origin_H = plan.wanted, dropped.origin_H
-    number_BW = wanted.number_BW
+    wanted, origin_H, number_BW = plan.wanted, dropped.origin_H, plan.wanted.number_BW
     number_BW = torch.where(number_BW >= 0, dropped.numbers_X[number_BW.clamp(min=0)], -1)
-    left = replace(
-        wanted,
-        rows_X=wanted.rows_X[origin_H],
-        places_X=wanted.places_X[origin_H],
-        lanes_X=wanted.lanes_X[origin_H],
-        number_BW=number_BW,
-    )
+    left = replace(wanted, number_BW=number_BW)
+    if origin_H is not None:
+        columns = {name: getattr(wanted, name)[origin_H] for name in ("rows_X", "places_X", "lanes_X")}
+        left = replace(left, **columns)
     return replace(plan, wanted=left, has_logits_BW=number_BW >= 0)
 
 

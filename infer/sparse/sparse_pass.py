@@ -119,18 +119,22 @@ class SparseKV:
         if active.is_exact:
             num_head = max(1, int(counts_X1[-1]))
         view.waits_B = view.waits_B | ((asked_B > 0) & (end_B > num_head))
-        origin_H = flagged(is_left_X, num_head)
-        origin_H = torch.where(origin_H < num_wanted, origin_H, 0)
+        origin_H, numbers_X, place_H = None, torch.arange(num_wanted, device=rows_X.device), place_X
+        if num_head < num_wanted:
+            origin_H = flagged(is_left_X, num_head)
+            origin_H = torch.where(origin_H < num_wanted, origin_H, 0)
+            numbers_X, place_H = counts_X1[:-1], place_X[origin_H]
+            is_left_X = is_left_X & (counts_X1[1:] <= num_head)
         dropped = DroppedRows(
             origin_H=origin_H,
-            numbers_X=torch.where(is_left_X & (counts_X1[1:] <= num_head), counts_X1[:-1], -1),
+            numbers_X=torch.where(is_left_X, numbers_X, -1),
             waits_B=view.waits_B,
             num_fed_B=self._num_fed_B,
             num_kept_B=self._asked_B,
             num_wanted_B=asked_B,
             num_fed=self._num_fed,
         )
-        return place_X[origin_H].clamp(min=0), dropped
+        return place_H.clamp(min=0), dropped
 
     def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
         """Go on with the rows that are kept, or must be, and find room among `capacity` rows (None: all do);

@@ -25,13 +25,13 @@ Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedRows:
     """What a pass that dropped rows tells the decoder. Row h of the head is wanted row `origin_H[h]` of the
-    plan; `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B` (bool): sequences
-    that found no room, of which nothing is decided. int64, by sequence, what each asked for (0: it waited
-    before): `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`: rows embedded,
-    with padding.
+    plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B`
+    (bool): sequences that found no room, of which nothing is decided. int64, by sequence, what each asked for
+    (0: it waited before): `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`: rows
+    embedded, with padding.
     """
 
-    origin_H: Tensor
+    origin_H: Tensor | None
     numbers_X: Tensor
     waits_B: Tensor
     num_fed_B: Tensor
