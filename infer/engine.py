@@ -93,19 +93,6 @@ class Engine:
         """The settings of this engine, with defaults resolved."""
         return self._parts.settings
 
-    @property
-    def exactness(self) -> Exactness:
-        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
-
-        A request with `tau` above 0 is lossy on any engine.
-        """
-        return "lossy" if self._parts.is_lossy else "exact"
-
-    @property
-    def max_length(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-        return self.table.max_length
-
     def generate(
         self,
         prompts: Iterable[Prompt],
@@ -184,6 +171,14 @@ class Engine:
         for request_id in request_ids:
             self.abort(request_id)
         self._events = [event for event in self._events if event.request_id not in request_ids]
+
+    @property
+    def exactness(self) -> Exactness:
+        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
+
+        A request with `tau` above 0 is lossy on any engine.
+        """
+        return "lossy" if self._parts.is_lossy else "exact"
 
     @property
     def has_work(self) -> bool:
