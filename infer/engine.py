@@ -96,19 +96,6 @@ class Engine:
         return self._parts.settings
 
     @property
-    def exactness(self) -> Exactness:
-        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
-
-        A request with `tau` above 0 is lossy on any engine.
-        """
-        return "lossy" if self._parts.is_lossy else "exact"
-
-    @property
-    def max_length(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-        return self.table.max_length
-
-    @property
     def row_counts(self) -> RowCounts:
         """What passes asked for and computed so far."""
         return self._rooms.counts
@@ -209,6 +196,14 @@ class Engine:
         for request_id in request_ids:
             self.abort(request_id)
         self._events = [event for event in self._events if event.request_id not in request_ids]
+
+    @property
+    def exactness(self) -> Exactness:
+        """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
+
+        A request with `tau` above 0 is lossy on any engine.
+        """
+        return "lossy" if self._parts.is_lossy else "exact"
 
     @property
     def has_work(self) -> bool:

@@ -78,7 +78,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         decoder_options=dataclasses.asdict(engine.decoder.config),
         settings=engine.settings.options(),
         exactness=engine.exactness,
-        max_length=engine.max_length,
+        max_length=engine.table.max_length,
         vocab_size=engine.model.spec.vocab_size,
         num_pages=engine.pool.num_pages,
         page_size=engine.pool.page_size,
