@@ -130,11 +130,13 @@ def rows_by_place(plan: StepPlan, active: ActiveBlocks) -> Tensor:
     """`PassView.rows_BW` of a plan's rows."""
     size, device = active.size, plan.slots_R.device
     num_places = len(active.starts_B) * size
+    rows_R = torch.arange(len(plan.slots_R), device=device)
     place_R = plan.slots_R - active.starts_B[plan.sequence_R]
+    is_mine_R = (place_R >= 0) & (rows_R < plan.cu_rows_B1[-1])
     # Rows of no block go to one more place, which is cut off.
-    target_R = torch.where(block_rows(plan, active), plan.sequence_R * size + place_R, num_places)
+    target_R = torch.where(is_mine_R, plan.sequence_R * size + place_R, num_places)
     rows_X = torch.full((num_places + 1,), PassView.NOT_FED, dtype=torch.int64, device=device)
-    rows_X.scatter_(0, target_R, torch.arange(len(target_R), device=device))
+    rows_X.scatter_(0, target_R, rows_R)
     return rows_X[:-1].view(-1, size)
 
 
