@@ -131,7 +131,9 @@ EDITS = {"threshold": 0.5, "edit_threshold": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("write", "options"), [(llada2, {}), (llada22, EDITS), (often_edited, EDITS)], ids=str
+    ("write", "options"),
+    [(llada2, {}), (llada22, EDITS), (often_edited, EDITS)],
+    ids=["llada2", "llada22", "often_edited"],
 )
 @pytest.mark.parametrize("way", [{"graphs": "off"}, {}, {"deterministic": True}], ids=str)
 def test_an_engine_gives_the_tokens_of_a_cpu(
