@@ -118,7 +118,8 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the front end is gone."""
         while self._inbox.is_open:
-            for message in self._inbox.take(waits=not self._engine.has_work):
+            is_busy = self._engine.has_work or self._engine.capture_missed()
+            for message in self._inbox.take(waits=not is_busy):
                 self._handle(message)
             if self._engine.has_work and self._inbox.is_open:
                 self._report(self._engine.step())

@@ -89,8 +89,9 @@ class AcceleratorStack:
             return None
         rows_BW = rows_by_place(plan, plan.active)
         is_fed_BW = rows_BW >= 0
-        is_mask_BW = torch.zeros_like(is_fed_BW)
-        if plan.is_mask_R is not None:
+        if plan.is_mask_R is None:
+            is_mask_BW = torch.zeros_like(is_fed_BW)
+        else:
             is_mask_BW = is_fed_BW & plan.is_mask_R[rows_BW.clamp(min=0)]
         is_working_B = is_fed_BW.any(dim=-1)
         view = PassView(

@@ -208,6 +208,9 @@ class _Shaking:
     def __call__(self, table: Any, batch: Any, plan: Any, wanted: WantedRows) -> Any:
         logits_XV = wanted.logits()
         state = [getattr(self._decoder.blocks, one.name) for one in dataclasses.fields(self._decoder.blocks)]
+        resizing = self._decoder._resizing
+        if resizing is not None:
+            state += [resizing.is_new_ZW, resizing.num_late_Z]
         # The last column takes what belongs nowhere.
         state += [table.tokens_ZL[:, :-1], table.num_known_Z, table.num_computed_Z, table.steps_Z]
         before = [tensor.clone() for tensor in state]

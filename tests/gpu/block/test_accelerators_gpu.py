@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.infer.accelerators import prefix
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.semantics import Semantics
 from tests.contracts.accelerators.cases import (
@@ -52,6 +53,22 @@ def test_sparse_answers_equal_those_of_a_cpu(tmp_path: Path, stack: tuple[str, .
     for way in ways:
         engine = build_engine(directory, "block", device="cuda", **settings, **way)
         assert engine.settings.graphs == way.get("graphs", "on")
+        found = engine.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("stack", [("mage",), STACKS[-1]], ids="+".join)
+def test_passes_that_copy_the_rows_of_blocks_answer_the_same(
+    tmp_path: Path, stack: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As passes with many rows of prompts do, here in graphs and in each pass."""
+    directory = checkpoint(tmp_path, shifted=False)
+    settings: dict[str, Any] = {**STRATEGY, "accelerators": thinly(stack), "page_size": 16}
+    expected = clear_answers(build_engine(directory, "block", **settings), PROMPTS, PARAMS)
+    monkeypatch.setattr(prefix, "KEPT_ROWS", 0)
+    for graphs in ("on", "off"):
+        engine = build_engine(directory, "block", device="cuda", graphs=graphs, **settings)
         found = engine.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
         assert_idle(engine)

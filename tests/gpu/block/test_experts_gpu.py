@@ -122,15 +122,29 @@ def test_a_graph_follows_the_choices_of_rows(num_rows: int) -> None:
         assert expected.isfinite().all()
 
 
-@pytest.mark.parametrize("write", [llada2, llada22])
+def often_edited(directory: Path) -> None:
+    """LLaDA2.2 whose rows often delete and split positions."""
+    llada22(directory, likely=(91, 92))
+
+
+EDITS = {"threshold": 0.5, "edit_threshold": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [(llada2, {}), (llada22, EDITS), (often_edited, EDITS)],
+    ids=["llada2", "llada22", "often_edited"],
+)
 @pytest.mark.parametrize("way", [{"graphs": "off"}, {}, {"deterministic": True}], ids=str)
-def test_an_engine_gives_the_tokens_of_a_cpu(tmp_path: Path, write: Any, way: dict[str, Any]) -> None:
-    """Graphs are on by default, and hold experts, chosen by row and by block."""
+def test_an_engine_gives_the_tokens_of_a_cpu(
+    tmp_path: Path, write: Any, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    """Graphs are on by default, and hold experts, chosen by row and by block, and edits."""
     write(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK, ignore_eos=True)
     prompts = [[(7 * place + 5 * number) % MASK for place in range(3 * number + 1)] for number in range(6)]
-    expected = clear_answers(build_engine(tmp_path, "block"), prompts, params)
-    engine = build_engine(tmp_path, "block", device="cuda", **way)
+    expected = clear_answers(build_engine(tmp_path, "block", **options), prompts, params)
+    engine = build_engine(tmp_path, "block", device="cuda", **options, **way)
     assert engine.settings.graphs == way.get("graphs", "on")
     found = engine.generate(prompts, params)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]

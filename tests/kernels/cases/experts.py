@@ -129,12 +129,14 @@ BLOCK_ROUTERS: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], .
 """(X, chosen, capacity, block size, score)."""
 
 
-def check_block_route(seed: int, device: str, dtype: torch.dtype, *, most_blocks: int) -> None:
+def check_block_route(
+    seed: int, device: str, dtype: torch.dtype, *, most_blocks: int, most_experts: int = 256
+) -> None:
     """Blocks of several sequences, of which the last may be short, then padding that holds NaN: choices are
     those of the reference, and a block alone gets the bits that it gets among others.
     """
-    dice = random.Random(seed)
-    num_experts, num_chosen, capacity, size, score = dice.choice(BLOCK_ROUTERS)
+    dice, routers = random.Random(seed), [one for one in BLOCK_ROUTERS if one[0] <= most_experts]
+    num_experts, num_chosen, capacity, size, score = dice.choice(routers)
     limits = {"num_chosen": num_chosen, "capacity": capacity, "block_size": size}
     routing = Routing(score=score, is_normalised=True, scaling=2.5, **limits)
     positions, blocks, spans = [], [], []
