@@ -17,7 +17,7 @@ from idlm.errors import UserError
 from idlm.log import rank
 from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
-from idlm.train.checkpoint.recut import RECUT_FOLDER, recut
+from idlm.train.checkpoint.recut import recut
 from idlm.train.checkpoint.resume import (
     RUN_FOLDER,
     choose_checkpoint,
@@ -189,8 +189,7 @@ def train(
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
-    if checkpoint is not None and checkpoint.parent.name == RECUT_FOLDER:
-        trainer.expect_recut()
+    trainer.expect_recut(checkpoint)
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:

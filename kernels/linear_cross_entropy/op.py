@@ -312,8 +312,8 @@ def _distilled_inplace(
     if draft_mV.is_cuda:
         from idlm.kernels.linear_cross_entropy.kernel import distilled_rows_inplace
 
-        kept = {"loss_M": loss_M, "nll_M": nll_M, "divergence": divergence, "share": share}
-        distilled_rows_inplace(draft_mV, verify_mV, labels_m, coefficients_m, **kept)
+        given = draft_mV, verify_mV, labels_m, coefficients_m
+        distilled_rows_inplace(*given, loss_M=loss_M, nll_M=nll_M, divergence=divergence, share=share)
         return
     both = (logits.to(nll_M.dtype).log_softmax(dim=-1) for logits in (draft_mV, verify_mV))
     log_q_mV, log_p_mV = both

@@ -26,7 +26,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import publish
-from idlm.train.checkpoint.recut import MendLoaded, remove_recut
+from idlm.train.checkpoint.recut import RECUT_FOLDER, MendLoaded, remove_recut
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
 from idlm.train.distributed.collectives import barrier, from_rank_zero, highest
 from idlm.train.distributed.deepspeed import local_part
@@ -44,11 +44,12 @@ class SavingTrainer(Trainer):
     watchdog: Watchdog | None = None
     _staging: str | None = None
 
-    def expect_recut(self) -> None:
-        """Let DeepSpeed continue from a checkpoint that `idlm.train.checkpoint.recut` has made."""
-        plugin = self.accelerator.state.deepspeed_plugin
-        plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
-        self.add_callback(MendLoaded())
+    def expect_recut(self, checkpoint: Path | None) -> None:
+        """Let DeepSpeed continue from `checkpoint` if `idlm.train.checkpoint.recut` has made it."""
+        if checkpoint is not None and checkpoint.parent.name == RECUT_FOLDER:
+            plugin = self.accelerator.state.deepspeed_plugin
+            plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+            self.add_callback(MendLoaded())
 
     def refuse_bad_weights(self) -> None:
         """Raise UserError IDLM-0503 on every rank when a weight of any rank is not finite. Collective."""

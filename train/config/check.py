@@ -255,7 +255,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
 
 def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
-    problems, owners = [], {}
+    problems: list[str] = []
+    owners: dict[Path, str] = {}
     places = [
         ("data" if not data.sources else f"data.sources[{i}]", one) for i, one in enumerate(data.parts())
     ]

@@ -74,11 +74,12 @@ def has_splits(source: str) -> bool:
 def open_source(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
     """Return the source of `data`, or its mixture of sources; this process tokenises what is not cached."""
     folder = data.cache_dir or str(Path(output_dir).absolute().parent / CACHE_FOLDER)
-    opened = [
+    opened: list[Any] = [
         SOURCES.get(one.source)(dataclasses.replace(one, cache_dir=folder), encoder) for one in data.parts()
     ]
     if not data.sources:
-        return opened[0]
+        source: Source = opened[0]
+        return source
     return MixedSource(opened, [one.weight for one in data.sources], seed=data.seed)
 
 

@@ -122,11 +122,12 @@ class IdlmTrainer(SavingTrainer):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """The learning rate of each step. DeepSpeed gives its own `optimizer`."""
-        if self.lr_scheduler is None:
+        made: torch.optim.lr_scheduler.LRScheduler | None = vars(self)["lr_scheduler"]
+        if made is None:
             chosen = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.rate_factor)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
+            made = torch.optim.lr_scheduler.LambdaLR(chosen, self.rate_factor)
+            self.lr_scheduler, self._created_lr_scheduler = made, True
+        return made
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The dataset is already in training order; a random order would undo curriculum and resume.

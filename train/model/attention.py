@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +59,13 @@ def register_attention() -> None:
     from transformers import AttentionInterface
 
     flash = functools.partial(flex_attention, backend="FLASH")
-    functions = (sdpa_attention, document_attention, split_attention, flex_attention, flash)
+    functions: list[Any] = [sdpa_attention, document_attention, split_attention, flex_attention, flash]
     for name, function in zip(ATTENTIONS, functions, strict=True):
         AttentionInterface.register(name, functools.partial(_attend, function))
 
 
 def _attend(
-    function: Any,
+    function: Callable[..., tuple[Tensor, None]],
     module: nn.Module,
     query_BNTH: Tensor,
     key_BKTH: Tensor,
@@ -76,12 +77,12 @@ def _attend(
 ) -> tuple[Tensor, None]:
     inputs = module, query_BNTH, key_BKTH, value_BKTH, attention_mask
     if clean_keys is None:
-        return function(*inputs, **further)  # type: ignore[no-any-return]
+        return function(*inputs, **further)
     return _attend_apart(function, clean_keys, *inputs, **further)
 
 
 def _attend_apart(
-    function: Any,
+    function: Callable[..., tuple[Tensor, None]],
     clean_keys: CleanKeys,
     module: nn.Module,
     query_BNTH: Tensor,
@@ -97,7 +98,7 @@ def _attend_apart(
     """
     if not clean_keys.is_filled:
         clean_keys.of_module[module] = key_BKTH, value_BKTH
-        return function(module, query_BNTH, key_BKTH, value_BKTH, attention_mask, **further)  # type: ignore[no-any-return]
+        return function(module, query_BNTH, key_BKTH, value_BKTH, attention_mask, **further)
     num_rows = query_BNTH.shape[2]
     key, value = clean_keys.of_module[module]
     query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))

@@ -104,8 +104,14 @@ class IntrospectiveConsistency(Objective):
             else:
                 assert not trains_clean, "the verifying distribution is a constant"
                 verify = hidden.detach().index_select(0, clean_M)
-                how = {"divergence": self.distill, "share": self.distill_share}
-                loss, nll = head.distilled(rows, verify, labels[index], per_row[: len(index)], **how)
+                loss, nll = head.distilled(
+                    rows,
+                    verify,
+                    labels[index],
+                    per_row[: len(index)],
+                    divergence=self.distill,
+                    share=self.distill_share,
+                )
             if want_overlap and not trains_clean:
                 clean_nll = head.nll(hidden.detach().index_select(0, clean_M), labels[clean_M])
                 nll = torch.cat([nll, clean_nll])

@@ -229,7 +229,7 @@ class InOnePass(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias) + update * InOnePass.is_mask[..., None]
 
 
-@pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents"])
+@pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_run_apart_have_the_values_and_gradients_of_one_pass(family: str, attention: str) -> None:
     batch = batch_of_two()
@@ -286,7 +286,6 @@ def test_one_compilation_serves_every_number_of_mask_rows() -> None:
         for name in ("gate_index", "noisy_index"):
             batch[name] = batch[name][: len(batch[name]) - 3 - number]
         gradients(model, batch, "noisy_index")
-    print("GRAPHS", first, torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == first
     torch._dynamo.reset()
 
