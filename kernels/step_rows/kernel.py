@@ -151,9 +151,11 @@ def commit_kernel(
     b = tl.program_id(0)
     lane, emitted = tl.load(lanes_B + b), tl.load(emitted_B + b)
     known = tl.load(known_Z + lane)
-    a = tl.arange(0, BLOCK_A)
-    token = tl.load(token_ids_BA + b * stride + a, mask=a < A, other=0)
-    tl.store(tokens_ZL + lane * L + known + a, token, mask=(a < emitted) & (a < A) & (known + a < L - 1))
+    num_tokens = tl.minimum(emitted, A)
+    for start in range(0, num_tokens, BLOCK_A):
+        a = start + tl.arange(0, BLOCK_A)
+        token = tl.load(token_ids_BA + b * stride + a, mask=a < num_tokens, other=0)
+        tl.store(tokens_ZL + lane * L + known + a, token, mask=(a < num_tokens) & (known + a < L - 1))
     if emitted > 0:
         tl.store(known_Z + lane, known + emitted)
         tl.store(steps_Z + lane, tl.load(steps_Z + lane) + 1)

@@ -10,6 +10,8 @@ from idlm.kernels.step_rows.kernel import commit_kernel, map_slots_kernel, pack_
 from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
 
 BLOCK = 32
+MAX_COMMITTED = 256
+"""Tokens that the one warp of a commit writes at a time; a canvas commits thousands."""
 
 
 def run_pack_rows(
@@ -110,6 +112,6 @@ def run_commit(
             token_ids_BA.stride(0),
             token_ids_BA.shape[1],
             lanes.tokens_ZL.shape[1],
-            BLOCK_A=triton.next_power_of_2(token_ids_BA.shape[1]),
+            BLOCK_A=min(MAX_COMMITTED, triton.next_power_of_2(token_ids_BA.shape[1])),
             num_warps=1,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.step_rows import Case
+from tests.kernels.cases.step_rows import Case, commit_many
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,3 +22,8 @@ def test_kernels_equal_plain_torch(hundred: int) -> None:
         expected, found = Case(seed, "cpu").run(), Case(seed, "cuda").run()
         for name, value in expected.items():
             assert torch.equal(found[name].cpu(), value), f"{seed=} {name}"
+
+
+def test_a_commit_of_many_tokens() -> None:
+    for found, expected in zip(commit_many("cuda"), commit_many("cpu"), strict=True):
+        assert torch.equal(found.cpu(), expected)

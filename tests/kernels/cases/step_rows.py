@@ -94,3 +94,29 @@ class Case:
             self.steps_Z,
         )
         return results | dict(zip(("known", "computed", "tokens", "steps"), known, strict=True))
+
+
+def commit_many(device: str) -> list[Tensor]:
+    """The state of lanes after commits of many tokens, of none, and of more than a lane holds."""
+    num_tokens, length = 600, 700
+    known_Z = torch.tensor([50, 0, 300, 7], device=device)
+    steps_Z, computed_Z = torch.zeros_like(known_Z), torch.zeros_like(known_Z)
+    tokens_ZL = torch.zeros(4, length + 1, dtype=torch.int64, device=device)
+    lanes = Lanes(
+        num_known_Z=known_Z,
+        num_computed_Z=computed_Z,
+        ends_Z=known_Z + num_tokens,
+        tokens_ZL=tokens_ZL,
+        draft_buffer_Z=None,
+        drafts_ZJ=None,
+    )
+    lanes_B = torch.tensor([2, 0, 1], device=device)
+    commit(
+        lanes,
+        steps_Z,
+        lanes_B=lanes_B,
+        token_ids_BA=torch.arange(1, 3 * num_tokens + 1, device=device).view(3, num_tokens),
+        num_emitted_B=torch.tensor([num_tokens, num_tokens, 0], device=device),
+        num_computed_B=torch.tensor([5, 0, 0], device=device),
+    )
+    return [known_Z, computed_Z, tokens_ZL[:, :-1], steps_Z]
