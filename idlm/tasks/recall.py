@@ -5,10 +5,10 @@ key. The rest of the context is filler without keys. With as many records as are
 retrieval, with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
 
 What makes it learnable in minutes: a record is one token. Attention from a key to it has a gradient from the
-start. Where a key and its value are two tokens, one layer must join them before another gains from looking the
-key up: a GPU run of 158M tokens ended with guesses, while a model of three layers of width 64 finds 99 % after
-2.7M tokens. An answer's keys stand as far from their questions as all others of a level do; many keys are asked
-at once, some twice where there are fewer records; `ramp` begins with short contexts of few records.
+start. Where a key and its value are two tokens, one layer must join them before another gains from looking
+the key up: a GPU run of 158M tokens ended with guesses, while a model of three layers of width 64 finds 99 %
+after 2.7M tokens. An answer's keys stand as far from their questions as all others of a level do; many keys
+are asked at once, some twice where there are fewer records; `ramp` begins with short contexts of few records.
 """
 
 from __future__ import annotations
