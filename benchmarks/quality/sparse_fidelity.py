@@ -1,7 +1,7 @@
 """How faithful sparse attention is on a model that was trained for long contexts, not on random weights.
 
     idlm-train recipe=tiny_recall_base; idlm-train recipe=tiny_recall_block
-    python -m benchmarks.sparse_fidelity [contexts=2048,4096,8192] [records=96] [record=true]
+    python -m benchmarks.sparse_fidelity [contexts=2048,4096,8192] [records=48] [record=true]
 
 Sets: with exact attention in every pass, how much of each pass's per-block oracle set an arm's set has
 (`oracle_recall`; of MAGE along the passes, also in the AR base of the model), and of each row's own set
@@ -42,7 +42,7 @@ OPTIONS = {
     "base": "outputs/tiny_recall_base",
     "level": "long",
     "contexts": "2048,4096,8192",
-    "records": "96",
+    "records": "48",
     "parts": "4,8",
     "steps": "16",
     "exact_layers": "2",
@@ -122,7 +122,7 @@ def _plan(options: dict[str, str]) -> Plan:
         raise UserError(
             "IDLM-0107",
             f"{', '.join((*lists, *numbers))} are whole numbers: {error}",
-            fix="contexts=2048,8192 parts=4,8 records=96",
+            fix="contexts=2048,8192 parts=4,8 records=48",
         ) from error
 
 

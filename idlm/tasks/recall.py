@@ -1,12 +1,14 @@
-"""Needles in filler: " Lea finds shells. ba q. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
+"""Needles in filler: " Lea finds shells. baq. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
 
-A record is a key and its value; `asked` of the records are asked for, and each answer repeats its key. The
-rest of the context is filler without keys. With as many records as are asked the task is needle retrieval,
-with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
+A record is a word of a key and its value; `asked` of the records are asked for, and each answer repeats its
+key. The rest of the context is filler without keys. With as many records as are asked the task is needle
+retrieval, with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
 
-What makes it learnable in minutes: keys and values are one token each and stand side by side; an answer's
-keys stand as far from their questions as all others of a level do; many keys are asked at once, some twice
-where there are fewer records; `ramp` begins with short contexts of few records.
+What makes it learnable in minutes: a record is one token. Attention from a key to it has a gradient from the
+start. Where a key and its value are two tokens, one layer must join them before another gains from looking
+the key up: a GPU run of 158M tokens ended with guesses, while a model of three layers of width 64 finds 99 %
+after 2.7M tokens. An answer's keys stand as far from their questions as all others of a level do; many keys
+are asked at once, some twice where there are fewer records; `ramp` begins with short contexts of few records.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ from idlm.tasks.base import Split, TaskSample, Verdict
 from idlm.tasks.recall_check import check_recall
 from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names, skeleton, split_of_skeleton
 
-KEYS = tuple(consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou")
-VALUES = tuple("abcdefghijklmnopqrstuvwxyz")
+VALUES = tuple("bdfgklmnprstvwxz")
+KEYS = tuple(consonant + vowel for consonant in VALUES for vowel in "aeio")
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam")
 VERBS = ("finds", "sells", "buys", "drops", "gets", "uses")
 ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens")
 LEXICON = Lexicon(entities=frozenset(KEYS))
 
 _FILLER = tuple(f" {name} {verb} {item}." for name in NAMES for verb in VERBS for item in ITEMS)
+_FIND_RECORDS = re.compile(r" ([a-z]{2})([a-z])\.")
 _FIND_FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
-_FILLER_TOKENS, _RECORD_TOKENS, _QUESTION_TOKENS, _FRAME_TOKENS = 4, 3, 2, 2
-"""Tokens of one part of each kind; the frame is the first token and the separator before the answer."""
+_FILLER_TOKENS, _RECORD_TOKENS, _QUESTION_TOKENS, _FRAME_TOKENS = 4, 2, 2, 14
+"""Tokens of one part of each kind; the frame is the first token, the separator before the answer, and three
+sentences, which are enough to give a context any length."""
 _STEPS_OF_RAMP = 8
 
 
@@ -78,7 +82,7 @@ class Config:
 
 LEVELS = {
     "tiny": Config(),
-    "long": Config(max_context=8192, max_records=96, asked=14),
+    "long": Config(max_context=8192, max_records=64, asked=14),
 }
 
 
@@ -142,19 +146,20 @@ class Recall(GeneratedTask[Records]):
 
     def split_of(self, prompt: str) -> Split:
         """Return the split of a prompt, whatever keys and filler it uses."""
-        return split_of_skeleton(skeleton(_FIND_FILLER.sub("", prompt), self.LEXICON))
+        records = _FIND_FILLER.sub("", prompt)
+        return split_of_skeleton(skeleton(_FIND_RECORDS.sub(r" \1 \2.", records), self.LEXICON))
 
     def write(self, problem: Records, random: Callable[[], float]) -> TaskSample:
         """Choose keys, filler, and places of the records in it."""
         keys = draw_names(KEYS, len(problem.values), random)
-        num_tokens = problem.context - _FRAME_TOKENS - _QUESTION_TOKENS * len(problem.asked)
+        num_tokens = problem.context - 2 - _QUESTION_TOKENS * len(problem.asked)
         num, rest = divmod(num_tokens - _RECORD_TOKENS * len(keys), _FILLER_TOKENS)
         parts = [_FILLER[int(random() * len(_FILLER))] for _ in range(num)]
         # One more word in some sentences gives the context its exact length.
         parts[:rest] = [re.sub(r"^( \w+)", r"\1 now", part) for part in parts[:rest]]
         places = sorted(int(random() * (num + 1)) for _ in keys)
         for idx in reversed(range(len(keys))):
-            parts.insert(places[idx], f" {keys[idx]} {problem.values[idx]}.")
+            parts.insert(places[idx], f" {keys[idx]}{problem.values[idx]}.")
         pairs = "".join(f" {keys[idx]} {problem.values[idx]}" for idx in problem.asked)
         question = _question([keys[idx] for idx in problem.asked])
         return TaskSample(prompt="".join(parts) + question, response=f":{pairs}.")
@@ -166,5 +171,5 @@ class Recall(GeneratedTask[Records]):
     @staticmethod
     def surface_texts() -> Iterator[str]:
         """Yield texts that contain every word of the task in every position."""
-        yield from (f": {key} {value}.? {NAMES[0]} now" for key in KEYS for value in VALUES)
+        yield from (f": {key} {value} {key}{value}.? {NAMES[0]} now" for key in KEYS for value in VALUES)
         yield from _FILLER

@@ -7,7 +7,7 @@ import re
 
 from idlm.tasks.base import UnreadablePromptError, Verdict, judge
 
-_RECORD = re.compile(r" ([a-z]+) ([a-z])\.")
+_RECORD = re.compile(r" ([a-z]+)([a-z])\.")
 _FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
 _QUESTION = re.compile(r" ([a-z]+)\?")
 

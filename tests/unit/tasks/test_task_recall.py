@@ -37,7 +37,7 @@ def test_every_single_slip_is_rejected():
 
 
 def test_needles_are_looked_up_whatever_is_around_them():
-    prompt = " Lea now finds shells. ba q. Tom sells nuts. du x. ka q. du? ba?"
+    prompt = " Lea now finds shells. baq. Tom sells nuts. dux. kaq. du? ba?"
     assert asked_pairs(prompt) == [("du", "x"), ("ba", "q")]
     assert check_recall(prompt, ": du x ba q.").correct
     wrong = check_recall(prompt, ": du q ba q.")
@@ -45,7 +45,7 @@ def test_needles_are_looked_up_whatever_is_around_them():
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", " ba q.", " ba q. ba x. ba?", " ba q. du?", " ba q. ba? du x.", " ba q. Lea finds. ba?"]
+    "prompt", ["", " baq.", " baq. bax. ba?", " baq. du?", " baq. ba? dux.", " baq. Lea finds. ba?"]
 )
 def test_prompt_without_an_answer_is_no_success(prompt):
     verdict = check_recall(prompt, ": ba q.")
@@ -53,10 +53,10 @@ def test_prompt_without_an_answer_is_no_success(prompt):
 
 
 def test_checker_catches_a_planted_generator_fault(monkeypatch):
-    monkeypatch.setattr(recall, "VALUES", ("q", "x"))
+    monkeypatch.setattr(recall, "VALUES", ("d", "x"))
     task = TASKS.get("recall")(level="tiny")
     samples = [task.sample(index, "train") for index in range(20)]
-    swapped = [one.response.translate(str.maketrans("qx", "xq")) for one in samples]
+    swapped = [one.response.translate(str.maketrans("dx", "xd")) for one in samples]
     assert not any(task.check(one.prompt, text).correct for one, text in zip(samples, swapped, strict=True))
 
 
@@ -79,7 +79,7 @@ def test_the_split_depends_on_neither_keys_nor_filler():
         for index in range(8):
             prompt = task.sample(index, split).prompt
             assert task.split_of(prompt) == split
-            renamed = re.sub(r"[a-z]+", lambda match: other.get(match.group(), match.group()), prompt)
+            renamed = re.sub(r" ([a-z]{2})(?=[a-z]?[.?])", lambda match: f" {other[match.group(1)]}", prompt)
             assert renamed != prompt and task.split_of(renamed) == split
             assert task.split_of(f" Ben gets pens.{prompt}") == split
 
@@ -98,7 +98,7 @@ def test_limits_rise_with_the_samples_of_train():
 
 @pytest.mark.parametrize(
     ("knobs", "named"),
-    [({"min_records": 0}, "min_records"), ({"max_records": 101}, "100"), ({"asked": 40}, "min_context")],
+    [({"min_records": 0}, "min_records"), ({"max_records": 65}, "64"), ({"asked": 40}, "min_context")],
 )
 def test_bad_configuration_is_refused(knobs, named):
     with pytest.raises(UserError, match=named) as caught:
