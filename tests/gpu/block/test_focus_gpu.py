@@ -48,7 +48,7 @@ def test_tokens_equal_those_of_a_cpu(
 WAYS: list[dict[str, Any]] = [
     {"graphs": "off"},
     {},
-    {"num_inflight_steps": 4, "max_num_seqs": 4, "num_pages": 26},
+    {"num_inflight_steps": 4, "max_num_seqs": 4, "num_pages": 12},
 ]
 
 
