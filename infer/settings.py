@@ -58,9 +58,9 @@ class EngineSettings:
         "on: steps of static shape, in CUDA graphs on a GPU; auto is on where there is a GPU", "auto"
     )
     warmup: Literal["auto", "full", "off"] = option(
-        "auto: capture CUDA graphs before the first request, for 20 s at most; full: all of them; off: each "
-        "when it is first needed",
-        "auto",
+        "off: capture each CUDA graph when it is first needed; auto: before the first request, for 20 s at "
+        "most; full: all of them",
+        "off",
     )
     attention: str = option("back end of paged attention", "auto")
     deterministic: bool = option(

@@ -41,9 +41,6 @@ def generate(arguments: list[str]) -> int:
         return answer_batch(config, engine_arguments)
     [prompt] = config.prompt
     check_text("prompt", prompt)
-    if engine_arguments.settings["warmup"] == "auto":
-        # A single answer needs few of the shapes that a warm-up captures.
-        engine_arguments.settings["warmup"] = "off"
     engine = engine_arguments.load(is_shown=config.stats)
     require_tokenizer(engine.tokenizer, "text")
     print_stream(engine, prompt, config.sampling, has_stats=config.stats)
