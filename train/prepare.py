@@ -103,7 +103,7 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
         from idlm.tasks.tokenizer import save_tokenizer
 
         with tempfile.TemporaryDirectory() as temporary:
-            save_tokenizer(Path(temporary))
+            save_tokenizer(Path(temporary), config.data.task)
             return load_tokenizer(temporary)
     directory = Path(config.model.tokenizer or config.model.path or "")
     tokenizer = load_tokenizer(directory)

@@ -114,10 +114,8 @@ def _plan(options: dict[str, str]) -> Plan:
     lists = ("contexts", "parts")
     numbers = ("records", "steps", "exact_layers", "num", "sets_num", "sets_context")
     try:
-        return Plan(
-            **{name: [int(one) for one in options[name].split(",")] for name in lists},
-            **{name: int(options[name]) for name in numbers},
-        )
+        chosen: dict[str, Any] = {name: [int(one) for one in options[name].split(",")] for name in lists}
+        return Plan(**chosen, **{name: int(options[name]) for name in numbers})
     except ValueError as error:
         raise UserError(
             "IDLM-0107",
@@ -240,8 +238,8 @@ def answer_rows(answers: Sequence[Answers], plan: Plan) -> list[dict[str, Any]]:
     rows = []
     exact = {each.context: each for each in answers if each.arm == EXACT}
     for each in answers:
-        part = "1" if each.part is None else f"1/{each.part}"
-        case = {"arm": each.arm, "k": part, "context": each.context}
+        share = "1" if each.part is None else f"1/{each.part}"
+        case = {"arm": each.arm, "k": share, "context": each.context}
         is_paper = each.context == 8192 and each.part in (None, 8)
         paper = PAPER_NEEDLES[each.arm] if is_paper else None
         rows.append(_row("needle_accuracy", case, each.needles, paper))

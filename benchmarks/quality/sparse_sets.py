@@ -95,8 +95,9 @@ def _layer(
     keys, values = k_RKH, v_RKH
     if before is not None:
         keys, values = torch.cat([before[0], keys]), torch.cat([before[1], values])
+    query, key, value = (x.transpose(0, 1)[None] for x in (q_RNH, keys, values))
     mixed_NRH = functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q_RNH, keys, values)), attn_mask=sees_RP, enable_gqa=True
+        query, key, value, attn_mask=sees_RP, enable_gqa=True
     )[0]
     hidden_RD = hidden_RD + attention.o_proj(mixed_NRH.transpose(0, 1).flatten(1))
     out_RD: Tensor = hidden_RD + layer.mlp(layer.post_attention_layernorm(hidden_RD))

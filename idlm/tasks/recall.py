@@ -100,6 +100,7 @@ class Recall(GeneratedTask[Records]):
     """See `Config` for the knobs and `LEVELS` for presets."""
 
     name: ClassVar[str] = "recall"
+    shares_vocabulary: ClassVar[bool] = False
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     LEXICON: ClassVar[Lexicon] = LEXICON
     config: Config

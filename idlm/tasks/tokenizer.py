@@ -27,20 +27,26 @@ _PIECE = r" ?[A-Za-z]+|[0-9]|####|\n\n|\n| |[^A-Za-z0-9 \n]"
 _FIND_PIECES = re.compile(_PIECE).findall
 
 
-def vocabulary() -> dict[str, int]:
-    """Return piece -> id: the specials, then every piece of every registered task in sorted order."""
+def vocabulary(task: str | None = None) -> dict[str, int]:
+    """Return piece -> id: the specials, then in sorted order every piece of the tasks that share a
+    vocabulary, or of `task` if it does not.
+    """
+    shared = [name for name in TASKS.names() if TASKS.get(name).shares_vocabulary]
     pieces = set("0123456789 \n") | {SEPARATOR}
-    for name in TASKS.names():
+    for name in shared if task is None or task in shared else [task]:
         for text in TASKS.get(name).surface_texts():
             pieces.update(_FIND_PIECES(text))
     return {piece: idx for idx, piece in enumerate((*SPECIALS, *sorted(pieces)))}
 
 
-def build_tokenizer() -> Any:
-    """Return a `tokenizers.Tokenizer`; plain encoding prepends `<bos>`, the chat template writes its own."""
+def build_tokenizer(task: str | None = None) -> Any:
+    """Return a `tokenizers.Tokenizer`; plain encoding prepends `<bos>`, the chat template writes its own.
+
+    `task`: as in `vocabulary`.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    vocab = vocabulary()
+    vocab = vocabulary(task)
     tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -53,9 +59,9 @@ def build_tokenizer() -> Any:
     return tokenizer
 
 
-def save_tokenizer(directory: Path) -> int:
+def save_tokenizer(directory: Path, task: str | None = None) -> int:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory`; return the number of ids."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(task)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A block-diffusion checkpoint of random weights with the tasks' tokenizer."""
     directory = tmp_path_factory.mktemp("model")
-    num_ids = save_tokenizer(directory)
+    num_ids = save_tokenizer(directory, "recall")
     write_toy_checkpoint(directory, vocab_size=num_ids + 1, num_layers=3)
     Semantics(
         causality="block", logit_shift=False, block_size=SIZE, mask_token_id=num_ids, stop_token_ids=(2,)

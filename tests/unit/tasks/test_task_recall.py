@@ -63,7 +63,7 @@ def test_checker_catches_a_planted_generator_fault(monkeypatch):
 @pytest.mark.parametrize("context", [128, 1000, 1025, 1026, 1027, 2048])
 def test_a_context_has_its_exact_length(context):
     task = TASKS.get("recall")(level="long", min_context=context, max_context=context, min_records=14)
-    encoder = TaskEncoder(vocabulary())
+    encoder = TaskEncoder(vocabulary("recall"))
     for index in range(4):
         sample = task.sample(index, "train")
         prompt_ids, response_ids = encoder.encode_sample(sample)
