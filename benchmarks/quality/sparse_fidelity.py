@@ -115,7 +115,7 @@ def _plan(options: dict[str, str]) -> Plan:
     numbers = ("records", "steps", "exact_layers", "num", "sets_num", "sets_context")
     try:
         chosen: dict[str, Any] = {name: [int(one) for one in options[name].split(",")] for name in lists}
-        return Plan(**chosen, **{name: int(options[name]) for name in numbers})
+        return Plan(**chosen | {name: int(options[name]) for name in numbers})
     except ValueError as error:
         raise UserError(
             "IDLM-0107",

@@ -31,7 +31,7 @@ class ModelConfig:
         "model_type and fields of a new transformers model, used when path is null", {}
     )
     tokenizer: str | None = option(
-        "tokenizer directory; null: that of path; `task`: the tokenizer of the generated tasks, or data.task's own",
+        "tokenizer directory; null: that of path; `task`: that of the generated tasks, or data.task's own",
         None,
     )
     dtype: str = option("parameter dtype while training: float32 or bfloat16", "float32")
