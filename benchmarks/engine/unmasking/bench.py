@@ -10,6 +10,7 @@ from benchmarks.engine.decoding.arms import free_memory
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.sparse_harness import largest_batch
 from benchmarks.engine.unmasking.harness import (
+    MAX_WARM_ROUNDS,
     WARM_UP_BLOCKS,
     EvictionArm,
     SteadyTrace,
@@ -56,7 +57,7 @@ class Bench:
 
     def load(self, batch: int) -> Load:
         """The load of a cell, with room for the tokens of all rounds."""
-        num_passes = int(self.options["rounds"]) * self.passes(batch)
+        num_passes = (MAX_WARM_ROUNDS + int(self.options["rounds"])) * self.passes(batch)
         num_tokens = TOKENS_A_PASS * num_passes + 4 * self.trace.block_size
         return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
 

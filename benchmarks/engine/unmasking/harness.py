@@ -34,6 +34,8 @@ NO_EVICTION = 1e9
 RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
 WARM_UP_BLOCKS = 2
+MAX_WARM_ROUNDS = 3
+"""Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
 """Share of lanes."""
 GATE_PASSES = 2
@@ -172,6 +174,12 @@ class SteadyTrace(SteadyBlocks):
         found = Window(batch=self.load.concurrency)
         with self.toggled():
             self.warm_up()
+            for _ in range(MAX_WARM_ROUNDS):
+                captured = self.num_captured
+                self.run_passes(num_passes)
+                self.drain()
+                if self.num_captured == captured:
+                    break
             before, counts = self._places(), row_counts_of(self.engine)
             captured = self.num_captured
             for _ in range(rounds):
