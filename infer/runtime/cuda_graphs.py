@@ -50,14 +50,10 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (two passes of launches, and the graph's creation).
 """
 TIMED_REPLAYS = 3
-BLOCK_SLACK = 1.25
-"""Passes with blocks may have so many times their rows in a captured shape. They have never been measured
-without graphs.
+BLOCK_SLACK, ROOM_SLACK = 1.25, 1.06
+"""Passes with blocks may have so many times their rows in a captured shape: they have never been measured
+without graphs. Where rows are dropped their number changes slowly, so a graph that fits is soon there.
 """
-ROOM_SLACK = 1.06
-"""The same where rows are dropped: their number changes slowly, so a graph that fits is soon there."""
-
-
 CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
 """Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
 and block size the values that passes take, first the one that fits all (None), for graphs to be captured
@@ -207,8 +203,8 @@ class StaticStep:
         """The captured shape with the fewest rows that such passes should run in."""
         if shape in self._graphs or not self.is_warm:
             return shape if shape in self._graphs else None
-        slack = 1.0 if self._step.decoder.kv_policy.block_size == 1 else BLOCK_SLACK
-        slack = slack if shape.room is None else ROOM_SLACK
+        has_blocks = self._step.decoder.kv_policy.block_size > 1
+        slack = ROOM_SLACK if shape.room is not None else BLOCK_SLACK if has_blocks else 1.0
         most = max(self.eager_rows, slack * shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
 

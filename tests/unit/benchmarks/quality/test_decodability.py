@@ -20,7 +20,7 @@ from idlm.infer.cli.evaluate import Evaluation, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 
-BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
+BASE = Path(__file__).parents[4] / "recipes/assets/tiny_ar"
 SIZE = 8
 
 

@@ -15,7 +15,7 @@ from idlm.infer.cli.evaluate import Evaluation
 from idlm.semantics import Semantics
 from tests.block_reference import SlowBlocks
 
-BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
+BASE = Path(__file__).parents[4] / "recipes/assets/tiny_ar"
 
 
 def result_of(marks: str, threshold: float | None = None) -> Result:

@@ -13,7 +13,7 @@ from benchmarks.results import read_rows
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 
-BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
+BASE = Path(__file__).parents[4] / "recipes/assets/tiny_ar"
 
 
 def test_arms_are_orders_by_blocks_and_only_probabilities_have_thresholds() -> None:
