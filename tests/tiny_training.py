@@ -58,8 +58,9 @@ def tiny_config(family: str) -> dict[str, Any]:
     return config | ({"head_dim": 16} if family == "qwen3" else {})
 
 
-def tiny_model(family: str, attention: str = "idlm_sdpa") -> Any:
-    return create_base(tiny_config(family), attention=attention, dtype=torch.float32, seed=0).eval()
+def tiny_model(family: str, attention: str = "idlm_sdpa", **fields: Any) -> Any:
+    config = tiny_config(family) | fields
+    return create_base(config, attention=attention, dtype=torch.float32, seed=0).eval()
 
 
 def tiny_objective(mask_region: str = "response") -> IntrospectiveConsistency:

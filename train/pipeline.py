@@ -108,7 +108,10 @@ def _run(
     from_rank_zero(lambda: check_disk(config, prepared.model, prepared.curriculum))
     from_rank_zero(lambda: store_config(config))
     run, is_continued = Path(config.output_dir) / RUN_FOLDER, checkpoint is not None
-    from_rank_zero(lambda: remember_data(run, prepared.dataset.source, is_continued=is_continued))
+    row_rule = prepared.objective.row_rule
+    from_rank_zero(
+        lambda: remember_data(run, prepared.dataset.source, row_rule=row_rule, is_continued=is_continued)
+    )
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
     received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
     watchdog.move("finish", last_step)

@@ -272,13 +272,20 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
     return _open(data, encoder, output_dir=config.output_dir)
 
 
-def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
-    """Store which data a run has in its folder; UserError IDLM-0235 where a resumed run has other data, with
-    which it would see some samples twice and others never.
+def remember_data(run: Path, source: Source, *, row_rule: str = "1", is_continued: bool) -> None:
+    """Store which data a run has in its folder, and how its rows are counted (`Objective.row_rule`);
+    UserError IDLM-0235 where a resumed run has other data or rows, with which it would see some samples twice
+    and others never.
     """
     if isinstance(source, CountedSource):
-        now = {"digest": source.digest(), "num_samples": source.num_samples}
-        before = _remembered(run / DATA_FILE, now, is_continued=is_continued)
+        now = {"digest": source.digest(), "num_samples": source.num_samples, "row_rule": row_rule}
+        before = {"row_rule": "1"} | _remembered(run / DATA_FILE, now, is_continued=is_continued)
+        if before["row_rule"] != row_rule:
+            raise UserError(
+                "IDLM-0235",
+                f"the run in {run} was packed by another version, which counted rows of samples otherwise",
+                fix="continue it with that version, or start a new run: another output_dir, or resume=never",
+            )
         if before != now:
             raise UserError(
                 "IDLM-0235",

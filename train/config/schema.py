@@ -90,7 +90,7 @@ class LoopConfig:
     )
     distill_share: float = option("share of distillation in the loss, labels have the rest; 1: alone", 1.0)
     max_clean_weight: float | None = option(
-        "bound of a balanced clean weight (clean_weight=auto); null: none", 10.0
+        "bound of a balanced clean weight (clean_weight=auto); null: none, as in the paper", None
     )
     batch_size: int = option("packed rows per device and micro-batch", 1)
     accumulation: int = option("micro-batches per optimizer step", 1)

@@ -79,7 +79,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
 
     Adds indices into the flattened B*T rows, found here so that no device waits for them: `noisy_index` and
     `clean_index` (supervised rows of either half), `open_index` (supervised noisy rows that show their token,
-    in neither of those), `gate_index` (all noisy rows, for a gated adapter). Adds `item_ids` [B], `fed` [6]
+    in neither of those), `gate_index` (all MASK rows, for an adapter). Adds `item_ids` [B], `fed` [6]
     (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the document tokens of the
     micro-batch.
     """
@@ -91,7 +91,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     arrays["noisy_index"] = np.flatnonzero(supervised & arrays["is_noisy"] & ~is_open)
     arrays["open_index"] = np.flatnonzero(is_open)
     arrays["clean_index"] = np.flatnonzero(supervised & ~arrays["is_noisy"])
-    arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"])
+    arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"] & (arrays["mask_rates"] > 0))
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
     is_real = arrays["doc_ids"] != PADDING_DOC
     # Documents of an objective without clean rows consist of noisy rows.

@@ -179,6 +179,13 @@ def add_adapter(
             model.set_submodule(name, GatedLinear(linear, gate if is_gated else None, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
+        if not is_gated and head is not None and head.weight is embedding.weight:
+            raise UserError(
+                "IDLM-0530",
+                "the base has no usable row for the mask token, and a trained one, merged into the input "
+                "embedding, would change the output head, which is tied to it",
+                fix="set model.mask_token_id to an unused token whose embedding is not zero",
+            )
         if type(embedding) is not nn.Embedding:
             raise UserError(
                 "IDLM-0530",

@@ -4,8 +4,8 @@
     L_mask  = mean of -log p(x_{i+1}) over noisy rows, which see masks of their block and clean rows
     L_clean = mean of -log p(x_{i+1}) over supervised clean rows, as in next-token training
     s       = `clean_weight` of the stage, or balanced ("auto"): stop_gradient(L_mask / L_clean), at most
-              `max_clean_weight`. The paper has no bound: at the first step of a base that is not converted
-              yet s was 630, and L_mask counted for nothing.
+              `max_clean_weight`. The paper has no bound, nor has the default; at the first step of an
+              unconverted base s was 630, and L_mask counted for nothing.
 
 `rows` makes both halves, `terms` the sums of both losses, `weights` (1, s). The means, also those in s, are
 over all rows of an optimizer step: all ranks and micro-batches.

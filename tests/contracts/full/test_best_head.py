@@ -140,8 +140,8 @@ def test_greedy_warm_and_truncated_requests_share_passes(
     assert {params.temperature for params, _, _ in cases} == {0.0, 0.7, 1.0}
     shapes, shape_of = [], cuda_graphs.shape_of
 
-    def recorded(*args: Any) -> cuda_graphs.PassShape:
-        shapes.append(shape_of(*args))
+    def recorded(*args: Any, **options: Any) -> cuda_graphs.PassShape:
+        shapes.append(shape_of(*args, **options))
         return shapes[-1]
 
     monkeypatch.setattr(cuda_graphs, "shape_of", recorded)

@@ -70,5 +70,5 @@ def test_what_block_diffusion_has_not_is_refused(tmp_path: Path, capsys: pytest.
     }
     assert cli.main(arguments(tmp_path / "out", **wrong)) == 2
     told = " ".join(capsys.readouterr().err.split())
-    for expected in ("has no clean loss", "takes no adapter"):
+    for expected in ("has no clean loss", "takes no gated adapter"):
         assert expected in told

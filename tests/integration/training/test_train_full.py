@@ -73,7 +73,7 @@ def test_what_full_diffusion_has_not_is_refused(tmp_path: Path, capsys: pytest.C
     wrong = {"train.stages": "[{stride: 4, steps: 2}]", "adapter": "{rank: 4}", "train.max_padding": -1}
     assert cli.main(arguments(tmp_path / "out", **wrong)) == 2
     told = " ".join(capsys.readouterr().err.split())
-    for expected in ("has no strides", "takes no adapter", "train.max_padding=-1 must be at least 0"):
+    for expected in ("has no strides", "takes no gated adapter", "train.max_padding=-1 must be at least 0"):
         assert expected in told
     assert cli.main(arguments(tmp_path / "out", objective="ar")) == 2
     assert "the objective does not pad answers" in " ".join(capsys.readouterr().err.split())

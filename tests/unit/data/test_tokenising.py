@@ -20,10 +20,10 @@ from idlm.train.config.check import data_problems
 from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import LoopConfig
 from idlm.train.data import build, cache
-from idlm.train.data import open as opening
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource, pack
 from idlm.train.data.layout import Sample
+from idlm.train.distributed import waiting
 from idlm.train.loop.liveness import note_progress, progress_count
 from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
 
@@ -296,12 +296,12 @@ def test_a_rank_that_waits_for_tokenising_makes_progress_as_long_as_that_does(
 
     def highest(value: int) -> int:
         assert value == 0, "a rank that waits reports no work of its own"
-        clock.now += opening.SECONDS_BETWEEN_SIGNS
+        clock.now += waiting.SECONDS_BETWEEN_SIGNS
         seen.append(judged(watchdog))
         return next(counts)
 
-    monkeypatch.setattr(opening, "highest", highest)
-    opening._while_others_wait(None)
+    monkeypatch.setattr(waiting, "highest", highest)
+    waiting.while_others_wait(None)
     assert any(seen) is is_hanging
 
 
@@ -318,10 +318,10 @@ def test_a_rank_that_tokenises_reports_its_progress(monkeypatch: pytest.MonkeyPa
         while len(seen) < 2:
             note_progress()
 
-    monkeypatch.setattr(opening, "highest", highest)
-    monkeypatch.setattr(opening, "SECONDS_BETWEEN_SIGNS", 0.001)
+    monkeypatch.setattr(waiting, "highest", highest)
+    monkeypatch.setattr(waiting, "SECONDS_BETWEEN_SIGNS", 0.001)
     before = progress_count()
-    opening._while_others_wait(work)
+    waiting.while_others_wait(work)
     assert before < seen[0] < seen[1] and seen[-1] == 0
 
 
@@ -336,6 +336,6 @@ def test_progress_of_this_process_is_sent_to_the_other_ranks() -> None:
 
 def test_a_rank_whose_own_work_is_done_counts_the_progress_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, before = iter([5, 6, 7, 0]), progress_count()
-    monkeypatch.setattr(opening, "highest", lambda value: next(counts))
-    opening._while_others_wait(lambda: None)
+    monkeypatch.setattr(waiting, "highest", lambda value: next(counts))
+    waiting.while_others_wait(lambda: None)
     assert progress_count() - before == 3
