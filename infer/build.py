@@ -67,11 +67,12 @@ RUNNERS: Mapping[str, type[PassRunner]] = {PAGED: Runner, CANVAS: CanvasRunner}
 PAGE_SIZE = 16
 LOADS = ((60 << 30, 256, 8192), (30 << 30, 128, 4096), (0, 64, 2048))
 """Defaults of a GPU by the least memory that it has: sequences that run at once, and prompt rows of a pass.
+They need a warm-up: without one, each number of prompt rows is captured in traffic.
 Arrivals that are stored in few rows take part in decoding late: of 256 sequences on an H200, 8,192 rows a
 pass decode 27 % faster than 2,048.
 """
 OTHER_LOAD = 64, 1024
-"""On a CPU, and for decoders that feed a block or a canvas per sequence: these rows fill a GPU."""
+"""Without a warm-up, on a CPU, and for decoders that feed a block or a canvas per sequence: these rows fill a GPU."""
 MIN_LANE_BYTES = 256
 """Estimated bytes of one lane's counters on the device and of its bookkeeping on the host."""
 # The CPU allocator, and sizes beyond 64 bits, raise a plain RuntimeError with one of these texts.
@@ -222,7 +223,7 @@ def _stride_controller(
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:
     """Settings with numbers of sequences and of prompt rows, by the device's memory."""
     most, rows = OTHER_LOAD
-    if device.type == "cuda" and policy.kind == "append":
+    if device.type == "cuda" and policy.kind == "append" and settings.warmup != "off":
         total = memory_bytes(device)[1]
         most, rows = next(load[1:] for load in LOADS if total >= load[0])
     return dataclasses.replace(
@@ -332,6 +333,7 @@ def _stack(
         deterministic=settings.deterministic,
         graphs=settings.graphs,
         routes_blocks=local.moe is not None and local.moe.capacity is not None,
+        edits_blocks=bool(model.semantics.edit_token_ids),
         logit_shift=model.semantics.logit_shift,
         num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
     )

@@ -21,7 +21,13 @@ from typing import Any, cast
 from idlm.contracts import Completion, Exactness, SamplingParams, TokenLogprob
 from idlm.errors import UserError
 from idlm.infer.build import build
-from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_logits, out_of_memory
+from idlm.infer.errors import (
+    MIN_CONSECUTIVE_OOM,
+    decoded_otherwise,
+    is_out_of_memory,
+    nonfinite_logits,
+    out_of_memory,
+)
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import AnswerText, Request, strip_stop_id
@@ -287,6 +293,10 @@ class Engine:
             return
         if emission.nonfinite == 1:
             self._fail_nonfinite(request)
+            return
+        if request.contradicts(emission.token_ids):
+            again = decoded_otherwise(request.request_id, len(request.token_ids))
+            self._fail(request, again, invalidate=True)
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)

@@ -41,6 +41,17 @@ def out_of_memory(
     )
 
 
+def decoded_otherwise(request_id: str, num_tokens: int) -> UserError:
+    """The error of a preempted request whose answer of `num_tokens` tokens, decoded again, is another one."""
+    return UserError(
+        "IDLM-0473",
+        f"request {request_id!r} failed: it was preempted, and decoding its {num_tokens} tokens again gave "
+        "other ones, because passes of other sizes round otherwise",
+        fix="use accelerators.focus.commit=clean, fewer sequences (max_num_seqs) or more num_pages, so that "
+        "none is preempted, or dtype=float32",
+    )
+
+
 def nonfinite_logits(request_id: str, num_tokens: int, *, dtype: torch.dtype) -> UserError:
     """The error of a request whose logits, in `dtype`, are not finite after `num_tokens` emitted tokens."""
     advice = "use dtype=bfloat16 or float32, which hold larger numbers, or " * (dtype == torch.float16)

@@ -70,9 +70,13 @@ class Request:
         """Whether an emitted token was emitted before; counts it."""
         if not self.num_again:
             return False
-        assert token_id == self.token_ids[-self.num_again], f"{self.request_id=} {self.num_again=}"
         self.num_again -= 1
         return True
+
+    def contradicts(self, token_ids: Sequence[int]) -> bool:
+        """Whether emitted tokens, as far as they are decoded again, differ from those emitted before."""
+        before = self.token_ids[len(self.token_ids) - self.num_again :][: len(token_ids)]
+        return self.num_again > 0 and [*token_ids[: len(before)]] != before
 
     def push(self, token_id: int) -> None:
         """Append one emitted token; sets `finish_reason` at a stop id or a length limit."""

@@ -41,11 +41,11 @@ class EngineSettings:
         "auto",
     )
     max_num_seqs: int | None = option(
-        "sequences that run at once; null is 64, or 256 where AR or ISD has 64 GB of GPU memory", None
+        "sequences that run at once; null is 64, or up to 256 for AR and ISD after a warm-up", None
     )
     max_length: int | None = option("prompt and answer together; null is the model's context", None)
     max_num_batched_tokens: int | None = option(
-        "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD by the GPU's memory",
+        "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD after a warm-up",
         None,
     )
     page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)

@@ -34,7 +34,8 @@ class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
     are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
-    together (`Routing.capacity`), so that each depends on all of them. `logit_shift`: a row predicts the next
+    together (`Routing.capacity`), so that each depends on all of them. `edits_blocks`: the model deletes and
+    splits positions (`Semantics.edit_token_ids`). `logit_shift`: a row predicts the next
     place. `num_slots` of the KV pool, if the user said how many pages it has.
     """
 
@@ -56,6 +57,7 @@ class EngineSpec:
     deterministic: bool
     graphs: str
     routes_blocks: bool = False
+    edits_blocks: bool = False
     logit_shift: bool = False
     num_slots: int | None = None
 
@@ -221,11 +223,14 @@ class RowsAccelerator(Accelerator, ABC):
     side: ClassVar[Side] = "rows"
 
     def problems(self) -> list[str]:
-        """Also names a model whose routing needs all rows of a block."""
-        if not self.spec.routes_blocks:
-            return super().problems()
-        told = "the rows of a block choose experts together, so none can be dropped (allowed: accelerators of"
-        return [*super().problems(), f"{told} the kv side)"]
+        """Also names a model that needs all rows of a block, for its routing or its edits."""
+        allowed = "so none can be dropped (allowed: accelerators of the kv side)"
+        found = super().problems()
+        if self.spec.routes_blocks:
+            found.append(f"the rows of a block choose experts together, {allowed}")
+        if self.spec.edits_blocks:
+            found.append(f"edits move the positions of a block, whose rows are kept by position, {allowed}")
+        return found
 
     @abstractmethod
     def begin(self, view: PassView) -> RowsPass | None:

@@ -301,6 +301,12 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
             fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
         )
     moe.check_blocks(spec, block_size=meaning.block_size)
+    if any(token >= spec.vocab_size for token in meaning.edit_token_ids):
+        raise UserError(
+            "IDLM-0606",
+            f"edit_token_ids={[*meaning.edit_token_ids]} are outside the {spec.vocab_size} embedding rows",
+            fix=f"give ids below {spec.vocab_size}",
+        )
     has_own_row = adapter is not None and adapter.has_mask_row
     if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
         raise UserError(

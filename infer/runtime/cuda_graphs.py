@@ -161,9 +161,9 @@ class StaticStep:
         """Capture a shape's graph and keep it."""
         if len(self._graphs) >= MAX_CUDA_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        self._graphs[shape] = self._capture(shape)
         self._holders.clear()
         self._num_eager.pop(shape, None)
+        self._graphs[shape] = self._capture(shape)
 
     def seconds(self, shape: PassShape) -> float:
         """Time of a pass of a captured shape, without sequences; waits for the device."""
@@ -205,7 +205,7 @@ class StaticStep:
             return shape if shape in self._graphs else None
         has_blocks = self._step.decoder.kv_policy.block_size > 1
         slack = ROOM_SLACK if shape.room is not None else BLOCK_SLACK if has_blocks else 1.0
-        most = max(self.eager_rows, slack * shape.all_rows)
+        most = max(self.eager_rows if shape.room is None else 0, slack * shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
 
         def cost(each: PassShape) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
     shapes = shapes_ahead(parts.decoder, *limits)[:MAX_CUDA_GRAPHS]
     path = None if parts.stride_controller is None else cache_file(_said(parts))
     times = read_times(path) if path is not None and is_alone else {}
-    is_known, captured = bool(times), 0
+    known, captured = dict(times), 0
 
     def may_go_on() -> bool:
         is_late = settings.warmup == "auto" and time.monotonic() - start_time > AUTO_SECONDS
@@ -89,7 +89,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
             step.capture(shape)
             captured += 1
             key = shape.mode, shape.num_sequences
-            if path is not None and not is_known and key not in times:
+            if path is not None and key not in times:
                 times[key] = step.seconds(shape)
     except RuntimeError as error:
         if not is_out_of_memory(error) or not is_alone:
@@ -100,7 +100,11 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
         torch.cuda.empty_cache()
     if path is not None and times:
         _teach(parts, times)
-        if is_alone and not is_known and times.keys() >= {(each.mode, each.num_sequences) for each in shapes}:
+        if (
+            is_alone
+            and times != known
+            and times.keys() >= {(each.mode, each.num_sequences) for each in shapes}
+        ):
             write_times(path, times)
     done = WarmUp(
         num_graphs=captured,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import TokenLogprob
+from idlm.infer.errors import is_out_of_memory
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
@@ -43,9 +44,14 @@ class Worker:
         """Raise UserError if a rank has died, so that launched steps never finish. Without ranks: never."""
 
     def capture_missed(self) -> bool:
-        """See `StaticStep.capture_missed`; ranks that share a model do not."""
+        """See `StaticStep.capture_missed`; ranks that share a model do not. Without memory for it none is."""
         step = self.parts.step
-        return isinstance(step, StaticStep) and step.captures and step.capture_missed()
+        try:
+            return isinstance(step, StaticStep) and step.captures and step.capture_missed()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
     def free_cached_memory(self) -> None:
         """Free captured graphs and the allocator's cache, after a step that ran out of memory."""

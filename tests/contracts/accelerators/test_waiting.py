@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from idlm.infer.request import Request
 from idlm.infer.runtime import head_rows
+from idlm.infer.scheduler import Scheduler
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.state.batch import RowRoom
 from tests.contracts.accelerators.cases import (
@@ -95,3 +97,31 @@ def test_every_sequence_finds_room_within_three_passes(
     force(monkeypatch, TIGHT)
     engine.generate(PROMPTS, PARAMS)
     assert 1 <= max(num_waits) <= 2
+
+
+def test_an_answer_that_is_decoded_again_to_other_tokens_fails_alone(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding of 16 bits may do that; here the first token of the first preempted request is changed."""
+    stack = {"focus": {"commit": "unfrozen"}}
+    options = {**STRATEGIES[0], "graphs": "on", "num_inflight_steps": 3, "num_pages": 20, "max_num_seqs": 5}
+    engine = engine_of(directories, accelerators=stack, **options)
+    changed: list[str] = []
+    forget = Scheduler._forget
+
+    def changing(self: Scheduler, request: Request) -> None:
+        forget(self, request)
+        if request.num_again and not changed:
+            changed.append(request.request_id)
+            request.token_ids[0] ^= 1
+
+    monkeypatch.setattr(Scheduler, "_forget", changing)
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(number), prompt, params)
+    done = {}
+    while engine.has_work:
+        done |= {event.request_id: event.completion for event in engine.step() if event.completion}
+    [failed] = changed
+    assert {name for name, found in done.items() if found.finish_reason == "error"} == {failed}
+    assert len(done) == len(PROMPTS) and "IDLM-0473" in str(done[failed].error)
+    assert_idle(engine)

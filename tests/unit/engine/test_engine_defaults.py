@@ -37,8 +37,10 @@ def test_sequences_and_prompt_rows_follow_the_memory(
     expected: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(build, "memory_bytes", lambda _: (gib << 30, gib << 30))
-    found = build._with_loads(EngineSettings(), device, policy)
+    found = build._with_loads(EngineSettings(warmup="auto"), device, policy)
     assert (found.most_sequences, found.row_budget) == expected
+    cold = build._with_loads(EngineSettings(), device, policy)
+    assert (cold.most_sequences, cold.row_budget) == build.OTHER_LOAD
     given = build._with_loads(EngineSettings(max_num_seqs=3, max_num_batched_tokens=5), device, policy)
     assert (given.most_sequences, given.row_budget) == (3, 5)
 
