@@ -30,6 +30,7 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
         routes(service),
         api_key=api_key,
         max_body=service.config.max_body,
+        max_header=service.config.max_header,
         observe=service.metrics.responded,
     )
 

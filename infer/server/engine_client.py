@@ -38,7 +38,7 @@ from idlm.log import get_logger
 PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
 """-P: a module of the working directory must never take the place of a library."""
 STOP_SECONDS = 10.0
-MAX_PAUSE = 30.0
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 STATUS = {"IDLM-0448": 503}
 """Status of errors that end a request in the engine, if it is not 500."""
 State = Literal["loading", "ready", "restarting", "stopped"]
@@ -53,7 +53,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._open: dict[str, Generation] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._is_closing = False
+        self._closing = asyncio.Event()
         self.state: State = "loading"
         self.info: EngineInfo | None = None
         self.num_restarts = 0
@@ -68,22 +68,23 @@ class EngineClient:
 
         Raises UserError if the first engine cannot be built. Later ones are tried again, after pauses.
         """
-        pause = 0.5
-        while not self._is_closing:
+        pause = FIRST_PAUSE
+        while not self._closing.is_set():
             start = time.monotonic()
             failure = await self._run_process()
-            if self._is_closing:
+            if self._closing.is_set():
                 break
             if self.info is None:
                 raise failure
             LOG.error("%s; it is restarted in %.1f s", failure.message, pause)
-            await asyncio.sleep(pause)
-            pause = 0.5 if time.monotonic() - start > MAX_PAUSE else min(2 * pause, MAX_PAUSE)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause)
+            pause = FIRST_PAUSE if time.monotonic() - start > MAX_PAUSE else min(2 * pause, MAX_PAUSE)
         self.state = "stopped"
 
     async def close(self) -> None:
         """End the process; requests that are not finished fail."""
-        self._is_closing = True
+        self._closing.set()
         if self._writer is not None:
             self._writer.close()
         self._fail_all(engine_unavailable("the server is shutting down"))
@@ -139,10 +140,12 @@ class EngineClient:
         failure: UserError | None = None
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            arguments = self._arguments
-            names = ("model", "decoder", "settings", "options")
-            self._writer.write(pack({"type": "start", **{name: getattr(arguments, name) for name in names}}))
-            failure = await self._read(reader)
+            # `close` ends a connection; it cannot end one that was not there yet.
+            if not self._closing.is_set():
+                arguments, names = self._arguments, ("model", "decoder", "settings", "options")
+                values = {name: getattr(arguments, name) for name in names}
+                self._writer.write(pack({"type": "start", **values}))
+                failure = await self._read(reader)
         finally:
             status = await self._end(process)
         if failure is None:
@@ -157,10 +160,10 @@ class EngineClient:
         """Close the connection, which the process ends at; fail what it worked on."""
         # A process that is still loading does not read its end of the connection.
         patience = STOP_SECONDS if self.state == "ready" else 0
-        if not self._is_closing and self.state == "ready":
+        if not self._closing.is_set() and self.state == "ready":
             self.num_restarts += 1
             self._metrics.engine_lost()
-        self.state = "stopped" if self._is_closing else "restarting" if self.info else "loading"
+        self.state = "stopped" if self._closing.is_set() else "restarting" if self.info else "loading"
         if self._writer is not None:
             self._writer.close()
             self._writer = None

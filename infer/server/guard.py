@@ -1,17 +1,19 @@
 """What every request passes before it reaches a route: the API key, and limits on its headers and body.
 
-The body is read whole, so that no route sees one that is too large or too slow. The HTTP parser limits the
-size of headers (`run.py`).
+The body is read whole, so that no route sees one that is too large or too slow. The HTTP parser limits only
+headers that are incomplete (`run.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import sys
 from collections.abc import Callable
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import CLOSE_HEADER, STATUS_PHRASES, H11Protocol
 
 from idlm.infer.server.errors import ApiError
 
@@ -23,9 +25,16 @@ class Guard:
     """ASGI middleware. `observe` gets the status of every response."""
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str | None, max_body: int, observe: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        max_body: int,
+        max_header: int,
+        observe: Callable[[int], None],
     ) -> None:
-        self._app, self._max_body, self._observe = app, max_body, observe
+        self._app, self._observe = app, observe
+        self._max_body, self._max_header = max_body, max_header
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +48,7 @@ class Guard:
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._check_size(scope)
             self._check_key(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
@@ -56,6 +66,12 @@ class Guard:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, replay, send)
+
+    def _check_size(self, scope: Scope) -> None:
+        line = len(scope["raw_path"]) + len(scope["query_string"])
+        if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header:
+            message = f"header: line and headers are larger than {self._max_header} bytes, the most allowed"
+            raise ApiError(431, message, param="header")
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["path"] in OPEN_PATHS:
@@ -100,7 +116,9 @@ class Guard:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`."""
+    """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`, and refuses what
+    is no HTTP in the shape of other errors.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -118,6 +136,18 @@ class TimedProtocol(H11Protocol):
         """Forget the connection."""
         super().connection_lost(exc)
         self._stop()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that h11 cannot read, whose exception has the rule; then close the connection."""
+        error, param = sys.exception(), "header" if self._is_waiting() else "body"
+        status = 431 if getattr(error, "error_status_hint", None) == 431 else 400
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = ApiError(status, f"{param}: {error}", param=param).response()
+            headers, reason = [*answer.raw_headers, CLOSE_HEADER], STATUS_PHRASES[status]
+            start = h11.Response(status_code=status, headers=headers, reason=reason)
+            for event in (start, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _watch(self) -> None:
         if not self._is_waiting():

@@ -20,6 +20,8 @@ from idlm.infer.server.messages import MAX_INTEGER
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Text = Annotated[str, Field(min_length=1)]
+Unicode = Annotated[str, Field(min_length=0)]
+"""Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS = 20
@@ -53,6 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
+    "include_obfuscation": (False,),
 }
 """Fields that are not supported, and their values that ask for nothing."""
 
@@ -110,7 +113,7 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     decoder_options: (
         Annotated[
-            dict[str, bool | Integer | Annotated[float, Field(allow_inf_nan=False)] | str | None],
+            dict[Unicode, bool | Integer | Annotated[float, Field(allow_inf_nan=False)] | Unicode | None],
             Field(max_length=32),
         ]
         | None
@@ -126,6 +129,12 @@ class Sampling(Body):
     def has_continuous_usage(self) -> bool:
         """Whether every chunk of a stream has usage."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
+        self.check_extra()
+        if self.stream_options is not None:
+            self.stream_options.check_extra("stream_options.")
 
     def merged(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
@@ -143,15 +152,15 @@ class TextPart(Body):
     """A part of a message. The server fetches nothing, so parts are text."""
 
     type: Literal["text"]
-    text: str
+    text: Unicode
 
 
 class ChatMessage(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Unicode | list[TextPart]
+    name: Unicode | None = None
 
     def plain(self) -> dict[str, str]:
         """The message for a chat template, which knows developers as the system."""
@@ -184,8 +193,8 @@ class ChatRequest(Sampling):
         return self.merged(defaults, max_tokens=max_tokens, logprobs=logprobs)
 
     def check(self) -> None:
-        """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
-        self.check_extra()
+        """See `Sampling`."""
+        super().check()
         for number, message in enumerate(self.messages):
             message.check_extra(f"messages.{number}.")
             for part in message.content if isinstance(message.content, list) else ():
@@ -220,8 +229,8 @@ class CompletionRequest(Sampling):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def check(self) -> None:
-        """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
-        self.check_extra()
+        """See `Sampling`."""
+        super().check()
         if self.echo and self.logprobs is not None:
             raise ApiError(
                 400, "echo: prompt tokens have no logprobs here; leave out echo or logprobs", param="echo"

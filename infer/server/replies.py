@@ -7,6 +7,7 @@ pass; an answer has its `exactness`, and token ids if the request asks for them.
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import Event, Figures, joined
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
-from idlm.text.tokenizer import plain_text
+from idlm.text.tokenizer import plain_text, special_token_ids
 
 FLOOR = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold."""
@@ -28,11 +29,18 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset() if tokenizer is None else special_token_ids(tokenizer)
         self.text = functools.lru_cache(maxsize=1 << 16)(self._text)
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt; empty without a tokenizer."""
         return "" if self._tokenizer is None else plain_text(self._tokenizer, token_ids)
+
+    def length(self, token_id: int) -> int:
+        """Characters that a token adds to an answer's text, which has no special tokens."""
+        if self._tokenizer is None or token_id in self._special:
+            return 0
+        return len(self.text(token_id))
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else plain_text(self._tokenizer, [token_id])
@@ -58,6 +66,7 @@ class Reply:
             "system_fingerprint": f"idlm-{__version__}",
         }
         self._num_tokens: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
         self._figures: dict[int, Figures] = {}
 
     async def collect(self) -> dict[str, Any]:
@@ -135,7 +144,7 @@ class Reply:
     def _rest(self, index: int, event: Event) -> dict[str, Any]:
         figures = event.figures
         rest: dict[str, Any] = {
-            "logprobs": self._logprobs(event) if event.logprobs else None,
+            "logprobs": self._logprobs(index, event) if event.logprobs else None,
             "finish_reason": None if figures is None else figures.finish_reason,
         }
         if figures is not None:
@@ -148,18 +157,19 @@ class Reply:
     def _new_text(self, text: str, index: int, is_first: bool) -> dict[str, Any]:
         return self._text(text)
 
-    def _logprobs(self, event: Event) -> dict[str, Any]:
-        """OpenAI's older shape, of completions."""
-        tokens = [self._texts.text(token_id) for token_id, _, _ in event.logprobs]
-        lengths = [len(token) for token in tokens]
+    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
+        """OpenAI's older shape, of completions; offsets go on where the sample's last chunk ended."""
+        token_ids = [token_id for token_id, _, _ in event.logprobs]
+        lengths = map(self._texts.length, token_ids)
+        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets.get(index, 0))
         return {
-            "tokens": tokens,
+            "tokens": [self._texts.text(token_id) for token_id in token_ids],
             "token_logprobs": [max(logprob, FLOOR) for _, logprob, _ in event.logprobs],
             "top_logprobs": [
                 {self._texts.text(token_id): max(logprob, FLOOR) for token_id, logprob in top}
                 for _, _, top in event.logprobs
             ],
-            "text_offset": [sum(lengths[:place]) for place in range(len(lengths))],
+            "text_offset": offsets,
         }
 
 
@@ -174,7 +184,7 @@ class ChatReply(Reply):
     def _new_text(self, text: str, index: int, is_first: bool) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
-    def _logprobs(self, event: Event) -> dict[str, Any]:
+    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
         return {
             "content": [
                 {

@@ -139,7 +139,12 @@ class Service:
             raise engine_unavailable(f"the engine is {self.status}")
         num_lanes: int = self.info.settings["max_num_seqs"]
         most = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
-        if self.num_open + params.n * num_prompts > most:
+        num_answers = params.n * num_prompts
+        if num_answers > most:
+            field = "n" if params.n > 1 else "prompt"
+            message = f"{field}: the request has {num_answers} answers, at most {most} may be under way"
+            raise ApiError(400, message, param=field)
+        if self.num_open + num_answers > most:
             message = f"{most} answers may be under way, and this one would be more; try again later"
             raise ApiError(429, message, code="queue_full")
         return params

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from benchmarks.serving import http_overhead
 from idlm.contracts import Completion, SamplingParams
+from idlm.infer.server.messages import Event
+from idlm.infer.server.protocol import CompletionRequest
+from idlm.infer.server.replies import CompletionReply, TokenTexts
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.contracts.engines import clear_answers
 from tests.integration.server.servers import PATIENCE, PROMPT, Running, checkpoint, events, reference, running
@@ -221,6 +225,32 @@ def test_a_stream_of_several_samples_counts_real_tokens(server: Running) -> None
     assert counts == sorted(counts)
     assert counts[-1] == sum(len(each.token_ids) for each in done)
     assert chunks[-1]["usage"]["num_forwards"] == sum(each.num_forwards for each in done)
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(server: Running) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "n": 2, "seed": 3, "max_tokens": SHORT, "logprobs": 0}
+    whole = server.completion(**body)["choices"]
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        chunks = [chunk["choices"][0] for chunk in events(response.iter_lines())]
+    for choice in whole:
+        own = [each["logprobs"] for each in chunks if each["index"] == choice["index"] and each["logprobs"]]
+        assert len(own) > 1
+        assert [place for each in own for place in each["text_offset"]] == choice["logprobs"]["text_offset"]
+
+
+def test_special_tokens_take_no_place_in_the_text() -> None:
+    tokenizer = reference().tokenizer
+    texts, special = TokenTexts(tokenizer), tokenizer.eos_token_id
+    first, last = (text_ids(text)[-1] for text in ("Mia has", "Tom"))
+    generation: Any = SimpleNamespace(prompts=["a"], num_samples=1)
+    reply = CompletionReply(CompletionRequest(prompt="a", logprobs=0), generation, "tiny", texts)
+    places = []
+    for token_ids in ([first, special], [last, special], [special]):
+        event = Event("0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None)
+        places += reply.delta(0, event, is_first=False)["logprobs"]["text_offset"]
+    start = len(texts.text(first))
+    assert start and len(texts.text(special))
+    assert places == [0, start, start, *[start + len(texts.text(last))] * 2]
 
 
 def test_metrics_count_what_was_answered(server: Running) -> None:

@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from idlm.contracts import SamplingParams
-from idlm.infer.server import engine_process
-from idlm.infer.server.engine_client import Generation
+from idlm.infer.server import engine_client, engine_process
+from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import RETRY_SECONDS, ApiError
 from idlm.infer.server.messages import Event, Figures, unpacker
 from idlm.infer.server.metrics import Metrics
@@ -151,6 +152,45 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_server_that_ends_while_it_starts_an_engine_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_client, "PROGRAM", ("-c", "import time; time.sleep(1000)"))
+    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    client = EngineClient(arguments, Metrics("x"))
+    start = asyncio.create_subprocess_exec
+    processes = []
+
+    async def start_and_close(*words: Any, **options: Any) -> Any:
+        processes.append(await start(*words, **options))
+        await client.close()
+        return processes[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_close)
+    asyncio.run(asyncio.wait_for(client.run(), PATIENCE))
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+    assert client.state == "stopped"
+
+
+def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "PROGRAM", ("-c", ""))
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 1000.0)
+    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+
+    async def run() -> None:
+        client, pauses = EngineClient(arguments, Metrics("x")), asyncio.Event()
+        info: Any = object()
+        client.info = info
+        monkeypatch.setattr(engine_client.LOG, "error", lambda *_: pauses.set())
+        task = asyncio.create_task(client.run())
+        await pauses.wait()
+        await client.close()
+        await asyncio.wait_for(task, PATIENCE)
+        assert client.state == "stopped"
+
+    asyncio.run(run())
 
 
 class StubClient:

@@ -24,7 +24,7 @@ from idlm.infer.server.run import check_address
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
 
 KEY = "a-key-of-this-test"
-MAX_BODY = 20_000
+MAX_BODY, MAX_HEADER = 20_000, 2000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 VALID = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
@@ -33,8 +33,8 @@ FIELDS = {CHAT: sorted(ChatRequest.model_fields), COMPLETIONS: sorted(Completion
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    limits = (f"max_body={MAX_BODY}", "max_n=3", "max_prompts=2", "max_length=48", "sampling.max_tokens=3")
-    with running(*limits, api_key=KEY) as found:
+    limits = (f"max_body={MAX_BODY}", "max_n=3", "max_prompts=6", "max_length=48", "sampling.max_tokens=3")
+    with running(*limits, "max_waiting=1", f"max_header={MAX_HEADER}", api_key=KEY) as found:
         yield found
         assert found.front.service.client.num_restarts == 0
 
@@ -92,7 +92,7 @@ def test_options_of_the_command_are_checked(word: str, code: str, monkeypatch: p
         (COMPLETIONS, {"prompt": [-1]}, "prompt.0"),
         (COMPLETIONS, {"prompt": [3] * 48}, "prompt"),
         (COMPLETIONS, {"prompt": "nut " * 4000}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a", "b", "c"]}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 7}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
         (COMPLETIONS, {"prompt": "a", "temperature": 1e400}, "temperature"),
@@ -108,6 +108,22 @@ def test_options_of_the_command_are_checked(word: str, code: str, monkeypatch: p
         (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
         (COMPLETIONS, {"prompt": "a", "model": "another"}, "model"),
         (COMPLETIONS, {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+        ),
+        (COMPLETIONS, {"prompt": "a", "decoder_options": {"stride": "\ud800"}}, "decoder_options.stride"),
+        (COMPLETIONS, {"prompt": ["a", "b"], "n": 3}, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 6}, "prompt"),
+        (CHAT, {**VALID[CHAT], "stream_options": {"every": 1}}, "stream_options.every"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}, "messages.0.name"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+            "messages.0.content.0.text",
+        ),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
@@ -203,6 +219,41 @@ def test_large_headers_and_other_protocols_end_the_connection(server: Running) -
             answer = connection.recv(1000)
             assert answer.startswith(b"HTTP/1.1 4") or not answer
     assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("size", [MAX_HEADER // 2, MAX_HEADER])
+def test_complete_headers_have_a_limit(server: Running, size: int) -> None:
+    for answer in (
+        server.client.get("/health", headers={"x": "a" * size}),
+        server.client.get("/health", params={"x": "a" * size}),
+        server.client.get(f"/v1/models/{'a' * size}"),
+    ):
+        assert (answer.status_code == 431) == (size == MAX_HEADER)
+        assert answer.status_code == 200 or answer.json()["error"]["param"] in ("header", "model")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "param"),
+    [
+        (b"\x00\x01\r\n\r\n", 400, "header"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "header"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400, "header"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 400, "header"),
+        (b"GET /health HTTP/1.1\r\nx: " + b"a" * 3 * MAX_HEADER, 431, "header"),
+        (b"POST /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nz\r\n", 400, "body"),
+    ],
+)
+def test_what_is_no_http_is_refused_as_other_requests_are(
+    server: Running, sent: bytes, status: int, param: str
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"application/json" in head
+    assert error["param"] == param and error["message"].startswith(f"{param}: ")
 
 
 def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
