@@ -72,7 +72,7 @@ Arrivals that are stored in few rows take part in decoding late: of 256 sequence
 pass decode 27 % faster than 2,048.
 """
 OTHER_LOAD = 64, 1024
-"""Without a warm-up, on a CPU, and for decoders that feed a block or a canvas per sequence: these rows fill a GPU."""
+"""Without a warm-up, on a CPU, and for decoders of blocks or canvases, whose rows fill a GPU."""
 MIN_LANE_BYTES = 256
 """Estimated bytes of one lane's counters on the device and of its bookkeeping on the host."""
 # The CPU allocator, and sizes beyond 64 bits, raise a plain RuntimeError with one of these texts.
