@@ -49,7 +49,6 @@ from idlm.infer.runtime.model_runner import (
     set_deterministic,
 )
 from idlm.infer.runtime.stride_controller import StrideController
-from idlm.infer.runtime.warm_up import eager_rows, warm_up
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
@@ -147,6 +146,10 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     _check_mask_row(model, max_rows(decoder, max_length))
     end_ids = _eos_ids(model, tokenizer)
     parts = _assemble(settings, model, tokenizer, decoder, end_ids, shards, options.accelerators)
+    if settings.warmup == "off":
+        return parts
+    from idlm.infer.runtime.warm_up import warm_up
+
     return dataclasses.replace(parts, ahead=warm_up(parts, is_alone=shards.size == 1))
 
 
@@ -502,8 +505,11 @@ def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep
     """Runs a schedule: with eager shapes, or with static shapes (in CUDA graphs on a GPU)."""
     if settings.graphs == "off":
         return EagerStep(step)
-    captures = step.table.device.type == "cuda"
-    rows = eager_rows(model)
+    captures, rows = step.table.device.type == "cuda", 0
+    if settings.warmup != "off":
+        from idlm.infer.runtime.warm_up import eager_rows
+
+        rows = eager_rows(model)
     return StaticStep(step, spare_lane=settings.most_sequences, captures=captures, eager_rows=rows)
 
 

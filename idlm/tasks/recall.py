@@ -13,6 +13,7 @@ are asked at once, some twice where there are fewer records; `ramp` begins with 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +26,13 @@ from idlm.tasks.recall_check import check_recall
 from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names, skeleton, split_of_skeleton
 
 VALUES = tuple("bdfgklmnprstvwxz")
-KEYS = tuple(consonant + vowel for consonant in VALUES for vowel in "aeio")
+KEYS = tuple(map("".join, itertools.product(VALUES, "aeio")))
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam")
 VERBS = ("finds", "sells", "buys", "drops", "gets", "uses")
 ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens")
 LEXICON = Lexicon(entities=frozenset(KEYS))
 
-_FILLER = tuple(f" {name} {verb} {item}." for name in NAMES for verb in VERBS for item in ITEMS)
+_FILLER = tuple(itertools.starmap(" {} {} {}.".format, itertools.product(NAMES, VERBS, ITEMS)))
 _FIND_RECORDS = re.compile(r" ([a-z]{2})([a-z])\.")
 _FIND_FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
 _FILLER_TOKENS, _RECORD_TOKENS, _QUESTION_TOKENS, _FRAME_TOKENS = 4, 2, 2, 14
