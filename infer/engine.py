@@ -44,7 +44,8 @@ class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
     `logprobs` holds one entry per token if the request asked for them. `error` is set if the answer is not
-    complete: IDLM-0448 (out of memory) or IDLM-0457 (nonfinite logits).
+    complete: IDLM-0448 (out of memory), IDLM-0457 (nonfinite logits) or IDLM-0473 (decoded otherwise after a
+    preemption).
     """
 
     request_id: str
@@ -134,8 +135,9 @@ class Engine:
         """Answers in the order of the prompts; the `n` samples of a prompt are adjacent.
 
         Raises UserError IDLM-0407 if `prompts` is not a list (or another iterable) of texts and lists of
-        token ids; IDLM-0448 if memory is too short for a request and IDLM-0457 if its logits are not finite,
-        and aborts the others. Use `add_request` and `step` to keep their answers.
+        token ids; IDLM-0448 if memory is too short for a request, IDLM-0457 if its logits are not finite and
+        IDLM-0473 if its answer is another one after a preemption, and aborts the others. Use `add_request` and
+        `step` to keep their answers.
         """
         keys = self._add_all(prompts, params, request_ids)
         own = {request_id for request_id, _ in keys}

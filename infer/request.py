@@ -75,8 +75,10 @@ class Request:
 
     def contradicts(self, token_ids: Sequence[int]) -> bool:
         """Whether emitted tokens, as far as they are decoded again, differ from those emitted before."""
-        before = self.token_ids[len(self.token_ids) - self.num_again :][: len(token_ids)]
-        return self.num_again > 0 and [*token_ids[: len(before)]] != before
+        if not self.num_again:
+            return False
+        before = self.token_ids[-self.num_again :][: len(token_ids)]
+        return [*token_ids[: len(before)]] != before
 
     def push(self, token_id: int) -> None:
         """Append one emitted token; sets `finish_reason` at a stop id or a length limit."""
