@@ -11,29 +11,15 @@ from benchmarks.quality import block_quality
 from benchmarks.quality.arms import binomial_error
 from benchmarks.quality.block_quality import Arm, Result, difference_error, passes
 from benchmarks.results import read_rows
-from idlm.infer.cli.evaluate import Evaluation
 from idlm.semantics import Semantics
 from tests.block_reference import SlowBlocks
+from tests.unit.benchmarks.quality.evaluations import evaluation_of
 
 BASE = Path(__file__).parents[4] / "recipes/assets/tiny_ar"
 
 
 def result_of(marks: str, threshold: float | None = None) -> Result:
-    right = tuple(mark == "+" for mark in marks)
-    evaluation = Evaluation(
-        num_prompts=len(right),
-        exact_match=sum(right) / len(right),
-        final_answer_match=0.0,
-        num_tokens=1,
-        num_forwards=1,
-        num_prompt_passes=1,
-        accepted_by_position=(),
-        tested_by_position=(),
-        seconds=1.0,
-        exactness="exact",
-        completions=(),
-        verdicts=(),
-    )
+    evaluation, right = evaluation_of(marks)
     return Result(arm=Arm(threshold=threshold), evaluation=evaluation, marks=right)
 
 

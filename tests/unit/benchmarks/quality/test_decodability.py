@@ -16,9 +16,10 @@ from benchmarks.quality.decodability import Arm, Bench, Result, is_above, keeps_
 from benchmarks.quality.decodability_signal import bins_of, concentration
 from benchmarks.results import read_rows
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import Evaluation, task_samples
+from idlm.infer.cli.evaluate import task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
+from tests.unit.benchmarks.quality.evaluations import evaluation_of
 
 BASE = Path(__file__).parents[4] / "recipes/assets/tiny_ar"
 SIZE = 8
@@ -63,21 +64,7 @@ def bench_of(arguments: list[str]) -> Bench:
 
 
 def result_of(marks: str, arm: Arm) -> Result:
-    right = tuple(mark == "+" for mark in marks)
-    evaluation = Evaluation(
-        num_prompts=len(right),
-        exact_match=sum(right) / len(right),
-        final_answer_match=0.0,
-        num_tokens=1,
-        num_forwards=1,
-        num_prompt_passes=1,
-        accepted_by_position=(),
-        tested_by_position=(),
-        seconds=1.0,
-        exactness="exact",
-        completions=(),
-        verdicts=(),
-    )
+    evaluation, right = evaluation_of(marks)
     return Result(arm=arm, evaluation=evaluation, marks=right, rows_per_token=1.0)
 
 
