@@ -136,8 +136,8 @@ class Engine:
 
         Raises UserError IDLM-0407 if `prompts` is not a list (or another iterable) of texts and lists of
         token ids; IDLM-0448 if memory is too short for a request, IDLM-0457 if its logits are not finite and
-        IDLM-0473 if its answer is another one after a preemption, and aborts the others. Use `add_request` and
-        `step` to keep their answers.
+        IDLM-0473 if its answer is another one after a preemption, and aborts the others. Use `add_request`
+        and `step` to keep their answers.
         """
         keys = self._add_all(prompts, params, request_ids)
         own = {request_id for request_id, _ in keys}
