@@ -172,7 +172,9 @@ class EngineClient:
         )
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(process.wait(), patience)
-        process.kill()
+        # It may have ended by itself, before its status is read.
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         return await process.wait()
 
     async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
@@ -181,7 +183,7 @@ class EngineClient:
         while True:
             try:
                 data = await reader.read(RECEIVE_BYTES)
-            except ConnectionResetError:
+            except ConnectionError:
                 data = b""
             if not data:
                 return None

@@ -174,22 +174,34 @@ def test_a_server_that_ends_while_it_starts_an_engine_leaves_no_process(
     assert client.state == "stopped"
 
 
-def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends_before_its_start", [False, True])
+def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(
+    monkeypatch: pytest.MonkeyPatch, ends_before_its_start: bool
+) -> None:
+    """Nor does it fail when the engine process has ended before it is told what to load."""
     monkeypatch.setattr(engine_client, "PROGRAM", ("-c", ""))
     monkeypatch.setattr(engine_client, "FIRST_PAUSE", 1000.0)
     arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    create = asyncio.create_subprocess_exec
+
+    async def create_process(*words: Any, **options: Any) -> Any:
+        process = await create(*words, **options)
+        if ends_before_its_start:
+            await process.wait()
+        return process
 
     async def run() -> None:
         client, pauses = EngineClient(arguments, Metrics("x")), asyncio.Event()
         info: Any = object()
         client.info = info
         monkeypatch.setattr(engine_client.LOG, "error", lambda *_: pauses.set())
-        task = asyncio.create_task(client.run())
-        await pauses.wait()
-        await client.close()
-        await asyncio.wait_for(task, PATIENCE)
+        async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.run())
+            await pauses.wait()
+            await client.close()
         assert client.state == "stopped"
 
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_process)
     asyncio.run(run())
 
 
