@@ -192,7 +192,8 @@ def train(
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
-    trainer.expect_recut(checkpoint)
+    if checkpoint is not None:
+        trainer.expect_recut(checkpoint)
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:

@@ -301,7 +301,7 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
             fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
         )
     if spec.moe is not None:
-        moe.check_blocks(spec, block_size=meaning.block_size)
+        moe.check_blocks(spec.moe, block_size=meaning.block_size)
     if any(token >= spec.vocab_size for token in meaning.edit_token_ids):
         raise UserError(
             "IDLM-0606",

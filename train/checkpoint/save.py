@@ -44,9 +44,9 @@ class SavingTrainer(Trainer):
     watchdog: Watchdog | None = None
     _staging: str | None = None
 
-    def expect_recut(self, checkpoint: Path | None) -> None:
+    def expect_recut(self, checkpoint: Path) -> None:
         """Let DeepSpeed continue from `checkpoint` if `idlm.train.checkpoint.recut` has made it."""
-        if checkpoint is not None and checkpoint.parent.name == RECUT_FOLDER:
+        if checkpoint.parent.name == RECUT_FOLDER:
             plugin = self.accelerator.state.deepspeed_plugin
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
             self.add_callback(MendLoaded())
