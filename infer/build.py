@@ -133,7 +133,8 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
-    moe.check_blocks(outline.spec, feeds_parts=decoder.kv_policy.feeds_parts)
+    if outline.spec.moe is not None:
+        moe.check_blocks(outline.spec.moe, feeds_parts=decoder.kv_policy.feeds_parts)
     kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]
     settings = kind.resolve(settings, decoder.kv_policy, outline, options.accelerators)
     model = load_outline(outline, device=device, shards=shards)

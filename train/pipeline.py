@@ -192,7 +192,6 @@ def train(
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
-    trainer.expect_recut(checkpoint)
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:
@@ -206,7 +205,7 @@ def train(
         progress.tracker = open_tracker(config.wandb, Path(args.output_dir), asdict(config))
     try:
         with stop.listening():
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trainer.train() if checkpoint is None else trainer.resume(checkpoint)
         failed = False
     except (RuntimeError, MemoryError) as error:
         from idlm.train.planning.estimate import explain_out_of_memory

@@ -1,13 +1,13 @@
-"""Tokens and confidences of wanted rows on a GPU: both routes against the library's dense product.
+"""Best tokens of wanted rows on a GPU: both routes against the library's dense product.
 
     python -m benchmarks.masked_logits [rows=32768] [share=0.25] [lengths=8192,32768,131072]
                                        [rounds=9] [sweep=true] [record=true] [results=DIR]
 
 bf16, LLaDA-8B's head (D 4096, V 126464), `share` of `rows` hidden states, scattered. `library` is the product
 of the gathered rows alone, into a buffer that exists: no gather, no softmax. First every arm must pass: its
-tokens are the best of an fp64 product, or draws of the other route, within twice the error of the library's
-logits, and so are its confidences. Arms run in turn within a round. `lengths`: rows at which extra memory is
-measured. `sweep` times launches of the fused kernel.
+tokens are the best of an fp64 product, within twice the error of the library's logits, and so are their
+probabilities. Arms run in turn within a round. `lengths`: rows at which extra memory is measured. `sweep`
+times launches of the fused kernel.
 X wanted rows, Y rows that are checked, V vocabulary, D width.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.kernels.masked_logits import Draws, Proposals, masked_logits
+from idlm.kernels.masked_logits import Proposals, masked_logits
 
 VOCABULARY, WIDTH = 126_464, 4096
 FORBIDDEN_ID = 126_336
@@ -47,7 +47,6 @@ CHECKED_ROWS = 512
 WARM_UPS = 3
 MB = 1e6
 MAX_EXTRA_MB = (128 << 20) / MB
-MIN_SHARED_DRAWS = 0.95
 Call = Callable[[], Any]
 
 
@@ -59,18 +58,11 @@ class Problem:
     rows_X: Tensor
     weight_VD: Tensor
     forbidden_S: Tensor
-    draws: Draws
 
-    def proposals(self, route: str, *, is_drawn: bool = False) -> Proposals:
+    def proposals(self, route: str) -> Proposals:
         """One call of the op."""
-        return masked_logits(
-            self.hidden_RD,
-            self.rows_X,
-            self.weight_VD,
-            draws=self.draws if is_drawn else None,
-            forbidden_S=self.forbidden_S,
-            route=route,
-        )
+        given = self.hidden_RD, self.rows_X, self.weight_VD
+        return masked_logits(*given, forbidden_S=self.forbidden_S, route=route)
 
 
 def main() -> int:
@@ -89,7 +81,6 @@ def measure(arguments: list[str]) -> int:
     arms: dict[str, Call] = {
         "chunks": partial(problem.proposals, "chunks"),
         "fused": partial(problem.proposals, "fused"),
-        "fused_draws": partial(problem.proposals, "fused", is_drawn=True),
     }
     gates = check(problem)
     rows = speeds(problem, arms, gates, share, rounds=int(options["rounds"]))
@@ -113,18 +104,11 @@ def make_problem(num_rows: int, share: float, weight_VD: Tensor) -> Problem:
     """Rows scattered at random."""
     torch.manual_seed(num_rows)
     num_wanted = max(1, round(share * num_rows))
-    same_X = torch.zeros(num_wanted, dtype=torch.int64, device="cuda")
     return Problem(
         hidden_RD=torch.randn(num_rows, WIDTH, device="cuda", dtype=torch.bfloat16),
         rows_X=torch.randperm(num_rows, device="cuda")[:num_wanted].sort().values,
         weight_VD=weight_VD,
         forbidden_S=torch.tensor([FORBIDDEN_ID], device="cuda"),
-        draws=Draws(
-            temperature_X=torch.ones(num_wanted, dtype=torch.float64, device="cuda"),
-            seeds_X=same_X + 1,
-            samples_X=same_X,
-            steps_X=torch.arange(num_wanted, device="cuda"),
-        ),
     )
 
 
@@ -148,18 +132,6 @@ def check(problem: Problem) -> dict[str, bool]:
         gates[name] = lost <= allowed and error <= allowed + 1e-5
         equal = float((ids_Y == dense_YV.argmax(-1)).double().mean())
         print(f"{name:12s} loses {lost:.2e} and errs {error:.2e} of {allowed:.2e}; {equal:.2%} dense tokens")
-    drawn = problem.proposals("fused", is_drawn=True)
-    other = masked_logits(
-        problem.hidden_RD,
-        rows_Y,
-        problem.weight_VD,
-        draws=problem.draws.part(slice(0, len(rows_Y))),
-        forbidden_S=problem.forbidden_S,
-        route="chunks",
-    )
-    shared = float((drawn.token_X[: len(rows_Y)] == other.token_X).double().mean())
-    gates["fused_draws"] = shared >= MIN_SHARED_DRAWS
-    print(f"fused_draws  {shared:.2%} of the draws are those of the other route")
     return gates
 
 
@@ -220,7 +192,7 @@ def memory(problem: Problem, gates: dict[str, bool], length: int, share: float) 
     for route in ("chunks", "fused"):
         found = problem.proposals(route)
         torch.cuda.synchronize()
-        results = sum(one.nbytes for one in (found.token_X, found.own_X, found.confidence_X))
+        results = sum(one.nbytes for one in (found.token_X, found.own_X))
         del found
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -239,27 +211,25 @@ def sweep(problem: Problem, *, rounds: int) -> None:
 
     from idlm.kernels.masked_logits import launch
 
-    for is_drawn, rows, warps in ((False, 128, 8), (True, 64, 8), (True, 128, 8)):
-        calls: dict[str, Call] = {}
-        for stages, group, tma, flat in itertools.product((3, 4), (8, 16), (True, False), (True, False)):
-            tile = launch.Launch(block_x=rows, block_d=64, warps=warps, stages=stages, group=group, tma=tma)
-            call = partial(
-                launch.run,
-                problem.hidden_RD,
-                problem.rows_X,
-                problem.weight_VD,
-                draws=problem.draws if is_drawn else None,
-                forbidden_S=problem.forbidden_S,
-                entropy=False,
-                launch=tile,
-            )
-            try:
-                call()
-            except OutOfResources:
-                continue
-            calls[f"{is_drawn=} {rows=} {warps=} {stages=} {group=} {tma=} {flat=}"] = call
-        for name, ms in sorted(times(calls, rounds=rounds).items(), key=lambda pair: pair[1]):
-            print(f"{ms:9.3f} ms  {name}", flush=True)
+    calls: dict[str, Call] = {}
+    for stages, group, tma, flat in itertools.product((3, 4), (8, 16), (True, False), (True, False)):
+        tile = launch.Launch(block_x=128, block_d=64, warps=8, stages=stages, group=group, tma=tma, flat=flat)
+        call = partial(
+            launch.run,
+            problem.hidden_RD,
+            problem.rows_X,
+            problem.weight_VD,
+            forbidden_S=problem.forbidden_S,
+            entropy=False,
+            launch=tile,
+        )
+        try:
+            call()
+        except OutOfResources:
+            continue
+        calls[f"{stages=} {group=} {tma=} {flat=}"] = call
+    for name, ms in sorted(times(calls, rounds=rounds).items(), key=lambda pair: pair[1]):
+        print(f"{ms:9.3f} ms  {name}", flush=True)
 
 
 if __name__ == "__main__":

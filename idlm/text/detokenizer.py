@@ -22,13 +22,13 @@ class Detokenizer:
     """Turns a stream of token ids into pieces of text; the cuts between calls make no difference.
 
     A character split over several tokens is held back until it is complete or can no longer become so. Ids
-    without a token are dropped, and so are special tokens unless `keep_special`. Mutable: one object per
-    generated sequence. A stream of n ids takes time in the order of n.
+    without a token and special tokens are dropped. Mutable: one object per generated sequence. A stream of n
+    ids takes time in the order of n.
     """
 
-    def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._dropped = frozenset() if keep_special else special_token_ids(tokenizer)
+        self._dropped = special_token_ids(tokenizer)
         # Decoding starts one settled group early, because some decoders strip the first token's space.
         self._context: list[int] = []
         self._before = ""

@@ -135,25 +135,18 @@ def encode_prompt(
     prompt: str,
     *,
     template: Literal["auto", "none"] = "auto",
-    enable_thinking: bool | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
     """Return the ids of `prompt`.
 
     `template`: "auto" renders it as one user message of the chat template, if the tokenizer has one; "none"
-    encodes the bare text with the special tokens that the tokenizer itself adds. The template gets
-    `enable_thinking` unless it is None. Raises UserError IDLM-0218 for an empty prompt and IDLM-0412 for one
-    that cannot fit into `max_tokens`.
+    encodes the bare text with the special tokens that the tokenizer itself adds. Raises UserError IDLM-0218
+    for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`.
     """
     if not prompt:
         raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
     if template == "auto" and tokenizer.chat_template:
-        return encode_messages(
-            tokenizer,
-            [{"role": "user", "content": prompt}],
-            enable_thinking=enable_thinking,
-            max_tokens=max_tokens,
-        )
+        return encode_messages(tokenizer, [{"role": "user", "content": prompt}], max_tokens=max_tokens)
     check_size(tokenizer, prompt, max_tokens)
     return encode_text(tokenizer, prompt, add_special_tokens=True)
 
@@ -167,7 +160,8 @@ def encode_messages(
 ) -> list[int]:
     """Return the ids of a conversation that the assistant is to continue.
 
-    Errors are those of `render`; `max_tokens` as in `encode_prompt`.
+    The template gets `enable_thinking` unless it is None. Errors are those of `render`; `max_tokens` as in
+    `encode_prompt`.
     """
     text = render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
     check_size(tokenizer, text, max_tokens)

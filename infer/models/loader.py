@@ -21,8 +21,9 @@ from idlm.files.paths import translate_path_errors
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
-from idlm.infer.models.config import MUST_BE_NULL, extended
+from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
+from idlm.infer.models.rope import extended
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -129,7 +130,7 @@ def read_outline(
     shards: Shards = ALONE,
 ) -> Outline:
     """The checks of `load_model` before it loads weights, with the same errors. `rope_factor`: see
-    `config.extended` (None: the checkpoint's own rotation).
+    `rope.extended` (None: the checkpoint's own rotation).
     """
     with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
         directory, adapter = _open(Path(path), base, semantics)
@@ -301,7 +302,7 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
             fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
         )
     if spec.moe is not None:
-        moe.check_blocks(spec, block_size=meaning.block_size)
+        moe.check_blocks(spec.moe, block_size=meaning.block_size)
     if any(token >= spec.vocab_size for token in meaning.edit_token_ids):
         raise UserError(
             "IDLM-0606",

@@ -147,13 +147,13 @@ class MoeTrunk(DenseTrunk):
         return kind(self.spec, device, dtype, self.shards)
 
 
-def check_blocks(spec: ModelSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
+def check_blocks(moe: MoeSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
     """Raise UserError IDLM-0617 for a decoder whose blocks, or the parts of them that it feeds, are not those
     that experts are chosen by. `block_size` None: not known here.
     """
-    if spec.moe is None or spec.moe.capacity is None:
+    if moe.capacity is None:
         return
-    size = spec.moe.block_size
+    size = moe.block_size
     if block_size not in (None, size):
         refuse(f"block_size={block_size} where experts are chosen by blocks (allowed: {size})")
     if feeds_parts:

@@ -7,13 +7,13 @@ own: a fused product would keep both twice. The FFN is a loop of its own after a
 query chunks: K and V are free by then, so it needs fewer chunks.
 
 Every product writes its own buffer, and residuals are added to x afterwards. Projections add their bias,
-normalise and rotate in place. The sizes of what libraries allocate are `workspaces`.
+normalise and rotate in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from idlm.infer.planning.graph import Loop
 from idlm.infer.planning.sizes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Size
@@ -41,9 +41,8 @@ FUSED_HEAD = "masked_logits"
 class TrunkShape:
     """Numbers of a trunk. `ffn` is the width of one expert when `num_experts` is set.
 
-    `attention_row_bytes`: what the attention kernel allocates per query row (the log-sum-exp of its heads).
-    `workspaces`: constant bytes by name of op, for what libraries allocate in it. `fused_head`: the workspace
-    of one op that computes tokens and confidences without storing logits; None: logits are stored, in chunks.
+    `fused_head`: the workspace of one op that computes tokens and confidences without storing logits; None:
+    logits are stored, in chunks.
     """
 
     width: int
@@ -56,8 +55,6 @@ class TrunkShape:
     num_experts: int = 0
     top_k: int = 0
     item_bytes: int = 2
-    attention_row_bytes: int = 0
-    workspaces: Mapping[str, int] = field(default_factory=dict)
     fused_head: Size | None = None
 
     @property
@@ -91,21 +88,9 @@ class _TrunkTemplate:
             size = Size(row_bytes=row_bytes * multiple, rows=rows, chunks=chunks, repeat=repeat)
             self.template.add_tensor(name, size)
 
-    def op(
-        self,
-        name: str,
-        reads: Sequence[str],
-        writes: Sequence[str],
-        loop: Loop | None = None,
-        scratch: str = "",
-    ) -> None:
-        """Register an op with the workspace of its library."""
-        extra = [scratch] if scratch else []
-        if name in self.shape.workspaces:
-            tensor = f"{name}_workspace" if loop is None else f"{name}_workspace_{loop.name}"
-            self.template.add_tensor(tensor, Size(constant=self.shape.workspaces[name]))
-            extra.append(tensor)
-        self.template.add_op(name, reads, (*writes, *extra), chunks=loop)
+    def op(self, name: str, reads: Sequence[str], writes: Sequence[str], loop: Loop | None = None) -> None:
+        """Register an op."""
+        self.template.add_op(name, reads, writes, chunks=loop)
 
 
 def trunk_template(shape: TrunkShape, attention: str = WHOLE) -> Template:
@@ -144,7 +129,7 @@ def _add_whole_attention(trunk: _TrunkTemplate, *, keep_all: bool) -> None:
     trunk.op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
     trunk.op("k_proj", ["attention_in", "positions"], ["k"], ATTENTION)
     trunk.op("v_proj", ["attention_in"], ["v"], ATTENTION)
-    _add_attention(trunk)
+    trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
     if keep_all:
         trunk.template.add_barrier("x", "attention_in", "q", "k", "v", "heads", chunks=ATTENTION)
     _add_attention_output(trunk)
@@ -162,16 +147,8 @@ def _add_query_chunks(trunk: _TrunkTemplate) -> None:
     trunk.op("v_proj", ["keys_values_in"], ["v"], KEYS_VALUES)
     trunk.op("attention_norm", ["x"], ["attention_in"], ATTENTION)
     trunk.op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
-    _add_attention(trunk)
+    trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
     _add_attention_output(trunk)
-
-
-def _add_attention(trunk: _TrunkTemplate) -> None:
-    scratch = ""
-    if trunk.shape.attention_row_bytes:
-        scratch = "attention_scratch"
-        trunk.rows(trunk.shape.attention_row_bytes, ATTENTION, attention_scratch=1)
-    trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION, scratch)
 
 
 def _add_attention_output(trunk: _TrunkTemplate) -> None:
@@ -224,7 +201,7 @@ def _add_head(trunk: _TrunkTemplate) -> None:
     if shape.fused_head is not None:
         template.add_tensor("ranges", shape.fused_head)
         trunk.op("final_norm", ["x"], ["x"])
-        trunk.op(FUSED_HEAD, ["x", "wanted_rows"], ["tokens", "confidences"], scratch="ranges")
+        trunk.op(FUSED_HEAD, ["x", "wanted_rows"], ["tokens", "confidences", "ranges"])
     else:
         trunk.rows(shape.x_bytes, HEAD, head_in=1)
         trunk.rows(shape.vocab * shape.item_bytes, HEAD, logits=1)

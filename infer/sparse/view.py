@@ -17,8 +17,8 @@ from torch import Tensor
 
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
+from idlm.kernels.slots import read_slots
 
-FP8 = torch.float8_e4m3fn
 NOT_LISTED = -1
 
 
@@ -91,10 +91,7 @@ class PassView:
 
 def read(cache_SKH: Tensor, physical_X: Tensor, scale_K: Tensor | None) -> Tensor:
     """Slots [*X, K, H] of a cache, fp32 (fp64 from fp64), scaled if the cache has eight bits."""
-    # Gathered as bytes: not every device gathers eight-bit floats.
-    is_fp8 = cache_SKH.dtype == FP8
-    read_XKH = cache_SKH.view(torch.uint8)[physical_X].view(FP8) if is_fp8 else cache_SKH[physical_X]
-    read_XKH = read_XKH.to(wide(cache_SKH.dtype))
+    read_XKH = read_slots(cache_SKH, physical_X).to(wide(cache_SKH.dtype))
     return read_XKH if scale_K is None else read_XKH * scale_K[:, None]
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.block_eviction.types import BlockKeys, Candidates, Selected
+from idlm.kernels.slots import FP8, read_slots
 
 
 def block_importance(
@@ -41,11 +42,10 @@ def _read(keys: BlockKeys, places_BW: Tensor) -> Tensor:
     slots_BW = (keys.starts_B[:, None] + places_BW).clamp(0, last)
     physical_BW = keys.block_table_BP.gather(1, slots_BW // keys.page_size) * keys.page_size
     physical_BW = physical_BW + slots_BW % keys.page_size
-    if keys.keys_SKH.dtype.itemsize > 1:
-        return keys.keys_SKH[physical_BW]
-    # Gathered as bytes: not every device gathers eight-bit floats.
-    read_BWKH = keys.keys_SKH.view(torch.uint8)[physical_BW].view(keys.keys_SKH.dtype).float()
-    return read_BWKH if keys.scale_K is None else read_BWKH * keys.scale_K[:, None]
+    read_BWKH = read_slots(keys.keys_SKH, physical_BW)
+    if read_BWKH.dtype != FP8:
+        return read_BWKH
+    return read_BWKH.float() if keys.scale_K is None else read_BWKH.float() * keys.scale_K[:, None]
 
 
 def select_places(

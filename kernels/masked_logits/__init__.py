@@ -1,14 +1,13 @@
-"""Tokens and confidences of wanted rows without stored logits; contract in README.md."""
+"""The best tokens of wanted rows without stored logits; contract in README.md."""
 
 from idlm.kernels.masked_logits.op import MAX_BYTES, chunk_rows, has_fused, masked_logits
 from idlm.kernels.masked_logits.reference import masked_logits_reference
-from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES, Draws, Proposals
+from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES, Proposals
 
 __all__ = [
     "MAX_BYTES",
     "WORKSPACE_BYTES",
     "WORKSPACE_ROW_BYTES",
-    "Draws",
     "Proposals",
     "chunk_rows",
     "has_fused",

@@ -12,109 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.sampling.kernel import ANY_ID, LN_2, LOG2_E, scale_of
+from idlm.kernels.sampling.kernel import ANY_ID, LOG2_E
 
-# Numbers of a range (fp32): of all rows, then of the entropy, then of draws.
+# Numbers of a range (fp32); the last is for the entropy.
 MAX: tl.constexpr = tl.constexpr(0)
 MASS: tl.constexpr = tl.constexpr(1)
 BEST: tl.constexpr = tl.constexpr(2)
 MOMENT: tl.constexpr = tl.constexpr(3)
-KEY: tl.constexpr = tl.constexpr(4)
-DRAWN: tl.constexpr = tl.constexpr(5)
-DRAWN_LOGIT: tl.constexpr = tl.constexpr(6)
-REQUEST_MASS: tl.constexpr = tl.constexpr(7)
 
 TILE_TOKENS: tl.constexpr = tl.constexpr(256)
-"""Tokens of a tile, and of a group of random numbers."""
-GROUP_WORDS: tl.constexpr = tl.constexpr(64)
-"""Counters of a group; counter c of it gives the words of its tokens c, c + 64, c + 128 and c + 192."""
-FIRST_COUNTER: tl.constexpr = tl.constexpr(1 << 31)
-"""Draws of the sampling op use the counters below."""
-
-
-@triton.jit
-def _request_scale(b_temperature):
-    """log2(e) / temperature in fp32, so limited that no product with a logit overflows."""
-    return tl.minimum(scale_of(b_temperature), 1e30).to(tl.float32)
-
-
-@triton.jit
-def _scale_between(b_from, b_to, b_scale):
-    """2^((from - to) * scale), 1 if both are equal, be they infinite."""
-    return tl.where(b_from == b_to, 1.0, tl.exp2((b_from - b_to) * b_scale))
-
-
-@triton.jit
-def _quarters(b_all):
-    """A tile [X, T] as four tiles [X, T / 4] of neighbouring tokens, without moving between threads."""
-    ROWS: tl.constexpr = b_all.shape[0]
-    HALF: tl.constexpr = b_all.shape[1] // 2
-    QUARTER: tl.constexpr = b_all.shape[1] // 4
-    b_low, b_high = tl.split(b_all.reshape([ROWS, 2, HALF]).permute(0, 2, 1))
-    b_0, b_1 = tl.split(b_low.reshape([ROWS, 2, QUARTER]).permute(0, 2, 1))
-    b_2, b_3 = tl.split(b_high.reshape([ROWS, 2, QUARTER]).permute(0, 2, 1))
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
-def _faster(b_logits, b_word, o_token, b_scale, best):
-    """The better, place by place, of the best so far (key, token, logit) and of tokens `o_token`.
-
-    A key is logit / temperature + Gumbel noise, in units of ln 2. The noise is -log2(E) with E = -ln(1 - v),
-    v = (word + 0.5) / 2^32. Small E decide, so E is a series there: fp32 has no numbers close to 1.
-    """
-    b_v = b_word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-    b_series = b_v * (1.0 + b_v * (0.5 + b_v * (0.33333334 + b_v * 0.25)))
-    b_log = -LN_2 * tl.log2(tl.maximum(1.0 - b_v, 2.3283064365386963e-10))
-    b_key = b_logits * b_scale[:, None] - tl.log2(tl.where(b_v < 0.0625, b_series, b_log))
-    b_best, b_token, b_value = best
-    b_wins = b_key > b_best
-    return (
-        tl.where(b_wins, b_key, b_best),
-        tl.where(b_wins, o_token[None, :], b_token),
-        tl.where(b_wins, b_logits, b_value),
-    )
-
-
-@triton.jit
-def _race(b_logits, i_tile, b_scale, stream, best):
-    """The running best (key, token, logit) of every row after a tile.
-
-    A counter gives the words of four tokens that are 64 apart. Sixteen counters at a time, in a tuple of
-    sixteen pieces of the tile: more would not fit the registers.
-    """
-    ROWS: tl.constexpr = b_logits.shape[0]
-    PIECE: tl.constexpr = GROUP_WORDS // 4
-    b_seed, b_sample, b_low, b_high = stream
-    b_0, b_1, b_2, b_3 = _quarters(b_logits)
-    pieces = (_quarters(b_0), _quarters(b_1), _quarters(b_2), _quarters(b_3))
-    b_none = tl.zeros([ROWS, PIECE], tl.int32)
-    race = (b_none.to(tl.float32) + float("-inf"), b_none, b_none.to(tl.float32))
-    b_zero = b_none.to(tl.uint32)
-    for number in tl.static_range(4):
-        o_place = tl.arange(0, PIECE) + number * PIECE
-        o_counter = (o_place + i_tile * GROUP_WORDS).to(tl.uint32) + FIRST_COUNTER
-        words = tl.philox(
-            b_seed[:, None],
-            b_zero + o_counter[None, :].to(tl.uint32),
-            b_zero + b_low[:, None],
-            b_zero + b_high[:, None],
-            b_zero + b_sample[:, None],
-        )
-        o_token = o_place + i_tile * TILE_TOKENS
-        race = _faster(pieces[0][number], words[0], o_token, b_scale, race)
-        race = _faster(pieces[1][number], words[1], o_token + GROUP_WORDS, b_scale, race)
-        race = _faster(pieces[2][number], words[2], o_token + 2 * GROUP_WORDS, b_scale, race)
-        race = _faster(pieces[3][number], words[3], o_token + 3 * GROUP_WORDS, b_scale, race)
-    b_key = tl.max(race[0], 1)
-    b_id = tl.min(tl.where(race[0] == b_key[:, None], race[1], ANY_ID), 1)
-    b_at = tl.sum(tl.where((race[0] == b_key[:, None]) & (race[1] == b_id[:, None]), race[2], 0.0), 1)
-    b_wins = b_key > best[0]
-    return (
-        tl.where(b_wins, b_key, best[0]),
-        tl.where(b_wins, b_id, best[1]),
-        tl.where(b_wins, b_at, best[2]),
-    )
+"""Tokens of a tile."""
 
 
 @triton.jit
@@ -152,9 +59,9 @@ def _store(p_parts, field, o_row, m_row, split, num_rows, splits, b_value):
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "split_tiles"])
 def parts_kernel(
-    p_hidden, p_rows, weight, p_forbidden, p_temperature, p_seeds, p_samples, p_steps, p_parts,
+    p_hidden, p_rows, weight, p_forbidden, p_parts,
     num_rows, num_tokens, width, hidden_stride, weight_stride, splits, split_tiles,
-    FORBIDDEN: tl.constexpr, DRAWS: tl.constexpr, ENTROPY: tl.constexpr, TMA: tl.constexpr,
+    FORBIDDEN: tl.constexpr, ENTROPY: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -181,16 +88,6 @@ def parts_kernel(
     b_mass = tl.zeros([BLOCK_X], tl.float32)
     b_best = tl.zeros([BLOCK_X], tl.int32)
     b_moment = tl.zeros([BLOCK_X], tl.float32)
-    b_request = tl.zeros([BLOCK_X], tl.float32)
-    race = (b_max, b_best, b_mass)
-    if DRAWS:
-        b_scale = _request_scale(tl.load(p_temperature + o_row, mask=m_row, other=1.0))
-        b_seed = tl.load(p_seeds + o_row, mask=m_row, other=0)
-        b_sample = (tl.load(p_samples + o_row, mask=m_row, other=0) & 0xFFFFFFFF).to(tl.uint32)
-        b_step = tl.load(p_steps + o_row, mask=m_row, other=0)
-        b_low = (b_step & 0xFFFFFFFF).to(tl.uint32)
-        b_high = ((b_step >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        stream = (b_seed, b_sample, b_low, b_high)
 
     last_tile = tl.minimum((split + 1) * split_tiles, tl.cdiv(num_tokens, TILE_TOKENS))
     for i_tile in tl.range(split * split_tiles, last_tile, flatten=FLAT):
@@ -214,16 +111,12 @@ def parts_kernel(
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_below = b_logits - b_base[:, None]
         b_weight = tl.exp2(b_below * LOG2_E)
-        b_share = _scale_between(b_max, b_new, LOG2_E)
+        b_share = tl.where(b_max == b_new, 1.0, tl.exp2((b_max - b_new) * LOG2_E))
         if ENTROPY:
             b_drop = tl.where(b_mass > 0, b_max - b_new, 0.0)
             b_product = tl.where(b_weight > 0, b_weight * b_below, 0.0)
             b_moment = b_share * (b_moment + b_mass * b_drop) + tl.sum(b_product, 1)
         b_mass = b_mass * b_share + tl.sum(b_weight, 1)
-        if DRAWS:
-            b_request *= _scale_between(b_max, b_new, b_scale)
-            b_request += tl.sum(tl.exp2(b_below * b_scale[:, None]), 1)
-            race = _race(b_logits, i_tile, b_scale, stream, race)
         b_max = b_new
 
     where = (o_row, m_row, split, num_rows, splits)
@@ -232,11 +125,6 @@ def parts_kernel(
     _store(p_parts, BEST, *where, b_best)
     if ENTROPY:
         _store(p_parts, MOMENT, *where, b_moment)
-    if DRAWS:
-        _store(p_parts, KEY, *where, race[0])
-        _store(p_parts, DRAWN, *where, race[1])
-        _store(p_parts, DRAWN_LOGIT, *where, race[2])
-        _store(p_parts, REQUEST_MASS, *where, b_request)
 
 
 @triton.jit
@@ -247,11 +135,11 @@ def _load(p_parts, field, o_row, o_split, m_part, num_rows, splits, other):
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def combine_kernel(
-    p_parts, p_rows, p_temperature, p_token, p_own, p_confidence, p_nonfinite, p_entropy,
+    p_parts, p_rows, p_token, p_own, p_nonfinite, p_entropy,
     num_rows, num_tokens, splits,
-    DRAWS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_X: tl.constexpr, SPLITS: tl.constexpr,
+    ENTROPY: tl.constexpr, BLOCK_X: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Token, confidences and flag of a row from the numbers of its ranges; zeros for row -1."""
+    """Token, probability and flag of a row from the numbers of its ranges; zeros for row -1."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
     o_split = tl.arange(0, SPLITS)
     m_row = o_row < num_rows
@@ -269,31 +157,10 @@ def combine_kernel(
     # A comparison with NaN is false.
     b_is_finite = (tl.abs(b_largest) < float("inf")) & (mass < float("inf")) & (mass > 0)
     token = tl.min(tl.where(b_max == b_largest[:, None], b_best, ANY_ID), 1)
-    chosen = b_largest
-    request = mass
-    b_scale = tl.full([BLOCK_X], LOG2_E, tl.float32)
-    if DRAWS:
-        b_temperature = tl.load(p_temperature + o_row, mask=m_row, other=1.0)
-        b_key = _load(p_parts, KEY, *at, float("-inf"))
-        b_drawn = _load(p_parts, DRAWN, *at, 0.0).to(tl.int32)
-        b_value = _load(p_parts, DRAWN_LOGIT, *at, 0.0)
-        b_sum = _load(p_parts, REQUEST_MASS, *at, 0.0)
-        b_winning = b_key == tl.max(b_key, 1)[:, None]
-        drawn = tl.min(tl.where(b_winning, b_drawn, ANY_ID), 1)
-        b_is_drawn = b_winning & (b_drawn == drawn[:, None]) & m_part
-        b_draws = b_temperature != 0
-        token = tl.where(b_draws, drawn, token)
-        chosen = tl.where(b_draws, tl.max(tl.where(b_is_drawn, b_value, float("-inf")), 1), chosen)
-        b_scale = tl.where(b_draws, _request_scale(b_temperature), LOG2_E)
-        total = tl.sum((b_sum * tl.exp2(b_below * b_scale[:, None])).to(tl.float64), 1)
-        request = tl.where(b_draws, total, mass)
     token = tl.minimum(tl.maximum(token, 0), num_tokens - 1)
-    below = chosen - b_base
-    own = tl.exp2(below * LOG2_E).to(tl.float64) / tl.where(mass > 0, mass, 1.0)
-    confidence = tl.exp2(below * b_scale).to(tl.float64) / tl.where(request > 0, request, 1.0)
+    own = tl.exp2((b_largest - b_base) * LOG2_E).to(tl.float64) / tl.where(mass > 0, mass, 1.0)
     tl.store(p_token + o_row, tl.where(b_is_finite, token, 0).to(tl.int64), mask=m_row)
     tl.store(p_own + o_row, tl.where(b_is_finite, own, 0.0), mask=m_row)
-    tl.store(p_confidence + o_row, tl.where(b_is_finite, confidence, 0.0), mask=m_row)
     tl.store(p_nonfinite + o_row, (b_is_row & (b_is_finite == 0)).to(tl.int8), mask=m_row)
     if ENTROPY:
         b_moment = _load(p_parts, MOMENT, *at, 0.0)

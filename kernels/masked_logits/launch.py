@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.masked_logits.kernel import TILE_TOKENS, combine_kernel, parts_kernel
-from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, Draws, Proposals
+from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, Proposals
 
 MAX_SPLITS = 256
 INTERPRETED_PROGRAMS = 4
@@ -44,17 +44,13 @@ class Launch:
 
 MANY_ROWS = Launch(block_x=128, block_d=64, warps=8, stages=4)
 FEW_ROWS = Launch(block_x=64, block_d=64, warps=4, stages=4)
-DRAWN_ROWS = Launch(block_x=64, block_d=64, warps=8, stages=4)
-"""Half a tile per thread leaves registers for the random numbers."""
 FP32 = Launch(block_x=32, block_d=32, warps=8, stages=2, tma=False)
 
 
-def choose(num_rows: int, dtype: torch.dtype, *, is_drawn: bool = False) -> Launch:
+def choose(num_rows: int, dtype: torch.dtype) -> Launch:
     """Launch parameters for a number of wanted rows, chosen by what the compiler says; not measured."""
     if dtype == torch.float32:
         return FP32
-    if is_drawn:
-        return DRAWN_ROWS
     return FEW_ROWS if num_rows <= FEW_ROWS.block_x else MANY_ROWS
 
 
@@ -81,7 +77,6 @@ def run(
     rows_X: Tensor,
     weight_VD: Tensor,
     *,
-    draws: Draws | None,
     forbidden_S: Tensor | None,
     entropy: bool,
     workspace: Tensor | None = None,
@@ -92,8 +87,8 @@ def run(
     proposals = _empty(num_rows, hidden_RD.device, entropy=entropy)
     if num_rows == 0:
         return proposals
-    launch = choose(num_rows, hidden_RD.dtype, is_drawn=draws is not None) if launch is None else launch
-    num_fields = 8 if draws is not None else 4 if entropy else 3
+    launch = choose(num_rows, hidden_RD.dtype) if launch is None else launch
+    num_fields = 4 if entropy else 3
     row_tiles, token_tiles = triton.cdiv(num_rows, launch.block_x), triton.cdiv(num_tokens, int(TILE_TOKENS))
     most = most_splits(num_rows, num_fields)
     tiles = range_tiles(row_tiles, token_tiles, most, _num_programs(hidden_RD.device))
@@ -103,16 +98,11 @@ def run(
         workspace = hidden_RD.new_empty(math.prod(shape), dtype=torch.float32)
     parts_FXS = workspace[: math.prod(shape)].view(shape)
     tma = launch.tma and _has_descriptor(weight_VD)
-    columns = (rows_X,) * 4
-    if draws is not None:
-        columns = (draws.temperature_X, draws.seeds_X, draws.samples_X, draws.steps_X)
-    flags = {"DRAWS": draws is not None, "ENTROPY": entropy}
     parts_kernel[(row_tiles * splits,)](
         hidden_RD,
         rows_X,
         _descriptor(weight_VD, launch.block_d) if tma else weight_VD,
         rows_X if forbidden_S is None else forbidden_S,
-        *columns,
         parts_FXS,
         num_rows,
         num_tokens,
@@ -122,7 +112,7 @@ def run(
         splits,
         tiles,
         FORBIDDEN=0 if forbidden_S is None else len(forbidden_S),
-        **flags,
+        ENTROPY=entropy,
         TMA=tma,
         EVEN=width % launch.block_d == 0,
         BLOCK_X=launch.block_x,
@@ -133,49 +123,36 @@ def run(
         PRECISION="ieee" if hidden_RD.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
     )
-    _combine(parts_FXS, rows_X, columns[0], proposals, num_tokens, flags)
+    _combine(parts_FXS, rows_X, proposals, num_tokens)
     return proposals
 
 
-def _combine(
-    parts_FXS: Tensor,
-    rows_X: Tensor,
-    temperature_X: Tensor,
-    proposals: Proposals,
-    num_tokens: int,
-    flags: dict[str, bool],
-) -> None:
+def _combine(parts_FXS: Tensor, rows_X: Tensor, proposals: Proposals, num_tokens: int) -> None:
     num_rows, splits = parts_FXS.shape[1:]
     padded = triton.next_power_of_2(splits)
     block_x = max(1, COMBINED // padded)
     combine_kernel[(triton.cdiv(num_rows, block_x),)](
         parts_FXS,
         rows_X,
-        temperature_X,
         proposals.token_X,
         proposals.own_X,
-        proposals.confidence_X,
         proposals.is_nonfinite_X.view(torch.int8),
         proposals.own_X if proposals.entropy_X is None else proposals.entropy_X,
         num_rows,
         num_tokens,
         splits,
-        **flags,
+        ENTROPY=proposals.entropy_X is not None,
         BLOCK_X=block_x,
         SPLITS=padded,
     )
 
 
 def _empty(num_rows: int, device: torch.device, *, entropy: bool) -> Proposals:
-    def fp64() -> Tensor:
-        return torch.empty(num_rows, dtype=torch.float64, device=device)
-
     return Proposals(
         token_X=torch.empty(num_rows, dtype=torch.int64, device=device),
-        own_X=fp64(),
-        confidence_X=fp64(),
+        own_X=torch.empty(num_rows, dtype=torch.float64, device=device),
         is_nonfinite_X=torch.empty(num_rows, dtype=torch.bool, device=device),
-        entropy_X=fp64() if entropy else None,
+        entropy_X=torch.empty(num_rows, dtype=torch.float64, device=device) if entropy else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""A token and its confidence of every wanted row, from hidden states and the output head.
+"""The best token of every wanted row and its probability, from hidden states and the output head.
 
 Two routes with the same results: chunks of rows through the library's product, and one fused kernel that
 stores neither logits nor gathered rows. Contract in README.md.
@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from idlm.kernels.backend import INTERPRETED
-from idlm.kernels.masked_logits.types import Draws, Proposals
+from idlm.kernels.masked_logits.types import Proposals
 from idlm.kernels.sampling import entropy as entropy_of
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs
-from idlm.kernels.sampling.plain import philox4x32
 
 MAX_BYTES = 128 << 20
 """Most memory of a chunk: its logits and its gathered rows."""
@@ -25,12 +24,8 @@ ROUTES = ("chunks", "fused")
 FUSED_MAJORS = (9, 10)
 """Compute capabilities whose multiprocessors have the shared memory of the fused kernel, 192 KiB."""
 ROW_MULTIPLE = 128
-PLAIN_BYTES = 128
-"""Bytes for each logit that the fp64 path allocates at most."""
 MAX_VOCABULARY = 1 << 24
 """Token ids pass through fp32, which is exact up to here."""
-GROUP_TOKENS, GROUP_WORDS = 256, 64
-FIRST_COUNTER = 1 << 31
 
 
 def has_fused(device: torch.device) -> bool:
@@ -46,7 +41,6 @@ def masked_logits(
     rows_X: Tensor,
     weight_VD: Tensor,
     *,
-    draws: Draws | None = None,
     forbidden_S: Tensor | None = None,
     entropy: bool = False,
     route: str | None = None,
@@ -55,20 +49,17 @@ def masked_logits(
 ) -> Proposals:
     """Propose a token for row `rows_X[x]` (int64, -1: no row) of `hidden_RD` (fp32, bf16 or fp16).
 
-    Logits are hidden times weight (same dtype, contiguous rows), rounded to that dtype. Without `draws` the
-    token is the argmax, ties to the lower id; else each row draws by its settings. `forbidden_S`: ids (int64)
-    that have no probability. `entropy`: also return it. `route`: "fused" (see `has_fused`) or "chunks"; None:
-    the default. Chunks take `max_bytes`, whatever X is. `workspace` (fp32, flat): where the fused route keeps
-    its numbers, of `WORKSPACE_BYTES` + X * `WORKSPACE_ROW_BYTES` bytes for greedy rows.
+    Logits are hidden times weight (same dtype, contiguous rows), rounded to that dtype; the token is the
+    argmax, ties to the lower id. `forbidden_S`: ids (int64) that have no probability. `entropy`: also return
+    it. `route`: "fused" (see `has_fused`) or "chunks"; None: the default. Chunks take `max_bytes`, whatever X
+    is. `workspace` (fp32, flat): where the fused route keeps its numbers, of `WORKSPACE_BYTES` + X *
+    `WORKSPACE_ROW_BYTES` bytes.
     """
     assert hidden_RD.dtype == weight_VD.dtype and hidden_RD.shape[1] == weight_VD.shape[1], (
         f"{hidden_RD.dtype=} {weight_VD.dtype=} {hidden_RD.shape=} {weight_VD.shape=}"
     )
     assert hidden_RD.stride(1) == weight_VD.stride(1) == 1, f"{hidden_RD.stride()=} {weight_VD.stride()=}"
     assert len(weight_VD) <= MAX_VOCABULARY and rows_X.is_contiguous(), f"{weight_VD.shape=}"
-    if draws is not None:
-        columns = (draws.temperature_X, draws.seeds_X, draws.samples_X, draws.steps_X)
-        assert all(column.is_contiguous() and len(column) == len(rows_X) for column in columns)
     if route is None:
         route = GPU_ROUTE if has_fused(hidden_RD.device) else "chunks"
     assert route in ROUTES, f"{route=}"
@@ -76,46 +67,30 @@ def masked_logits(
         assert has_fused(hidden_RD.device), f"the fused kernel does not run on {hidden_RD.device}"
         from idlm.kernels.masked_logits import launch
 
-        return launch.run(
-            hidden_RD,
-            rows_X,
-            weight_VD,
-            draws=draws,
-            forbidden_S=forbidden_S,
-            entropy=entropy,
-            workspace=workspace,
-        )
-    step = chunk_rows(len(rows_X), weight_VD, max_bytes, is_plain=draws is not None)
+        given = hidden_RD, rows_X, weight_VD
+        return launch.run(*given, forbidden_S=forbidden_S, entropy=entropy, workspace=workspace)
+    step = chunk_rows(len(rows_X), weight_VD, max_bytes)
     parts = []
     for start in range(0, max(1, len(rows_X)), step):
         rows = slice(start, start + step)
-        part_draws = None if draws is None else draws.part(rows)
         # In a function, so that the logits of a chunk are freed before those of the next are computed.
-        parts.append(_chunk(hidden_RD, rows_X[rows], weight_VD, part_draws, forbidden_S, entropy=entropy))
+        parts.append(_chunk(hidden_RD, rows_X[rows], weight_VD, forbidden_S, entropy=entropy))
     return _joined(parts, rows_X >= 0)
 
 
 def _chunk(
-    hidden_RD: Tensor,
-    rows_Y: Tensor,
-    weight_VD: Tensor,
-    draws: Draws | None,
-    forbidden_S: Tensor | None,
-    *,
-    entropy: bool,
+    hidden_RD: Tensor, rows_Y: Tensor, weight_VD: Tensor, forbidden_S: Tensor | None, *, entropy: bool
 ) -> Proposals:
     logits_YV = functional.linear(hidden_RD[rows_Y.clamp(min=0)], weight_VD)
     if forbidden_S is not None:
         logits_YV.index_fill_(1, forbidden_S, -torch.inf)
-    if draws is None and logits_YV.is_cuda:
-        return _best(logits_YV, entropy=entropy)
-    return _plain(logits_YV, draws, entropy=entropy)
+    return (_best if logits_YV.is_cuda else _plain)(logits_YV, entropy=entropy)
 
 
-def chunk_rows(num_rows: int, weight_VD: Tensor, max_bytes: int, *, is_plain: bool = False) -> int:
-    """Rows of a chunk: few, about equal chunks, in whole tiles of a product. `is_plain`: with fp64 copies."""
+def chunk_rows(num_rows: int, weight_VD: Tensor, max_bytes: int) -> int:
+    """Rows of a chunk: few, about equal chunks, in whole tiles of a product."""
     num_tokens, width = weight_VD.shape
-    row_bytes = (num_tokens + width) * weight_VD.element_size() + num_tokens * PLAIN_BYTES * is_plain
+    row_bytes = (num_tokens + width) * weight_VD.element_size()
     most = max(1, max_bytes // row_bytes)
     if most >= ROW_MULTIPLE:
         most -= most % ROW_MULTIPLE
@@ -135,40 +110,27 @@ def _best(logits_YV: Tensor, *, entropy: bool) -> Proposals:
     return Proposals(
         token_X=ids_Y,
         own_X=own_Y,
-        confidence_X=own_Y,
         is_nonfinite_X=is_nonfinite_Y,
         entropy_X=entropy_of(probs) if entropy else None,
     )
 
 
-def _plain(logits_YV: Tensor, draws: Draws | None, *, entropy: bool) -> Proposals:
-    """The same in fp64 and plain torch, draws included."""
+def _plain(logits_YV: Tensor, *, entropy: bool) -> Proposals:
+    """The same in fp64 and plain torch."""
     logits_YV = logits_YV.double()
     largest_Y1 = logits_YV.amax(-1, keepdim=True)
-    is_nonfinite_Y = ~largest_Y1[:, 0].isfinite()
     below_YV = logits_YV - torch.where(largest_Y1.isfinite(), largest_Y1, 0.0)
     weights_YV = below_YV.exp()
     mass_Y = weights_YV.sum(-1)
     ids_Y = _first(below_YV == 0)
-    own_mass_Y, scale_Y = mass_Y, torch.ones_like(mass_Y)
-    if draws is not None:
-        is_drawn_Y = draws.temperature_X != 0
-        scale_Y = torch.where(is_drawn_Y, 1.0 / draws.temperature_X, 1.0).clamp(max=1e38)
-        scaled_YV = below_YV * scale_Y[:, None]
-        mass_Y = scaled_YV.exp().sum(-1)
-        keys_YV = scaled_YV.add_(gumbel_noise(draws, logits_YV.shape[1]))
-        drawn_Y = _first(keys_YV == keys_YV.amax(-1, keepdim=True))
-        ids_Y = torch.where(is_drawn_Y, drawn_Y, ids_Y)
-    below_Y = below_YV.gather(1, ids_Y[:, None])[:, 0]
     entropy_Y = None
     if entropy:
         moments_YV = torch.where(weights_YV > 0, weights_YV * below_YV, 0.0)
-        entropy_Y = own_mass_Y.log() - moments_YV.sum(-1) / own_mass_Y
+        entropy_Y = mass_Y.log() - moments_YV.sum(-1) / mass_Y
     return Proposals(
         token_X=ids_Y,
-        own_X=below_Y.exp() / own_mass_Y,
-        confidence_X=(below_Y * scale_Y).exp() / mass_Y,
-        is_nonfinite_X=is_nonfinite_Y,
+        own_X=below_YV.gather(1, ids_Y[:, None])[:, 0].exp() / mass_Y,
+        is_nonfinite_X=~largest_Y1[:, 0].isfinite(),
         entropy_X=entropy_Y,
     )
 
@@ -180,39 +142,17 @@ def _first(is_best_YV: Tensor) -> Tensor:
     return torch.where(ids_Y < len(ids_V), ids_Y, 0)
 
 
-def gumbel_noise(draws: Draws, num_tokens: int) -> Tensor:
-    """-ln(-ln(1 - v)) of a number v in (0, 1) for every row and token, fp64 [X, V]."""
-    num_groups = -(-num_tokens // GROUP_TOKENS)
-    shape = (len(draws.seeds_X), num_groups, GROUP_WORDS)
-    counters = torch.arange(num_groups * GROUP_WORDS, device=draws.seeds_X.device) + FIRST_COUNTER
-
-    def wide(column_X: Tensor) -> Tensor:
-        return (column_X & 0xFFFFFFFF)[:, None, None].expand(shape)
-
-    counter = (
-        counters.view(1, num_groups, GROUP_WORDS).expand(shape),
-        wide(draws.steps_X),
-        wide(draws.steps_X >> 32),
-        wide(draws.samples_X),
-    )
-    words = philox4x32(counter, (wide(draws.seeds_X), wide(draws.seeds_X >> 32)))
-    numbers_XV = (torch.stack(words, 2).flatten(1)[:, :num_tokens].double() + 0.5) * 2.0**-32
-    return -(-torch.log1p(-numbers_XV)).log()
-
-
 def _joined(parts: list[Proposals], is_row_X: Tensor) -> Proposals:
     """The proposals of all chunks, with zeros for rows without a distribution and for no row."""
-    names = ("token_X", "own_X", "confidence_X", "is_nonfinite_X", "entropy_X")
+    names = ("token_X", "own_X", "is_nonfinite_X", "entropy_X")
     columns = [[getattr(part, name) for part in parts] for name in names]
     joined = [None if one[0] is None else one[0] if len(one) == 1 else torch.cat(one) for one in columns]
-    token_X, own_X, confidence_X, is_nonfinite_X, entropy_X = joined
-    assert token_X is not None and own_X is not None and confidence_X is not None
-    assert is_nonfinite_X is not None
+    token_X, own_X, is_nonfinite_X, entropy_X = joined
+    assert token_X is not None and own_X is not None and is_nonfinite_X is not None
     is_good_X = is_row_X & ~is_nonfinite_X
     return Proposals(
         token_X=torch.where(is_good_X, token_X, 0),
         own_X=torch.where(is_good_X, own_X, 0.0),
-        confidence_X=torch.where(is_good_X, confidence_X, 0.0),
         is_nonfinite_X=is_row_X & is_nonfinite_X,
         entropy_X=None if entropy_X is None else torch.where(is_good_X, entropy_X, 0.0),
     )

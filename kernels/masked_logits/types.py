@@ -8,44 +8,20 @@ from torch import Tensor
 
 WORKSPACE_BYTES = 8 << 20
 WORKSPACE_ROW_BYTES = 16
-"""The fused route of greedy rows needs at most so many bytes, and so many for each row. With less, the ranges
+"""The fused route needs at most so many bytes, and so many for each row. With less, the ranges
 of a million rows would be longer, and the last round of programs emptier."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
-    """How rows draw, [X]: `temperature_X` fp64, 0 = the best token; and the random numbers of a row, int64.
-
-    Rows with the same seed, sample and step take the same numbers.
-    """
-
-    temperature_X: Tensor
-    seeds_X: Tensor
-    samples_X: Tensor
-    steps_X: Tensor
-
-    def part(self, rows: slice) -> Draws:
-        """The draws of some rows."""
-        return Draws(
-            temperature_X=self.temperature_X[rows],
-            seeds_X=self.seeds_X[rows],
-            samples_X=self.samples_X[rows],
-            steps_X=self.steps_X[rows],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
     """A token of every wanted row, int64 [X], and what the row's distribution says of it, fp64 [X].
 
-    `own_X`: its probability under the model's own distribution (temperature 1). `confidence_X`: under the
-    request's, or the model's own if the row is greedy. `is_nonfinite_X` (bool): the row has no distribution
-    (a logit is NaN or +inf, or all are -inf); its other values are 0. `entropy_X`: nats at temperature 1,
-    None unless requested. For row -1 everything is 0.
+    `own_X`: its probability under the model's own distribution (temperature 1). `is_nonfinite_X` (bool): the
+    row has no distribution (a logit is NaN or +inf, or all are -inf); its other values are 0. `entropy_X`:
+    nats at temperature 1, None unless requested. For row -1 everything is 0.
     """
 
     token_X: Tensor
     own_X: Tensor
-    confidence_X: Tensor
     is_nonfinite_X: Tensor
     entropy_X: Tensor | None = None

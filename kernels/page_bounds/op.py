@@ -13,8 +13,8 @@ from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
+from idlm.kernels.slots import FP8, read_slots
 
-FP8 = torch.float8_e4m3fn
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -39,7 +39,8 @@ def write_bounds(
     first_I1 = (pieces.slots_I // bounds.size * bounds.size)[:, None]
     slots_IF = first_I1 + torch.arange(bounds.size, device=keys_SKH.device)
     is_final_IF11 = (slots_IF < ends_I1)[:, :, None, None]
-    k_IFKH = _read(keys_SKH, slots.physical(slots_IF, pieces.sequences_I))
+    k_IFKH = read_slots(keys_SKH, slots.physical(slots_IF, pieces.sequences_I))
+    k_IFKH = k_IFKH.float() if keys_SKH.dtype == FP8 else k_IFKH
     if k_scale_K is not None:
         k_IFKH = k_IFKH * k_scale_K[:, None]
     is_written_I = pieces.is_piece_I & (pieces.slots_I < ends_I1[:, 0])
@@ -50,13 +51,6 @@ def write_bounds(
     largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
     bounds.least_CKH[physical_I] = least_IKH.to(bounds.least_CKH.dtype)
     bounds.largest_CKH[physical_I] = largest_IKH.to(bounds.largest_CKH.dtype)
-
-
-def _read(keys_SKH: Tensor, physical_IF: Tensor) -> Tensor:
-    # Gathered as bytes: not every device gathers eight-bit floats.
-    is_fp8 = keys_SKH.dtype == FP8
-    k_IFKH = keys_SKH.view(torch.uint8)[physical_IF].view(FP8) if is_fp8 else keys_SKH[physical_IF]
-    return k_IFKH.to(torch.float32) if is_fp8 else k_IFKH
 
 
 @torch.inference_mode()

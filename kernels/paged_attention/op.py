@@ -14,16 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from idlm.kernels.paged_attention.sparse import (
-    FP8,
     Block,
     ListedRows,
     attend_lists,
     blocks_of,
-    gathered,
     listed_rows,
     sums_before,
 )
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
+from idlm.kernels.slots import FP8, gathered
 
 FEW_ROWS = 16
 FEW_SLOTS = 512
@@ -73,7 +72,8 @@ def plan(
         return AttentionPlan(rows=given, num_rows=0, groups=(), unpad_R=None)
     rows_R = torch.arange(num_rows, device=rows.cu_rows.device)
     sequence_R = torch.searchsorted(rows.cu_rows[1:], rows_R, right=True)
-    listed, blocks = listed_rows(rows, sequence_R), blocks_of(rows, sequence_R)
+    listed = None if rows.listed_B is None else listed_rows(rows, sequence_R)
+    blocks = () if rows.starts_B is None else blocks_of(rows, sequence_R)
     if listed is not None:
         # The exact attention of these rows is not used; it sees the row's own slot.
         narrow_R = torch.zeros_like(rows_R, dtype=torch.bool).index_fill_(0, listed.rows_bW.flatten(), True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock
+from idlm.kernels.slots import gathered
 
-FP8 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
 
 
@@ -39,8 +39,7 @@ class Block:
 
 def listed_rows(rows: AttentionRows, sequence_R: torch.Tensor) -> ListedRows | None:
     """The rows that see lists; None if no row does. Waits for the device."""
-    if rows.listed_B is None:
-        return None
+    assert rows.listed_B is not None
     counts_B = torch.zeros_like(rows.cu_rows[1:])
     counts_B.scatter_add_(0, sequence_R, (in_block(rows, sequence_R) & rows.listed_B[sequence_R]).long())
     sequences_b = counts_B.nonzero()[:, 0]
@@ -63,8 +62,7 @@ def in_block(rows: AttentionRows, sequence_R: torch.Tensor) -> torch.Tensor:
 
 def blocks_of(rows: AttentionRows, sequence_R: torch.Tensor) -> tuple[Block, ...]:
     """The blocks whose rows see no lists and that have slots before them. Waits for the device."""
-    if rows.starts_B is None:
-        return ()
+    assert rows.starts_B is not None
     in_block_R = in_block(rows, sequence_R)
     found = []
     for b, (start, end) in enumerate(zip(rows.starts_B.tolist(), rows.cu_rows[1:].tolist(), strict=True)):
@@ -153,16 +151,3 @@ def _gathered_by_head(
     read_YH = gathered(cache_SKH.reshape(-1, head_dim), rows_Y, None, wide).to(wide)
     read_bKXH = read_YH.view(*physical_bKX.shape, head_dim)
     return read_bKXH if scale_K is None else read_bKXH * scale_K[:, None, None]
-
-
-def gathered(
-    cache_SKH: torch.Tensor, slots_X: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Slots [X, K, H] of a cache, in `dtype`."""
-    if cache_SKH.dtype != FP8:
-        return cache_SKH.index_select(0, slots_X)
-    # By bytes: not every device gathers eight-bit floats.
-    cached_XKH = cache_SKH.view(torch.uint8).index_select(0, slots_X).view(FP8)
-    if scale_K is None:
-        return cached_XKH.to(dtype)
-    return (cached_XKH.to(torch.float32) * scale_K[:, None]).to(dtype)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.prefix_ranking.types import RankingPass
+from idlm.kernels.slots import read_slots
 
-FP8 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
 MAX_NUMBERS = 1 << 26
 """Scores, or elements of keys, in memory at a time."""
@@ -39,9 +39,8 @@ def _share(ranking: RankingPass, layer: int, sequences_b: Tensor) -> Tensor:
     slots_S = torch.arange(ranking.max_slots, device=q_RNH.device)
     is_before_bS = slots_S < ranking.starts_B[sequences_b, None]
     pages_bS = ranking.block_table_BP[sequences_b][:, slots_S // ranking.page_size]
-    k_bSKH = _read(ranking.keys_LSKH[layer], pages_bS * ranking.page_size + slots_S % ranking.page_size).to(
-        wide
-    )
+    physical_bS = pages_bS * ranking.page_size + slots_S % ranking.page_size
+    k_bSKH = read_slots(ranking.keys_LSKH[layer], physical_bS).to(wide)
     if ranking.k_scale_LK is not None:
         k_bSKH = k_bSKH * ranking.k_scale_LK[layer][:, None]
     # Slots that were never written may hold NaN, and 0 * NaN is NaN.
@@ -56,12 +55,6 @@ def _share(ranking: RankingPass, layer: int, sequences_b: Tensor) -> Tensor:
     shares_bKGWS = torch.where(is_counted_bWS[:, None, None], (scores_bKGWS - offset_bKGW1).exp2(), 0)
     num_queries_b = is_fed_bW.sum(-1).clamp(min=1) * q_bWKGH.shape[3]
     return shares_bKGWS.sum((2, 3)) / num_queries_b[:, None, None]
-
-
-def _read(keys_SKH: Tensor, physical_bS: Tensor) -> Tensor:
-    # Gathered as bytes: not every device gathers eight-bit floats.
-    is_fp8 = keys_SKH.dtype == FP8
-    return keys_SKH.view(torch.uint8)[physical_bS].view(FP8) if is_fp8 else keys_SKH[physical_bS]
 
 
 def select_largest(

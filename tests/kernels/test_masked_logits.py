@@ -11,20 +11,11 @@ import pytest
 import torch
 
 from idlm.kernels.masked_logits import chunk_rows, masked_logits, op
-from idlm.kernels.masked_logits.reference import gumbel
-from tests.kernels.cases.masked_logits import (
-    CHI_SQUARE_LIMIT,
-    SHAPES,
-    Case,
-    check_nonfinite,
-    check_ties,
-    chi_square,
-    make_draws,
-)
+from tests.kernels.cases.masked_logits import SHAPES, Case, check_nonfinite, check_ties
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TYPES = dict.fromkeys(("p_rows", "p_forbidden", "p_seeds", "p_samples", "p_steps", "p_token"), "*i64")
-TYPES |= dict.fromkeys(("p_temperature", "p_own", "p_confidence", "p_entropy"), "*fp64")
+TYPES = dict.fromkeys(("p_rows", "p_forbidden", "p_token"), "*i64")
+TYPES |= dict.fromkeys(("p_own", "p_entropy"), "*fp64")
 TYPES |= {"p_hidden": "*bf16", "p_parts": "*fp32", "p_nonfinite": "*i8"}
 TYPES |= dict.fromkeys(("num_rows", "num_tokens", "width", "hidden_stride", "weight_stride"), "i32")
 TYPES |= {"splits": "i32", "split_tiles": "i32"}
@@ -33,13 +24,11 @@ SHARED_BYTES = 227 << 10
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_chunks_equal_the_definition(shape: tuple[int, int, int], dtype: torch.dtype, is_drawn: bool) -> None:
+def test_chunks_equal_the_definition(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     case = Case(shape, dtype)
-    draws = make_draws(shape[0]) if is_drawn else None
-    whole = case.check(draws=draws)
+    whole = case.check()
     for max_bytes in (1, 20_000):
-        parts = case.check(draws=draws, max_bytes=max_bytes)
+        parts = case.check(max_bytes=max_bytes)
         if dtype == torch.float32:
             assert torch.equal(parts.token_X, whole.token_X)
 
@@ -57,35 +46,6 @@ def test_no_row_is_wanted() -> None:
     assert len(found.token_X) == len(found.own_X) == 0
     found = masked_logits(hidden, torch.full((4,), -1), weight)
     assert not found.token_X.any() and not found.own_X.any() and not found.is_nonfinite_X.any()
-
-
-def test_draws_follow_the_softmax() -> None:
-    assert chi_square(20_000) < CHI_SQUARE_LIMIT
-
-
-def test_noise_of_another_scale_fails_the_chi_square_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = op.gumbel_noise
-    monkeypatch.setattr(op, "gumbel_noise", lambda *given: 1.2 * noise(*given))
-    assert chi_square(20_000) > CHI_SQUARE_LIMIT
-
-
-def test_noise_is_a_function_of_seed_sample_step_and_token() -> None:
-    draws = make_draws(3)
-    noise_XV = op.gumbel_noise(draws, 600)
-    for row in range(3):
-        numbers = [int(column[row]) for column in (draws.seeds_X, draws.samples_X, draws.steps_X)]
-        for token in (0, 63, 64, 255, 256, 599):
-            assert float(noise_XV[row, token]) == pytest.approx(gumbel(*numbers, token), rel=1e-12, abs=1e-12)
-    assert len(noise_XV.unique()) == noise_XV.numel()
-
-
-def test_greedy_rows_among_drawn_ones_are_the_greedy_ones() -> None:
-    case, draws = Case(SHAPES[2], torch.float32), make_draws(SHAPES[2][0])
-    drawn, greedy = masked_logits(*case.arguments(), draws=draws), masked_logits(*case.arguments())
-    is_greedy_X = draws.temperature_X == 0
-    assert torch.equal(drawn.token_X[is_greedy_X], greedy.token_X[is_greedy_X])
-    assert torch.equal(drawn.own_X[is_greedy_X], drawn.confidence_X[is_greedy_X])
-    assert not torch.equal(drawn.token_X, greedy.token_X)
 
 
 def test_chunks_take_constant_memory() -> None:
@@ -117,18 +77,15 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     return compile_for_hopper(kernel, TYPES | {"weight": weight}, constants, num_warps=warps)
 
 
-def compiled_parts(
-    num_rows: int, *, is_drawn: bool = False, tma: bool = True, entropy: bool = False, forbidden: int = 1
-) -> Any:
+def compiled_parts(num_rows: int, *, tma: bool = True, entropy: bool = False, forbidden: int = 1) -> Any:
     """The fused kernel at its launch parameters for bf16, of columns that its tiles divide."""
     pytest.importorskip("triton")
     from idlm.kernels.masked_logits.kernel import parts_kernel
     from idlm.kernels.masked_logits.launch import choose
 
-    launch = choose(num_rows, torch.bfloat16, is_drawn=is_drawn)
+    launch = choose(num_rows, torch.bfloat16)
     constants = {
         "FORBIDDEN": forbidden,
-        "DRAWS": is_drawn,
         "ENTROPY": entropy,
         "TMA": tma,
         "EVEN": True,
@@ -171,10 +128,9 @@ def test_the_workspace_holds_the_numbers_of_all_ranges() -> None:
             assert num_bytes <= WORKSPACE_BYTES + num_rows * WORKSPACE_ROW_BYTES
 
 
-def test_the_other_kernels_compile_for_hopper() -> None:
-    made = compiled_parts(8192, is_drawn=True)
-    assert made.spilled_bytes <= 512 and made.shared_bytes <= SHARED_BYTES
+def test_the_kernel_that_combines_ranges_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
     from idlm.kernels.masked_logits.kernel import combine_kernel
 
-    made = compiled(combine_kernel, {"DRAWS": True, "ENTROPY": True, "BLOCK_X": 16, "SPLITS": 64}, 4)
+    made = compiled(combine_kernel, {"ENTROPY": True, "BLOCK_X": 16, "SPLITS": 64}, 4)
     assert made.spilled_bytes == 0

@@ -44,12 +44,13 @@ class SavingTrainer(Trainer):
     watchdog: Watchdog | None = None
     _staging: str | None = None
 
-    def expect_recut(self, checkpoint: Path | None) -> None:
-        """Let DeepSpeed continue from `checkpoint` if `idlm.train.checkpoint.recut` has made it."""
-        if checkpoint is not None and checkpoint.parent.name == RECUT_FOLDER:
+    def resume(self, checkpoint: Path) -> None:
+        """Train on from `checkpoint`, which `idlm.train.checkpoint.recut` may have made for DeepSpeed."""
+        if checkpoint.parent.name == RECUT_FOLDER:
             plugin = self.accelerator.state.deepspeed_plugin
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
             self.add_callback(MendLoaded())
+        self.train(resume_from_checkpoint=str(checkpoint))
 
     def refuse_bad_weights(self) -> None:
         """Raise UserError IDLM-0503 on every rank when a weight of any rank is not finite. Collective."""

@@ -40,7 +40,6 @@ class ModelShape:
     layers: int
     vocabulary: int
     has_qk_norm: bool
-    is_tied: bool
     num_parameters: int
     layer_parameters: int
 
@@ -85,7 +84,6 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
         layers=config.num_hidden_layers,
         vocabulary=whole_shape(model.get_input_embeddings().weight)[0],
         has_qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        is_tied=model.get_input_embeddings().weight is head.weight,
         num_parameters=num_base_parameters(model),
         layer_parameters=num_base_parameters(layers[0][0]),
     )

@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from idlm.errors import UserError
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters, num_elements, zero_stage
-from idlm.train.model.gated_lora import num_base_parameters
+from idlm.train.distributed.deepspeed import (
+    SHARDS_WEIGHTS,
+    keeps_fp32_masters,
+    num_elements,
+    num_parameters,
+    zero_stage,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +156,9 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     whole = replace(state_setup(config, world_size=1), offloads=False)
     dtype = config.export.dtype or config.model.dtype
     is_float32_adapter = config.is_gated and config.export.dtype is None
-    published = trained if config.is_gated else num_base_parameters(model)
+    published = trained
+    if not config.is_gated:
+        published = num_parameters(model) - (0 if config.adapter is None else trained)
     output_dir = Path(config.output_dir).absolute()
     place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     written = [*output_dir.glob("run/checkpoint-*/**/*"), *output_dir.glob("stages/**/*")]

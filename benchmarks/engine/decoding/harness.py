@@ -95,7 +95,8 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int 
     }
     architecture = config.pop("architecture", "Qwen3ForCausalLM")
     spec = FAMILIES.get(architecture).spec(config)
-    check_blocks(spec, block_size=block_size)
+    if spec.moe is not None:
+        check_blocks(spec.moe, block_size=block_size)
     trunk = make_trunk(spec, device=torch.device(device), dtype=dtype)
     fill_randomly(trunk)
     mask_id = spec.vocab_size - 1

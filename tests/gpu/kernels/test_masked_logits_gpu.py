@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from idlm.kernels.masked_logits import MAX_BYTES, masked_logits
-from tests.kernels.cases.masked_logits import (
-    CHI_SQUARE_LIMIT,
-    SHAPES,
-    Case,
-    check_nonfinite,
-    check_ties,
-    chi_square,
-    make_draws,
-)
+from tests.kernels.cases.masked_logits import SHAPES, Case, check_nonfinite, check_ties
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,12 +34,10 @@ def scattered(num_rows: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (200, 777, 136)], ids=str)
-@pytest.mark.parametrize("is_drawn", [False, True])
 def test_both_routes_equal_the_definition(
-    shape: tuple[int, int, int], dtype: torch.dtype, is_drawn: bool, route: str
+    shape: tuple[int, int, int], dtype: torch.dtype, route: str
 ) -> None:
-    case = Case(shape, dtype, device="cuda")
-    case.check(draws=make_draws(shape[0], device="cuda") if is_drawn else None, route=route)
+    Case(shape, dtype, device="cuda").check(route=route)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,25 +52,14 @@ def test_ties_and_rows_without_a_distribution(dtype: torch.dtype, route: str) ->
     check_nonfinite("cuda", dtype, route=route)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_million_draws_follow_the_softmax(route: str) -> None:
-    assert chi_square(1_000_000, device="cuda", chunk=100_000, route=route) < CHI_SQUARE_LIMIT
-
-
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_both_routes_agree_at_a_real_head(is_drawn: bool) -> None:
+def test_both_routes_agree_at_a_real_head() -> None:
     hidden_RD, rows_X, weight_VD = scattered(1300)
     rows_X[::7] = -1
-    draws = make_draws(len(rows_X), device="cuda") if is_drawn else None
-    chunks, fused = (
-        masked_logits(hidden_RD, rows_X, weight_VD, draws=draws, route=route) for route in ROUTES
-    )
+    chunks, fused = (masked_logits(hidden_RD, rows_X, weight_VD, route=route) for route in ROUTES)
     # Sums in another order may round a logit to its neighbour in bf16.
     assert (chunks.token_X == fused.token_X).double().mean() > 0.95
     is_equal_X = chunks.token_X == fused.token_X
-    for name in ("own_X", "confidence_X"):
-        mine, theirs = getattr(fused, name)[is_equal_X], getattr(chunks, name)[is_equal_X]
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0.15)
+    torch.testing.assert_close(fused.own_X[is_equal_X], chunks.own_X[is_equal_X], atol=1e-4, rtol=0.15)
 
 
 def test_memory_does_not_grow_with_the_rows() -> None:

@@ -258,7 +258,7 @@ def test_trap_28_prompts_think_as_the_checkpoints_own_template_says(directory) -
     tokenizer = tokenizer_with(directory, "qwen3")
     asked = encode_prompt(tokenizer, "so the sum")
     assert tokenizer.decode(asked) == "<|im_start|>user\nso the sum<|im_end|>\n<|im_start|>assistant\n"
-    off = encode_prompt(tokenizer, "so the sum", enable_thinking=False)
+    off = encode_messages(tokenizer, [{"role": "user", "content": "so the sum"}], enable_thinking=False)
     assert tokenizer.decode(off[len(asked) :]) == "<think>\n\n</think>\n\n"
     tokenizer.chat_template = LLADA2
     assert tokenizer.decode(encode_prompt(tokenizer, "so the sum")) == (

@@ -188,7 +188,8 @@ def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
     templated = tokens.encode_prompt(byte_level, "Hi")
     assert byte_level.decode(templated) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert byte_level.decode(tokens.encode_prompt(byte_level, "Hi", template="none")) == "Hi"
-    thinking = tokens.encode_prompt(byte_level, "Hi", enable_thinking=False)
+    turn = {"role": "user", "content": "Hi"}
+    thinking = tokens.encode_messages(byte_level, [turn], enable_thinking=False)
     assert byte_level.decode(thinking).endswith("assistant\n<think></think>")
     bare = tokens.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
     assert task_tokenizer.decode(bare) == "<bos>Lea has 9."

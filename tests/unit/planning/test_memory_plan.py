@@ -175,7 +175,7 @@ def test_a_compiled_layer_keeps_what_is_planned(family: str) -> None:
 
 SHAPE = ModelShape(
     width=4096, ffn=12288, queries=4096, keys=1024, layers=36, vocabulary=151936, has_qk_norm=True,
-    is_tied=False, num_parameters=8_190_735_360, layer_parameters=192_946_432,
+    num_parameters=8_190_735_360, layer_parameters=192_946_432,
 )  # fmt: skip
 RUN = RunSetup(rows=8192, targets=8190, mask_rows=4095, world_size=8, zero_stage=2, is_compiled=True)
 
@@ -220,7 +220,7 @@ def test_time_and_disk_add_up() -> None:
 
 SHAPE_32B = ModelShape(
     width=5120, ffn=25600, queries=8192, keys=1024, layers=64, vocabulary=151936, has_qk_norm=True,
-    is_tied=False, num_parameters=32_762_123_264, layer_parameters=487_598_336,
+    num_parameters=32_762_123_264, layer_parameters=487_598_336,
 )  # fmt: skip
 ADAPTER_32B = 8_589_934_592
 

@@ -112,17 +112,6 @@ def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:
         plan.steps(301)
 
 
-def test_workspaces_and_scratch_are_part_of_the_plan() -> None:
-    sizes = Sizes(length=1000, wanted=500, chunks={"ffn": 8, "logits": 100})
-    plain = plan_template(trunk_template(LLADA_8B, WHOLE), sizes)
-    shape = dataclasses.replace(
-        LLADA_8B, attention_row_bytes=128, workspaces={"attention": 1 << 20, "attention_norm": 64}
-    )
-    more = plan_template(trunk_template(shape, WHOLE), sizes)
-    assert more.peak_bytes == plain.peak_bytes + (1 << 20) + 128_000
-    assert trunk_template(shape, QUERY).tensors["attention_workspace_attention"].constant == 1 << 20
-
-
 def test_a_fused_head_stores_no_logits() -> None:
     forward = trunk_forward(fused_head(LLADA_8B))
     plan = search(forward, length=100_000, wanted=100_000, capacity=4 * GIB)

@@ -130,7 +130,7 @@ def test_training_state_has_one_formula_that_is_the_hand_worked_one(
     config = config_of(**changes, **{"train.offload_optimizer": "true"} if offloads else {})
     assert state_bytes(config, 1000, 0, world_size=4) == expected
     shape = ModelShape(
-        width=1, ffn=1, queries=1, keys=1, layers=1, vocabulary=1, has_qk_norm=False, is_tied=False,
+        width=1, ffn=1, queries=1, keys=1, layers=1, vocabulary=1, has_qk_norm=False,
         num_parameters=1000, layer_parameters=1,
     )  # fmt: skip
     names = {term.name: term.num_bytes for term in state_terms(state_setup(config, world_size=4), 1000, 0)}
