@@ -27,9 +27,11 @@ from idlm.train.checkpoint.resume import (
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.same_run import needs_recut
+from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
+    num_local_processes,
     num_processes,
     require_same_config_everywhere,
     shape,
@@ -37,10 +39,10 @@ from idlm.train.config.trainer_arguments import (
 )
 from idlm.train.data.checks import inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import num_elements, num_parameters, zero_stage
+from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.planning.state import check_disk
+from idlm.train.planning.state import check_disk, plan_disk
 from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
 
 if TYPE_CHECKING:
@@ -52,13 +54,17 @@ if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
 
+ASSUMED_BYTES_PER_SECOND = 200e6
+"""Of a save that has not been measured: a slow network disk."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`signal` is None when the run finished; `report` is None when none was written."""
+    """`signal` stopped the run, or the end of its time; `report` is None when none was written."""
 
     signal: int | None
     last_step: int
+    is_time_up: bool = False
     report: Path | None = None
 
 
@@ -113,10 +119,11 @@ def _run(
         lambda: remember_data(run, prepared.dataset.source, row_rule=row_rule, is_continued=is_continued)
     )
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
-    received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
+    outcome = train(config, prepared, args, checkpoint, console, watchdog)
+    last_step = outcome.last_step
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:
-        return Outcome(signal=received, last_step=last_step)
+        return outcome
     publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
     report = None
     if rank() == 0:
@@ -165,15 +172,21 @@ def train(
     checkpoint: Path | None,
     console: Any,
     watchdog: Watchdog,
-) -> tuple[int | None, int]:
-    """(signal that stopped the run or None, last step done)."""
+) -> Outcome:
+    """Train until the last step or what stops the run before; the last checkpoint is published then."""
     from transformers import PrinterCallback
 
     from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer, StopOnSignal
+    from idlm.train.loop.trainer import IdlmTrainer, StopRequests, TimeLimit
 
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
-    stop, failed = StopOnSignal(), True
+    loop, failed = config.train, True
+    writer = CheckpointWriter(loop.save, num_sharing=num_local_processes() if uses_deepspeed(loop) else 1)
+    limit = None
+    if loop.max_minutes is not None:
+        num_bytes = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
+        limit = TimeLimit(loop.max_minutes, writer, assumed_save=num_bytes / ASSUMED_BYTES_PER_SECOND)
+    stop = StopRequests(writer, limit)
 
     def publish_stage(stage: Stage) -> None:
         trainer.at("export")
@@ -191,7 +204,7 @@ def train(
         callbacks=[watchdog, progress],
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
-    trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
+    trainer.zero_stage, trainer.watchdog, trainer.writer = zero_stage(loop), watchdog, writer
     trainer.expect_recut(checkpoint)
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
@@ -205,8 +218,9 @@ def train(
 
         progress.tracker = open_tracker(config.wandb, Path(args.output_dir), asdict(config))
     try:
-        with stop.listening():
+        with stop.listening(), writer.lingering():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trainer.finish_save()
         failed = False
     except (RuntimeError, MemoryError) as error:
         from idlm.train.planning.estimate import explain_out_of_memory
@@ -217,7 +231,7 @@ def train(
         progress.close()
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
-    return stop.received, trainer.state.global_step
+    return Outcome(signal=stop.received, last_step=trainer.state.global_step, is_time_up=stop.is_time_up)
 
 
 def _add_evaluation(

@@ -95,6 +95,11 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_local_processes() -> int:
+    """Return how many of them run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_processes())
+
+
 def require_same_config_everywhere(config: TrainConfig) -> None:
     """Raise UserError IDLM-0514 on all ranks when one was started with another configuration. Collective."""
     hashes = gather_objects(config_hash(config))
