@@ -127,7 +127,7 @@ class LoopConfig:
     save_every: int = option("steps between checkpoints", 500)
     save_total_limit: int = option("checkpoints kept", 2)
     save: str = option(
-        "sync: training waits for a checkpoint's files; async: for copies in host memory, written by a thread",
+        "sync: training waits for a checkpoint's files; async: for host copies, which a thread writes",
         "sync",
     )
     max_minutes: float | None = option(
