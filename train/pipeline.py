@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
+    launcher_pid,
     num_local_processes,
     num_processes,
     require_same_config_everywhere,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
 
+log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6
 """Of a save that has not been measured: a slow network disk."""
 
@@ -83,8 +86,12 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     config = settle_accumulation(config, world_size=num_processes())
+    launcher = launcher_pid()
     args = training_arguments(config)
-    with watching(config.train.hang_seconds) as watchdog, exclusive_output(config.output_dir):
+    with (
+        watching(config.train.hang_seconds, launcher=launcher) as watchdog,
+        exclusive_output(config.output_dir),
+    ):
         return _run(config, args, watchdog, console=console, sampler=sampler, start=start)
 
 
@@ -128,12 +135,26 @@ def _run(
     report = None
     if rank() == 0:
         if config.report.enabled:
-            from idlm.train.planning.report import report_run
-
             seconds = time.perf_counter() - start
-            report = report_run(config, prepared, sampler, num_gpus=args.world_size, seconds=seconds)
+            report = write_report(config, prepared, sampler, num_gpus=args.world_size, seconds=seconds)
         store_finished(config, num_steps=last_step)
     return Outcome(signal=None, last_step=last_step, report=report)
+
+
+def write_report(
+    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, **facts: Any
+) -> Path | None:
+    """Write the report of the published checkpoint; None if memory is short, which fails no finished run."""
+    from idlm.train.planning.estimate import is_out_of_memory
+    from idlm.train.planning.report import report_run
+
+    try:
+        return report_run(config, prepared, sampler, **facts)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("no report: out of memory: %s", str(error).partition("\n")[0])
+        return None
 
 
 def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, console: Any) -> None:

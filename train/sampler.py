@@ -16,7 +16,13 @@ from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.train.data.base import CORRECT, JudgedSource, has_splits, make_encoder, open_source
 from idlm.train.planning.estimate import is_out_of_memory
-from idlm.train.planning.report import Measurement, Sampler, SampleReport, SampleText
+from idlm.train.planning.report import (
+    Measurement,
+    Sampler,
+    SampleReport,
+    SampleText,
+    free_cached_memory,
+)
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
@@ -67,6 +73,9 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
                 SampleText(prompt=prompt, response=completion.text, verdict=verdict or "")
                 for prompt, completion, verdict in zip(shown, done, verdicts, strict=True)
             ]
+        # The next decoder's engine needs the memory of this one.
+        del engine, judge
+        free_cached_memory()
     return SampleReport(samples=tuple(texts), measurements=tuple(measurements))
 
 

@@ -243,7 +243,9 @@ class StopRequests(TrainerCallback):
             assert self.writer is not None
             self.writer.wait()
         self.is_time_up = agreed == TIME_UP
-        self.received = agreed if agreed > TIME_UP else None
+        # A signal that has arrived meanwhile is for the next step.
+        if agreed > TIME_UP:
+            self.received = agreed
         if agreed:
             control.should_save = True
             control.should_training_stop = True
