@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,7 @@ def _run(
         lambda: remember_data(run, prepared.dataset.source, row_rule=row_rule, is_continued=is_continued)
     )
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
-    outcome = train(config, prepared, args, checkpoint, console, watchdog)
+    outcome, free = train(config, prepared, args, checkpoint, console, watchdog)
     last_step = outcome.last_step
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:
@@ -136,7 +137,8 @@ def _run(
     if rank() == 0:
         if config.report.enabled:
             seconds = time.perf_counter() - start
-            report = write_report(config, prepared, sampler, num_gpus=args.world_size, seconds=seconds)
+            facts = {"num_gpus": args.world_size, "seconds": seconds}
+            report = write_report(config, prepared, sampler, free=free, **facts)
         store_finished(config, num_steps=last_step)
     return Outcome(signal=None, last_step=last_step, report=report)
 
@@ -193,8 +195,10 @@ def train(
     checkpoint: Path | None,
     console: Any,
     watchdog: Watchdog,
-) -> Outcome:
-    """Train until the last step or what stops the run before; the last checkpoint is published then."""
+) -> tuple[Outcome, Callable[[], None]]:
+    """Train until the last step or what stops the run before; the last checkpoint is published then. Returns
+    also what gives the memory of training back.
+    """
     from transformers import PrinterCallback
 
     from idlm.train.loop.progress import Progress
@@ -252,7 +256,8 @@ def train(
         progress.close()
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
-    return Outcome(signal=stop.received, last_step=trainer.state.global_step, is_time_up=stop.is_time_up)
+    outcome = Outcome(signal=stop.received, last_step=trainer.state.global_step, is_time_up=stop.is_time_up)
+    return outcome, trainer.release
 
 
 def _add_evaluation(

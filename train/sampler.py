@@ -12,17 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.train.data.base import CORRECT, JudgedSource, has_splits, make_encoder, open_source
 from idlm.train.planning.estimate import is_out_of_memory
-from idlm.train.planning.report import (
-    Measurement,
-    Sampler,
-    SampleReport,
-    SampleText,
-    free_cached_memory,
-)
+from idlm.train.planning.report import Measurement, Sampler, SampleReport, SampleText
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine

@@ -23,10 +23,12 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import TrainerCallback, TrainerState
 
 from idlm.cli.command import Terminated
+from idlm.devices import free_cached_memory
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
+from idlm.train.distributed.deepspeed import local_part
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.objectives.curriculum import rate_factor
 from idlm.train.step import PreviousMeans, TrainingStep
@@ -135,6 +137,24 @@ class IdlmTrainer(SavingTrainer):
             made = torch.optim.lr_scheduler.LambdaLR(chosen, self.rate_factor)
             self.lr_scheduler, self._created_lr_scheduler = made, True
         return made
+
+    def release(self) -> None:
+        """Give back the memory of weights, gradients, optimizer and copies; nothing can be trained any more.
+
+        Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd.
+        """
+        for value in (*self.model.parameters(), *self.model.buffers()):
+            value.grad = None
+            value.data = value.data.new_empty(0)
+            local_part(value).data = value.data
+        holders = [self.optimizer]
+        while hasattr(holders[-1], "optimizer"):
+            holders.append(holders[-1].optimizer)
+        if self.is_deepspeed_enabled:
+            self.model_wrapped.destroy()
+        for holder in (*holders, self.writer):
+            vars(holder).clear()
+        free_cached_memory()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The dataset is already in training order; a random order would undo curriculum and resume.

@@ -5,16 +5,12 @@ Samples come from a `Sampler` that the command line passes in, because training 
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
@@ -23,7 +19,6 @@ from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
 from idlm.train.data.checks import inspect_data
-from idlm.train.distributed.deepspeed import is_partitioned
 from idlm.train.loop.metrics import EVALUATION, describe, read_metrics, training_records
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
@@ -72,10 +67,16 @@ Sampler = Callable[[Path, int], SampleReport]
 
 
 def report_run(
-    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, num_gpus: int, seconds: float
+    config: TrainConfig,
+    prepared: Prepared,
+    sampler: Sampler | None,
+    *,
+    num_gpus: int,
+    seconds: float,
+    free: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Report on the published checkpoint of a run that took `seconds` in this process. On rank 0. Empties
-    `prepared.model` before it samples.
+    """Report on the published checkpoint of a run that took `seconds` in this process. On rank 0. `free`
+    gives the memory of training back, which the sampler needs.
     """
     target = Path(config.output_dir)
     records = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
@@ -103,7 +104,7 @@ def report_run(
     estimate = estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus)
     samples: SampleReport | None = None
     if sampler is not None and config.report.num_samples > 0:
-        free_training_memory(prepared.model)
+        free()
         samples = sampler(target, config.report.num_samples)
     with translate_disk_errors(target / "report.md"):
         return write_report(
@@ -117,25 +118,6 @@ def report_run(
             data_lines=data.lines(),
             estimate=estimate,
         )
-
-
-def free_training_memory(model: nn.Module) -> None:
-    """Give back what training holds, for the engine of the samples: weights, gradients and, once nothing
-    refers to the trainer, the optimizer. The tensors of `model` are empty afterwards.
-    """
-    for value in (*model.parameters(), *model.buffers()):
-        value.grad = None
-        value.data = value.data.new_empty(0)
-        if is_partitioned(value):
-            value.ds_tensor.data = value.ds_tensor.data.new_empty(0)
-    free_cached_memory()
-
-
-def free_cached_memory() -> None:
-    """Give back the memory of what nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def write_report(

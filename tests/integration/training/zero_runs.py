@@ -19,7 +19,10 @@ from typing import Any
 
 from benchmarks.training import crashes, resume
 from idlm.checkpoint import MANIFEST
+from idlm.train import cli
 from idlm.train.loop.watchdog import has_ended
+from idlm.train.planning.report import SampleReport
+from tests.integration.training.stopped_runs import num_floats
 
 ASYNC = {"train.save": "async"}
 
@@ -51,12 +54,32 @@ def quick(folder: Path, base: Path) -> dict[str, Any]:
         "resumes": [one.tally.equal + two.tally.equal, one.tally.resumes + two.tally.resumes],
         "complaints": one.tally.complaints + two.tally.complaints,
         "orphans": orphans(folder, base),
+        "floats_left": floats_left(folder, base, zero_stage=2),
         "recut": _recut(folder, base, folder / "two" / "to-one", two),
         "refusals": {
             "batch": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.accumulation": 8}),
             "uneven": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.batch_size": 3}),
         },
     }
+
+
+def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
+    """Elements of tensors that a lone process with ZeRO still holds when the report is sampled."""
+    world = resume.World.__new__(resume.World)
+    world.base, world.world_size = base, 1
+    world.changes = {"train.zero_stage": zero_stage, "report.enabled": "true", "train.save_every": 100}
+    run = folder / f"report-{zero_stage}"
+
+    def sampler(directory: Path, num_samples: int) -> SampleReport:
+        (run / "left").write_text(str(num_floats()))
+        return SampleReport()
+
+    pid = os.fork()
+    if pid == 0:
+        cli.main(world.arguments(run), sampler=sampler)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return int((run / "left").read_text())
 
 
 def orphans(folder: Path, base: Path) -> dict[str, Any]:
@@ -131,6 +154,8 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
         shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)
         told[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
+        if name == "zero3":
+            told[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
         told[name]["complaints"] = world.tally.complaints
         if name in ("zero1", "zero3", "bf16"):
             told[name]["recut"] = _recut(folder, base, folder / name / "to-one", world)
