@@ -365,7 +365,7 @@ def main(arguments: list[str]) -> int:
         base.mkdir()
         make_base(base)
         writers = options["writers"].split(",")
-        for world_size, writer in itertools.product(options["worlds"].split(","), writers):
+        for world_size, writer in itertools.product(filter(None, options["worlds"].split(",")), writers):
             place = folder / f"world-{world_size}-{writer}"
             world = World(place, base, int(world_size), **{"train.save": writer})
             found = prove(world, options, generator)

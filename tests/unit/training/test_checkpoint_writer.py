@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import zipfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ def copied(writer: CheckpointWriter, state: Any) -> Any:
     return found[0]
 
 
+def storages(path: Path) -> list[int]:
+    """Sizes of the storages in a file of torch."""
+    with zipfile.ZipFile(path) as file:
+        return [entry.file_size for entry in file.infolist() if "/data/" in entry.filename]
+
+
 def test_a_copy_is_what_torch_would_have_written(tmp_path: Path) -> None:
     flat = torch.arange(12.0)
     state: Any = collections.OrderedDict(
@@ -43,7 +50,7 @@ def test_a_copy_is_what_torch_would_have_written(tmp_path: Path) -> None:
     assert isinstance(made["weight"], torch.nn.Parameter)
     assert made["part"].stride() == state["part"].stride()
     assert made["part"].untyped_storage().data_ptr() == made["whole"].untyped_storage().data_ptr()
-    assert (tmp_path / "copy").stat().st_size == (tmp_path / "plain").stat().st_size, "shared once"
+    assert storages(tmp_path / "copy") == storages(tmp_path / "plain"), "a shared one once, as a whole"
     flat.zero_()
     assert made["whole"].tolist() == list(range(12)), "training goes on and changes the state"
 
