@@ -29,7 +29,7 @@ from idlm.train.checkpoint.resume import (
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.same_run import needs_recut
-from idlm.train.checkpoint.writer import CheckpointWriter
+from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter, available_bytes
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
@@ -45,7 +45,7 @@ from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.planning.state import check_disk, plan_disk
+from idlm.train.planning.state import check_disk, plan_disk, size_text
 from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
 
 if TYPE_CHECKING:
@@ -180,12 +180,24 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         )
         if config.is_gated:
             lines.append("clean rows are the base model's: the clean loss is constant, the mask loss counts")
+    if config.train.save == "async":
+        lines.append(copy_text(config, prepared))
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
     lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def copy_text(config: TrainConfig, prepared: Prepared) -> str:
+    """What the copies of a save take of this host's memory."""
+    needed = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
+    if zero_stage(config.train):
+        needed = needed * num_local_processes() // num_processes()
+    available = available_bytes()
+    told = f"train.save=async: copies take {size_text(needed)} of {size_text(available)} of host memory"
+    return told if needed <= USABLE_SHARE * available else f"{told}, too much: training waits for saves"
 
 
 def train(
