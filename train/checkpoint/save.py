@@ -136,7 +136,7 @@ class SavingTrainer(Trainer):
         self.at("data")
 
     def finish_save(self) -> None:
-        """Wait until the save in flight is published, and raise its error. Collective."""
+        """Wait until the running save is published, and raise its error. Collective."""
         self.at("save")
         self.writer.wait()
 

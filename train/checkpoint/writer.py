@@ -67,7 +67,7 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether `wait` would raise; a save in flight has not failed yet."""
+        """Whether `wait` would raise; a running save has not failed yet."""
         return self._failure is not None
 
     def begin(self) -> None:
@@ -134,7 +134,7 @@ class CheckpointWriter:
             work()
 
     def wait(self) -> None:
-        """Wait until the save in flight is published, and raise its error. Collective."""
+        """Wait until the running save is published, and raise its error. Collective."""
         if self._thread is not None:
             self._thread.join()
         self._thread, failure, self._failure = None, self._failure, None
@@ -143,7 +143,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def lingering(self) -> Iterator[None]:
-        """When training inside ends by an error, finish the save in flight first: it is worth as much as one
+        """When training inside ends by an error, finish the running save first: it is worth as much as one
         that training has waited for. After an unexpected error a rank may be missing, which it needs.
         """
         try:

@@ -109,12 +109,12 @@ def after_save(plain: Any) -> Any:
 def test_a_run_that_fails_finishes_the_save_in_flight(
     base: Path, sync_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = threading.Event()
+    may_write = threading.Event()
     plain = torch.save
 
     def slow(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            assert begun.wait(timeout=60)
+            assert may_write.wait(timeout=60)
         plain(*args, **kwargs)
 
     monkeypatch.setattr(torch, "save", slow)
@@ -124,7 +124,7 @@ def test_a_run_that_fails_finishes_the_save_in_flight(
     def failing(self: Any, *args: Any) -> torch.Tensor:
         if self.state.global_step == 3:
             assert self.writer._thread.is_alive(), "training goes on while the thread writes"
-            begun.set()
+            may_write.set()
             raise RuntimeError("power cut")
         return trained(self, *args)
 

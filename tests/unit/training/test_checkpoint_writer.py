@@ -101,7 +101,7 @@ def test_a_save_waits_for_the_one_before_and_raises_its_error(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("mode", "times", "over_at"),
     [("sync", [], 100), ("sync", [30.0, 5.0], 170), ("async", [30.0], 140)],
-    ids=["no save yet", "longest save", "a save in flight and one more"],
+    ids=["no save yet", "longest save", "a running save and one more"],
 )
 def test_the_time_limit_leaves_room_for_a_step_and_a_save(
     mode: str, times: list[float], over_at: float
