@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,18 +220,10 @@ def train(
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     loop, failed = config.train, True
     writer = CheckpointWriter(loop.save, num_sharing=num_local_processes() if uses_deepspeed(loop) else 1)
-    limit = None
+    stop = StopRequests(writer)
     if loop.max_minutes is not None:
         num_bytes = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
-        limit = TimeLimit(loop.max_minutes, writer, assumed_save=num_bytes / ASSUMED_BYTES_PER_SECOND)
-    stop = StopRequests(writer, limit)
-
-    def publish_stage(stage: Stage) -> None:
-        trainer.at("export")
-        trainer.refuse_bad_weights()
-        target = stage_directory(config.output_dir, stage)
-        publish_weights(config, prepared, stride=stage.stride, target=target)
-
+        stop.limit = TimeLimit(loop.max_minutes, writer, assumed_save=num_bytes / ASSUMED_BYTES_PER_SECOND)
     trainer = IdlmTrainer(
         model=prepared.model,
         args=args,
@@ -248,12 +241,10 @@ def train(
     if config.eval.every is not None and prepared.held_out is not None:
         _add_evaluation(config.eval, prepared.held_out, trainer, progress)
     if len(prepared.curriculum.stages) > 1:
+        publish_stage = partial(_publish_stage, config, prepared, trainer)
         trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
     trainer.add_callback(stop)
-    if rank() == 0 and config.wandb.mode != "disabled":
-        from idlm.train.loop.tracking import open_tracker
-
-        progress.tracker = open_tracker(config.wandb, Path(args.output_dir), asdict(config))
+    _open_tracker(config, progress)
     try:
         with stop.listening(), writer.lingering():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -270,6 +261,20 @@ def train(
             progress.tracker.close(failed=failed)
     outcome = Outcome(signal=stop.received, last_step=trainer.state.global_step, is_time_up=stop.is_time_up)
     return outcome, trainer.release
+
+
+def _open_tracker(config: TrainConfig, progress: Progress) -> None:
+    if rank() == 0 and config.wandb.mode != "disabled":
+        from idlm.train.loop.tracking import open_tracker
+
+        progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
+
+
+def _publish_stage(config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, stage: Stage) -> None:
+    trainer.at("export")
+    trainer.refuse_bad_weights()
+    target = stage_directory(config.output_dir, stage)
+    publish_weights(config, prepared, stride=stage.stride, target=target)
 
 
 def _add_evaluation(

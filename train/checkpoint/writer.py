@@ -194,19 +194,15 @@ def available_bytes() -> int:
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if meminfo.is_file():
         free = 1024 * _figures(meminfo)["MemAvailable:"]
-    for folder, names in (
-        ("/sys/fs/cgroup", ("memory.max", "memory.current")),
-        ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-    ):
-        try:
-            limit, used = (int((Path(folder) / name).read_text()) for name in names)
-            cached = _figures(Path(folder) / "memory.stat")
-        except (OSError, ValueError):
-            # No such container, or one without a limit.
-            continue
-        # The kernel gives cached files up for a process that asks.
-        free = min(free, limit - used + cached.get("inactive_file", 0) + cached.get("active_file", 0))
-    return free
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = _figures(group / "memory.stat")
+    except (OSError, ValueError):
+        # No container, or one without a limit.
+        return free
+    # The kernel gives cached files up for a process that asks.
+    return min(free, limit - used + cached["inactive_file"] + cached["active_file"])
 
 
 def _figures(path: Path) -> dict[str, int]:

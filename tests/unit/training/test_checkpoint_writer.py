@@ -44,7 +44,7 @@ def test_a_copy_is_what_torch_would_have_written(tmp_path: Path) -> None:
     made = copied(writer, state)
     torch.save(state, tmp_path / "plain")
     torch.save(made, tmp_path / "copy")
-    plain, copy = (torch.load(tmp_path / name, weights_only=False) for name in ("plain", "copy"))
+    plain, copy = (torch.load(tmp_path / name, weights_only=True) for name in ("plain", "copy"))
     torch.testing.assert_close(copy, plain, rtol=0, atol=0)
     assert type(made) is type(state) and made._metadata == state._metadata
     assert isinstance(made["weight"], torch.nn.Parameter)
