@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
 
 from idlm.errors import UserError
+
+
+def free_cached_memory() -> None:
+    """Give back the memory of what nothing refers to any more, which may lie in circles of references."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def require_gpu(device: str, *, key: str) -> None:

@@ -189,12 +189,13 @@ def _remove_stale(target: Path) -> None:
 
 
 def _open_to_readers(directory: Path) -> None:
-    """Give files the mode of any new file: those of safetensors are readable by their owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
+    """Give files the mode of any new file, as the manifest is one: those of safetensors are readable by their
+    owner alone.
+    """
+    mode = (directory / MANIFEST).stat().st_mode & 0o666
     for path in directory.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
-            path.chmod(0o666 & ~mask)
+            path.chmod(mode)
 
 
 def _fsync_tree(directory: Path) -> None:

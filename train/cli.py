@@ -1,8 +1,8 @@
 """The command line of training: `idlm-train recipe=tiny`, `idlm-train recipe=qwen3_8b model.path=...
 data.path=...`.
 
-Exit status: 0 done, 2 a mistake in the input or the configuration, 130 and 143 stopped by SIGINT and SIGTERM
-after saving.
+Exit status: 0 done, 2 a mistake in the input or the configuration; after saving, 85 at the end of
+train.max_minutes, 130 and 143 stopped by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from idlm.cli.help import CommandHelp, print_help
 if TYPE_CHECKING:
     from idlm.train.planning.report import Sampler
 
+TIME_UP_STATUS = 85
+"""The status by which HTCondor knows a job that has saved its state and wants to go on."""
 HELP = CommandHelp(
     name="idlm-train",
     usage="[recipe=NAME] [key=value ...]",
@@ -89,9 +91,9 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.train.pipeline import run_training
 
     outcome = run_training(config, console=console, sampler=sampler)
-    if outcome.signal is not None:
+    if outcome.signal is not None or outcome.is_time_up:
         _print_how_to_resume(console, argv, outcome.last_step)
-        return 128 + outcome.signal
+        return TIME_UP_STATUS if outcome.signal is None else 128 + outcome.signal
     if outcome.report is not None:
         console.print(f"report: {outcome.report}", highlight=False, soft_wrap=True)
     return 0

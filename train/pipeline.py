@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +30,12 @@ from idlm.train.checkpoint.resume import (
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.same_run import needs_recut
+from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter, available_bytes
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
+    launcher_pid,
+    num_local_processes,
     num_processes,
     require_same_config_everywhere,
     shape,
@@ -37,10 +43,10 @@ from idlm.train.config.trainer_arguments import (
 )
 from idlm.train.data.checks import inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import num_elements, num_parameters, zero_stage
+from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.planning.state import check_disk
+from idlm.train.planning.state import check_disk, plan_disk, size_text
 from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
 
 if TYPE_CHECKING:
@@ -52,13 +58,18 @@ if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
 
+log = logging.getLogger(__name__)
+ASSUMED_BYTES_PER_SECOND = 200e6
+"""Of a save that has not been measured: a slow network disk."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`signal` is None when the run finished; `report` is None when none was written."""
+    """`signal` stopped the run, or the end of its time; `report` is None when none was written."""
 
     signal: int | None
     last_step: int
+    is_time_up: bool = False
     report: Path | None = None
 
 
@@ -77,8 +88,12 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     config = settle_accumulation(config, world_size=num_processes())
+    launcher = launcher_pid()
     args = training_arguments(config)
-    with watching(config.train.hang_seconds) as watchdog, exclusive_output(config.output_dir):
+    with (
+        watching(config.train.hang_seconds, launcher=launcher) as watchdog,
+        exclusive_output(config.output_dir),
+    ):
         return _run(config, args, watchdog, console=console, sampler=sampler, start=start)
 
 
@@ -113,20 +128,36 @@ def _run(
         lambda: remember_data(run, prepared.dataset.source, row_rule=row_rule, is_continued=is_continued)
     )
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
-    received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
+    outcome, free = train(config, prepared, args, checkpoint, console, watchdog)
+    last_step = outcome.last_step
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:
-        return Outcome(signal=received, last_step=last_step)
+        return outcome
     publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
     report = None
     if rank() == 0:
         if config.report.enabled:
-            from idlm.train.planning.report import report_run
-
             seconds = time.perf_counter() - start
-            report = report_run(config, prepared, sampler, num_gpus=args.world_size, seconds=seconds)
+            facts = {"num_gpus": args.world_size, "seconds": seconds}
+            report = write_report(config, prepared, sampler, free=free, **facts)
         store_finished(config, num_steps=last_step)
     return Outcome(signal=None, last_step=last_step, report=report)
+
+
+def write_report(
+    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, **facts: Any
+) -> Path | None:
+    """Write the report of the published checkpoint; None if memory is short, which fails no finished run."""
+    from idlm.train.planning.estimate import is_out_of_memory
+    from idlm.train.planning.report import report_run
+
+    try:
+        return report_run(config, prepared, sampler, **facts)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("no report: out of memory: %s", str(error).partition("\n")[0])
+        return None
 
 
 def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, console: Any) -> None:
@@ -150,12 +181,24 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         )
         if config.is_gated:
             lines.append("clean rows are the base model's: the clean loss is constant, the mask loss counts")
+    if config.train.save == "async":
+        lines.append(copy_text(config, prepared))
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
     lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def copy_text(config: TrainConfig, prepared: Prepared) -> str:
+    """What the copies of a save take of this host's memory."""
+    needed = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
+    if zero_stage(config.train):
+        needed = needed * num_local_processes() // num_processes()
+    available = available_bytes()
+    told = f"train.save=async: copies take {size_text(needed)} of {size_text(available)} of host memory"
+    return told if needed <= USABLE_SHARE * available else f"{told}, too much: training waits for saves"
 
 
 def train(
@@ -165,22 +208,22 @@ def train(
     checkpoint: Path | None,
     console: Any,
     watchdog: Watchdog,
-) -> tuple[int | None, int]:
-    """(signal that stopped the run or None, last step done)."""
+) -> tuple[Outcome, Callable[[], None]]:
+    """Train until the last step or what stops the run before; the last checkpoint is published then. Returns
+    also what gives the memory of training back.
+    """
     from transformers import PrinterCallback
 
     from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer, StopOnSignal
+    from idlm.train.loop.trainer import IdlmTrainer, StopRequests, TimeLimit
 
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
-    stop, failed = StopOnSignal(), True
-
-    def publish_stage(stage: Stage) -> None:
-        trainer.at("export")
-        trainer.refuse_bad_weights()
-        target = stage_directory(config.output_dir, stage)
-        publish_weights(config, prepared, stride=stage.stride, target=target)
-
+    loop, failed = config.train, True
+    writer = CheckpointWriter(loop.save, num_sharing=num_local_processes() if uses_deepspeed(loop) else 1)
+    stop = StopRequests(writer)
+    if loop.max_minutes is not None:
+        num_bytes = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
+        stop.limit = TimeLimit(loop.max_minutes, writer, assumed_save=num_bytes / ASSUMED_BYTES_PER_SECOND)
     trainer = IdlmTrainer(
         model=prepared.model,
         args=args,
@@ -191,21 +234,20 @@ def train(
         callbacks=[watchdog, progress],
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
-    trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
+    trainer.zero_stage, trainer.watchdog, trainer.writer = zero_stage(loop), watchdog, writer
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:
         _add_evaluation(config.eval, prepared.held_out, trainer, progress)
     if len(prepared.curriculum.stages) > 1:
+        publish_stage = partial(_publish_stage, config, prepared, trainer)
         trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
     trainer.add_callback(stop)
-    if rank() == 0 and config.wandb.mode != "disabled":
-        from idlm.train.loop.tracking import open_tracker
-
-        progress.tracker = open_tracker(config.wandb, Path(args.output_dir), asdict(config))
+    _open_tracker(config, progress)
     try:
-        with stop.listening():
+        with stop.listening(), writer.lingering():
             trainer.train() if checkpoint is None else trainer.resume(checkpoint)
+            trainer.finish_save()
         failed = False
     except (RuntimeError, MemoryError) as error:
         from idlm.train.planning.estimate import explain_out_of_memory
@@ -216,7 +258,22 @@ def train(
         progress.close()
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
-    return stop.received, trainer.state.global_step
+    outcome = Outcome(signal=stop.received, last_step=trainer.state.global_step, is_time_up=stop.is_time_up)
+    return outcome, trainer.release
+
+
+def _open_tracker(config: TrainConfig, progress: Progress) -> None:
+    if rank() == 0 and config.wandb.mode != "disabled":
+        from idlm.train.loop.tracking import open_tracker
+
+        progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
+
+
+def _publish_stage(config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, stage: Stage) -> None:
+    trainer.at("export")
+    trainer.refuse_bad_weights()
+    target = stage_directory(config.output_dir, stage)
+    publish_weights(config, prepared, stride=stage.stride, target=target)
 
 
 def _add_evaluation(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.train.data.base import CORRECT, JudgedSource, has_splits, make_encoder, open_source
@@ -67,6 +68,9 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
                 SampleText(prompt=prompt, response=completion.text, verdict=verdict or "")
                 for prompt, completion, verdict in zip(shown, done, verdicts, strict=True)
             ]
+        # The next decoder's engine needs the memory of this one.
+        del engine, judge
+        free_cached_memory()
     return SampleReport(samples=tuple(texts), measurements=tuple(measurements))
 
 

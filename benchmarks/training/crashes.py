@@ -115,6 +115,7 @@ def _child(
 
         directory = next(item.partition("=")[2] for item in argv if item.startswith("output_dir="))
         _record_items(trace, rank)
+        _record_saves(trace, rank)
         if plan is not None and plan.rank == rank:
             _plan_death(plan, Path(directory).resolve(), trace)
         status = cli.main(argv)
@@ -141,6 +142,21 @@ def _record_items(trace: Path, rank: int) -> None:
         return plain(self, model, inputs, *args, **kwargs)
 
     setattr(IdlmTrainer, "compute_loss", recorded)  # noqa: B010  (mypy refuses to see a method replaced)
+
+
+def _record_saves(trace: Path, rank: int) -> None:
+    """Append {"blocked", "total"} in seconds for every save."""
+    from idlm.train.checkpoint import writer
+
+    plain = writer.SaveTime
+    path = trace / f"saves-{rank}.jsonl"
+
+    def recorded(blocked: float, total: float) -> Any:
+        with builtins.open(path, "a") as file:
+            file.write(json.dumps({"blocked": blocked, "total": total}) + "\n")
+        return plain(blocked, total)
+
+    setattr(writer, "SaveTime", recorded)  # noqa: B010
 
 
 def _plan_death(plan: Plan, directory: Path, trace: Path) -> None:
@@ -181,6 +197,7 @@ class _Counter:
             return
         self.count += 1
         if self.plan.counts:
+            place = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else place
             with self.plain_open(self.list_path, "a") as file:
                 file.write(json.dumps({"point": self.count, "what": what, "place": str(place)}) + "\n")
         if self.count == self.plan.point:

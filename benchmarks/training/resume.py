@@ -1,12 +1,15 @@
 """Proof that a killed run loses nothing: real `idlm-train` runs, killed and resumed, against one left alone.
 
-    python -m benchmarks.resume [worlds=1,2] [kills=50] [points=all] [flips=200] [record=true]
+    python -m benchmarks.resume [worlds=1,2] [writers=sync,async] [kills=50] [points=all] [flips=200]
+        [blocked=true] [record=true]
 
 World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at random moments, to
 one process or to all. `points` are deaths on every rank at every change of a file (crashes.py) while a stage
 is exported and a checkpoint is saved. After each the run is resumed (`resume=auto`): losses, order of data
 items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips` bit
-flips and truncations of a published checkpoint must all be refused with the name of the file.
+flips and truncations of a published checkpoint must all be refused with the name of the file. `writers` are
+values of `train.save`. `blocked`: which share of a save training waits for, with a model of 15M parameters
+whose checkpoints of 181 MB lie on a disk.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -34,7 +38,8 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
 
-OPTIONS = {"worlds": "1,2", "kills": "50", "points": "all", "flips": "200", "seed": "0", "record": "false"}
+OPTIONS = {"worlds": "1,2", "writers": "sync,async", "kills": "50", "points": "all", "flips": "200"}
+OPTIONS |= {"blocked": "true", "seed": "0", "record": "false"}
 STEPS = 5
 STAGE_END = 3
 RUN_SECONDS = 120.0
@@ -62,6 +67,7 @@ MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+LARGER = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12}
 
 
 @dataclass(slots=True)
@@ -201,7 +207,9 @@ def kill_points(world: World, points: str, generator: random.Random) -> int:
         counted = world.folder / f"counted-{rank}"
         shutil.copytree(before, counted)
         world.run(counted, crashes.Plan(rank=rank, step=STAGE_END, counts=True))
-        listed = _points_of_first_save(counted / "trace" / f"points-{rank}.jsonl")
+        # The export of the stage is the same for both writers.
+        is_async = world.changes.get("train.save") == "async"
+        listed = _points_of_first_save(counted / "trace" / f"points-{rank}.jsonl", of_save=is_async)
         chosen = listed if points == "all" else generator.sample(listed, min(int(points), len(listed)))
         for point in chosen:
             run = world.folder / f"point-{rank}-{point['point']}"
@@ -215,12 +223,12 @@ def kill_points(world: World, points: str, generator: random.Random) -> int:
     return tried
 
 
-def _points_of_first_save(path: Path) -> list[dict[str, Any]]:
-    """The points before the first change that belongs to the next step."""
+def _points_of_first_save(path: Path, *, of_save: bool) -> list[dict[str, Any]]:
+    """The points before the first change that belongs to the next step; `of_save`: in the checkpoint."""
     listed = [json.loads(line) for line in path.read_text().splitlines()]
     later = f"checkpoint-{STAGE_END + 1}"
     first = next((i for i, point in enumerate(listed) if later in point["place"]), len(listed))
-    return listed[:first]
+    return [point for point in listed[:first] if not of_save or f"checkpoint-{STAGE_END}" in point["place"]]
 
 
 def damaged_checkpoints(checkpoint: Path, num_flips: int, generator: random.Random) -> tuple[int, list[str]]:
@@ -254,7 +262,7 @@ def damaged_checkpoints(checkpoint: Path, num_flips: int, generator: random.Rand
     return refused, complaints
 
 
-def make_base(directory: Path) -> None:
+def make_base(directory: Path, **changes: Any) -> None:
     """Write a random tiny checkpoint in another process: this one forks later and must not compute."""
     pid = os.fork()
     if pid == 0:
@@ -263,7 +271,7 @@ def make_base(directory: Path) -> None:
         from idlm.tasks.tokenizer import save_tokenizer
         from idlm.train.model.load import create_base
 
-        model = create_base(MODEL, attention="idlm_sdpa", dtype=torch.float32, seed=0)
+        model = create_base(MODEL | changes, attention="idlm_sdpa", dtype=torch.float32, seed=0)
         model.save_pretrained(directory)
         save_tokenizer(directory)
         os._exit(0)
@@ -289,8 +297,10 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
     num_flips = int(options["flips"])
     checkpoint = world.reference / "out" / "run" / f"checkpoint-{STEPS}"
     refused, unnamed = damaged_checkpoints(checkpoint, num_flips, generator)
-    tally, stage = world.tally, None if world.world_size == 1 else 2
-    case = {"processes": world.world_size, "zero_stage": stage, "device": "cpu"}
+    tally, stage, num_ranks = world.tally, None if world.world_size == 1 else 2, world.world_size
+    writer = world.changes["train.save"]
+    case = {"processes": num_ranks, "zero_stage": stage, "device": "cpu"}
+    case |= {"writer": writer, "from_ranks": num_ranks, "to_ranks": num_ranks}
     case |= {"random_kills": num_random, "kill_points": num_points}
     is_equal = tally.equal == tally.resumes
     damaged = {"processes": world.world_size, "zero_stage": stage, "damaged": num_flips}
@@ -316,12 +326,29 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
         ),
     ]
     print(
-        f"{world.world_size} process(es): {num_random} random kills, {num_points} kill points, "
+        f"{world.world_size} process(es), {writer}: {num_random} random kills, {num_points} points, "
         f"{tally.equal} of {tally.resumes} resumed runs bitwise equal, {refused} of {num_flips} damaged "
         f"checkpoints refused by name, {time.perf_counter() - start:.0f} s",
         flush=True,
     )
     return rows, [*tally.complaints, *unnamed]
+
+
+def blocked_share(folder: Path, writer: str) -> dict[str, Any]:
+    """Row of the share of a save for which training waits: the largest of any save of a run."""
+    base = folder / "base"
+    base.mkdir(parents=True)
+    make_base(base, **LARGER)
+    stages = f"[{{stride: 2, steps: {STAGE_END}}}, {{stride: 3, steps: {STAGE_END}}}]"
+    changes = {"train.save": writer, "train.stages": stages, "train.save_every": STAGE_END}
+    world = World(folder / "world", base, 1, **changes)
+    lines = (world.reference / "trace" / "saves-0.jsonl").read_text().splitlines()
+    saves = [json.loads(line) for line in lines]
+    share = max(save["blocked"] / save["total"] for save in saves)
+    told = ", ".join(f"{save['blocked']:.2f} of {save['total']:.2f} s" for save in saves)
+    print(f"{writer} writer: training waited for {told}", flush=True)
+    case = {"writer": writer, "from_ranks": 1, "to_ranks": 1, "checkpoint_mb": 181, "device": "cpu"}
+    return result_row("resume", case, "blocked_share", share, "share")
 
 
 def main(arguments: list[str]) -> int:
@@ -337,10 +364,17 @@ def main(arguments: list[str]) -> int:
         base = folder / "base"
         base.mkdir()
         make_base(base)
-        for world_size in (int(text) for text in options["worlds"].split(",")):
-            found = prove(World(folder / f"world-{world_size}", base, world_size), options, generator)
+        writers = options["writers"].split(",")
+        for world_size, writer in itertools.product(filter(None, options["worlds"].split(",")), writers):
+            place = folder / f"world-{world_size}-{writer}"
+            world = World(place, base, int(world_size), **{"train.save": writer})
+            found = prove(world, options, generator)
             rows += found[0]
             complaints += found[1]
+            shutil.rmtree(place)
+    if options["blocked"] == "true":
+        with tempfile.TemporaryDirectory(prefix="idlm-resume-") as temporary:
+            rows += [blocked_share(Path(temporary) / writer, writer) for writer in writers]
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if options["record"] == "true":

@@ -3,7 +3,7 @@
 #   sbatch --nodes=2 --gpus-per-node=8 recipes/launch/slurm.sh recipe=qwen3_8b model.path=... data.path=...
 # 15 minutes before the time limit the run saves and ends, and the job is put into the queue again, where it goes on
 # from there. `sbatch --signal=B:USR1@1800 ...` gives it half an hour; then set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to a
-# minute less. `scancel --batch --signal=TERM JOB` saves and ends the job for good.
+# minute less. A run that ends by its own train.max_minutes is not put into the queue again. `scancel --batch --signal=TERM JOB` saves and ends the job for good.
 #SBATCH --job-name=idlm-train
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@900

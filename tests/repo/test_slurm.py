@@ -38,7 +38,7 @@ case $* in
     -c*) echo 29777; exit ;;
     *idlm.train.config.freeze*) echo /frozen.yaml; exit ;;
 esac
-[ "${FINISHES:-0}" = 0 ] || exit 0
+[ "${FINISHES:-0}" = 0 ] || exit "${STATUS:-0}"
 save() {
     kill -0 $worker && echo "saved within $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> "$LOG"
     kill $worker
@@ -118,6 +118,12 @@ def test_a_finished_run_is_not_requeued_and_works_from_any_folder(cluster: Clust
     assert port.startswith("-c import socket")
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint node-1:29777 --rdzv-id 7"
     assert torchrun.endswith(f"--nproc-per-node 8 {rendezvous} -m idlm.train.cli config=/frozen.yaml")
+
+
+def test_a_run_that_ends_by_its_own_limit_is_left_to_the_next_job(cluster: Cluster) -> None:
+    job = cluster.start(FINISHES="1", STATUS="1")
+    told, _ = job.communicate(timeout=60)
+    assert job.returncode == 1 and "scontrol requeue 7" not in cluster.lines(), told
 
 
 def test_a_requeued_job_resumes_despite_resume_never(cluster: Cluster) -> None:

@@ -16,8 +16,8 @@ SHAPE_FILE = "shape.json"
 FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
 # `RunShape` compares batch size and accumulation by their product, the rows of an optimizer step.
 FREE_LOOP_KEYS = (
-    *("log_every", "save_every", "save_total_limit", "threads", "workers", "device", "hang_seconds"),
-    "cache_dir",
+    *("log_every", "save_every", "save_total_limit", "save", "max_minutes", "threads", "workers", "device"),
+    *("hang_seconds", "cache_dir"),
     *("batch_size", "accumulation", "global_batch"),
 )
 

@@ -1,5 +1,5 @@
 """Checkpoints of a run: all ranks write them into a staging directory, rank 0 publishes them with a manifest.
-Weights that are not finite are never saved.
+Weights that are not finite are never saved. `writer.py` decides whether training waits for the files.
 
 Under DeepSpeed every rank writes its shard of the optimizer into the same staging directory; the manifest
 covers all of them. DeepSpeed restores its state by unpickling: that happens only for a checkpoint of the
@@ -10,37 +10,42 @@ next to them. Nothing else here unpickles.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import publish
 from idlm.train.checkpoint.recut import RECUT_FOLDER, MendLoaded, remove_recut
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
-from idlm.train.distributed.collectives import barrier, from_rank_zero, highest
+from idlm.train.checkpoint.writer import CheckpointWriter
+from idlm.train.distributed.collectives import from_rank_zero, highest
 from idlm.train.distributed.deepspeed import local_part
 from idlm.train.loop.watchdog import Watchdog
-from idlm.train.model.gated_lora import gate_of, save_trained
+from idlm.train.model.gated_lora import gate_of, save_trained, trained_tensors
 
-# Pickled arguments and scripts that nothing here reads: the run's config.yaml holds the same as text.
-LEFT_OUT = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
+# Scripts of DeepSpeed that nothing here reads.
+LEFT_OUT = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 class SavingTrainer(Trainer):
     """A Trainer whose checkpoints appear whole or not at all. They store `zero_stage`."""
 
     zero_stage: int | None = None
+    writer: CheckpointWriter
     watchdog: Watchdog | None = None
     _staging: str | None = None
 
@@ -71,24 +76,40 @@ class SavingTrainer(Trainer):
             os.makedirs(output_dir, exist_ok=True)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if gate_of(self.model) is None:
-            super()._save(output_dir, state_dict)
-        elif self.args.should_save:
-            assert output_dir is not None
-            os.makedirs(output_dir, exist_ok=True)
-            save_trained(self.model, Path(output_dir))
+        if not self.args.should_save:
+            return
+        assert output_dir is not None
+        os.makedirs(output_dir, exist_ok=True)
+        model, path = self.model, Path(output_dir) / SAFE_WEIGHTS_NAME
+        if gate_of(model) is not None:
+            self.writer.put(path, trained_tensors(model), partial(save_trained, path=path))
+            return
+
+        def write(state: dict[str, torch.Tensor]) -> None:
+            model.save_pretrained(output_dir, state_dict=state)
+
+        self.writer.put(path, model.state_dict(), write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_deepspeed_enabled or gate_of(self.model) is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        whole = self.model_wrapped.save_checkpoint
-        # transformers does this for PeftModel only.
-        self.model_wrapped.save_checkpoint = functools.partial(whole, exclude_frozen_parameters=True)
-        try:
-            super()._save_optimizer_and_scheduler(output_dir)
-        finally:
-            del self.model_wrapped.save_checkpoint
+        if self.is_deepspeed_enabled:
+            engine = self.model_wrapped
+            save = engine.checkpoint_engine.save
+
+            def put(state_dict: Any, path: str) -> None:
+                self.writer.put(Path(path), state_dict, lambda state: save(state, path))
+
+            with _replaced(engine.checkpoint_engine, "save", put):
+                # transformers leaves frozen weights out for PeftModel only.
+                whole = engine.save_checkpoint
+                chosen = partial(whole, exclude_frozen_parameters=True) if gate_of(self.model) else whole
+                with _replaced(engine, "save_checkpoint", chosen):
+                    super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            for name, part in ((OPTIMIZER_NAME, self.optimizer), (SCHEDULER_NAME, self.lr_scheduler)):
+                self._put(part.state_dict(), Path(output_dir) / name)
+
+    def _put(self, state_dict: Any, path: Path) -> None:
+        self.writer.put(path, state_dict, lambda state: torch.save(state, path))
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging if self._staging is not None else super()._get_output_dir(trial)
@@ -100,45 +121,59 @@ class SavingTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.at("save")
+        self.writer.begin()
         self.refuse_bad_weights()
         target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         with contextlib.ExitStack() as stack:
             staging = from_rank_zero(lambda: str(stack.enter_context(publish(target))))
-            with translate_disk_errors(target, written=Path(staging)):
-                self._write_into(staging, target=target, model=model, trial=trial)
-            from_rank_zero(lambda: stack.pop_all().close())
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=self.args.output_dir,
-                save_total_limit=self.args.save_total_limit,
-                use_mtime=False,
-            )
-            remove_recut(Path(self.args.output_dir))
+            self._staging = staging
+            try:
+                with translate_disk_errors(target, written=Path(staging)):
+                    super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = None
+            complete = partial(self._complete, Path(staging), target)
+            self.writer.publish(target, Path(staging), stack.pop_all(), complete, self._remove_old)
         self.at("data")
 
-    def _write_into(self, staging: str, *, target: Path, model: nn.Module, trial: Any) -> None:
-        self._staging = staging
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._staging = None
-        barrier()
-        if not self.args.should_save:
-            return
-        written = Path(staging) / target.name
+    def finish_save(self) -> None:
+        """Wait until the running save is published, and raise its error. Collective."""
+        self.at("save")
+        self.writer.wait()
+
+    def _complete(self, staging: Path, target: Path) -> None:
+        """What all ranks have written becomes the files of the checkpoint. On rank 0."""
+        written = staging / target.name
         for entry in sorted(written.iterdir()):
-            os.rename(entry, Path(staging) / entry.name)
+            os.rename(entry, staging / entry.name)
         shutil.rmtree(written)
         for name in LEFT_OUT:
-            (Path(staging) / name).unlink(missing_ok=True)
+            (staging / name).unlink(missing_ok=True)
         shape = RunShape(
             world_size=self.args.world_size,
             batch_size=self.args.per_device_train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             zero_stage=self.zero_stage,
         )
-        (Path(staging) / SHAPE_FILE).write_text(json.dumps(asdict(shape)) + "\n")
+        (staging / SHAPE_FILE).write_text(json.dumps(asdict(shape)) + "\n")
+
+    def _remove_old(self) -> None:
+        """What the checkpoint that has just been published replaces. On rank 0."""
+        run = Path(self.args.output_dir)
+        rotate_checkpoints(output_dir=str(run), save_total_limit=self.args.save_total_limit, use_mtime=False)
+        remove_recut(run)
+
+
+@contextlib.contextmanager
+def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the instance `target` has `value` in place of its method `name`."""
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        delattr(target, name)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.numel() or bool(tensor.isfinite().all())
+    # One pass without temporaries: isfinite().all() takes ten times as long on a CPU.
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -18,6 +18,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
+from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import (
@@ -61,6 +62,7 @@ NOT_NEGATIVE = (
 )
 ABOVE_ZERO = (
     *("train.learning_rate", "train.epochs", "train.hang_seconds", "train.max_clean_weight"),
+    "train.max_minutes",
     *("plan.tflops", "adapter.alpha"),
 )
 PATHS = {
@@ -136,6 +138,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "model.compile": COMPILE_CHOICES,
         "train.overlong": OVERLONG_POLICIES,
         "train.balance": BALANCES,
+        "train.save": SAVE_MODES,
         "train.schedule": SCHEDULES,
         "train.phase": PHASES,
         "train.distill": ("none", *DIVERGENCES),

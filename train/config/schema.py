@@ -126,6 +126,13 @@ class LoopConfig:
     log_every: int = option("steps between metrics; each stage also ends with them", 10)
     save_every: int = option("steps between checkpoints", 500)
     save_total_limit: int = option("checkpoints kept", 2)
+    save: str = option(
+        "sync: training waits for a checkpoint's files; async: for host copies, which a thread writes",
+        "sync",
+    )
+    max_minutes: float | None = option(
+        "save and end with status 85 before so many minutes since the start are over; null: no limit", None
+    )
     zero_stage: int | None = option(
         "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",
         None,

@@ -95,6 +95,18 @@ def num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_local_processes() -> int:
+    """Return how many of them run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_processes())
+
+
+def launcher_pid() -> int | None:
+    """Return the process id of the launcher that has started this rank; None without one. Ask before
+    `training_arguments`, which gives a lone process the environment of a rank.
+    """
+    return os.getppid() if "LOCAL_RANK" in os.environ else None
+
+
 def require_same_config_everywhere(config: TrainConfig) -> None:
     """Raise UserError IDLM-0514 on all ranks when one was started with another configuration. Collective."""
     hashes = gather_objects(config_hash(config))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -45,19 +46,34 @@ def highest(value: int) -> int:
     return int(found)
 
 
-def gather_objects(value: T) -> list[T]:
-    """`value` of every rank, in order of rank. Collective."""
+def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank, in order of rank. Collective in `group`, None: the control group."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=control_group())
+    dist.all_gather_object(values, value, group=group or control_group())
     return values
 
 
-def from_rank_zero(compute: Callable[[], T]) -> T:
+def raise_together(failure: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
+    """Raise a UserError of any rank on every rank; the ranks without one give None. Collective.
+
+    A rank with another exception raises it alone; the watchdog ends the ranks that wait for it.
+    """
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure
+    reported = None if failure is None else (failure.code, failure.message, failure.fix)
+    for found in gather_objects(reported, group=group):
+        if found is not None:
+            code, message, fix = found
+            raise UserError(code, message, fix=fix) from failure
+
+
+def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `compute` on rank 0 and return its result on every rank. Every rank raises a UserError of rank 0.
 
-    Rank 0 alone raises any other exception; the watchdog ends the ranks that wait for it. Collective.
+    Rank 0 alone raises any other exception; the watchdog ends the ranks that wait for it. Collective in
+    `group`, None: the control group.
     """
     if not is_distributed():
         return compute()
@@ -69,7 +85,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
         except UserError as error:
             failure = error
             sent = [(False, (error.code, error.message, error.fix))]
-    dist.broadcast_object_list(sent, src=0, group=control_group())
+    dist.broadcast_object_list(sent, src=0, group=group or control_group())
     is_fine, value = sent[0]
     if is_fine:
         return value
@@ -82,6 +98,11 @@ def control_group() -> dist.ProcessGroup | None:
     collective.
     """
     return None if dist.get_backend() == "gloo" else _gloo_group(dist.group.WORLD)
+
+
+def group_of_own(*, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A gloo group for another thread than the main one: two threads may not use one group. Collective."""
+    return dist.new_group(backend="gloo", timeout=timeout) if is_distributed() else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from idlm.errors import UserError
-from idlm.train.distributed.collectives import gather_objects, highest
+from idlm.train.distributed.collectives import highest, raise_together
 from idlm.train.loop.liveness import note_progress, progress_count
 
 SECONDS_BETWEEN_SIGNS = 5.0
@@ -36,11 +35,5 @@ def while_others_wait(work: Callable[[], None] | None) -> None:
         if not is_working and heard > before:
             # Progress of the rank that this one waits for counts as progress here: it is no hang.
             note_progress()
-    unexpected = [error for error in failures if not isinstance(error, UserError)]
-    if unexpected:
-        # The other ranks wait below; the watchdog ends them.
-        raise unexpected[0]
-    reported = [(error.code, error.message, error.fix) for error in failures if isinstance(error, UserError)]
-    for found in gather_objects(reported):
-        for code, message, fix in found:
-            raise UserError(code, message, fix=fix)
+    # After an unexpected error the other ranks wait here; the watchdog ends them.
+    raise_together(failures[0] if failures else None)

@@ -1,4 +1,4 @@
-"""A thin subclass of transformers' Trainer, whose loop calls `idlm.train.step`; and how a signal stops it.
+"""A thin subclass of transformers' Trainer, whose loop calls `idlm.train.step`; and what stops it.
 
 Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
 step), `compute_loss`, `training_step`, `create_scheduler`, `_get_train_sampler` and `get_train_dataloader`,
@@ -8,6 +8,7 @@ those for saving in `idlm.train.checkpoint.save`.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -22,9 +23,12 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import TrainerCallback, TrainerState
 
 from idlm.cli.command import Terminated
+from idlm.devices import free_cached_memory
 from idlm.train.checkpoint.save import SavingTrainer
+from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
+from idlm.train.distributed.deepspeed import local_part
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.objectives.curriculum import rate_factor
 from idlm.train.step import PreviousMeans, TrainingStep
@@ -34,6 +38,11 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO_SECONDS = 2.0
+TIME_UP, SAVE_FAILED = 1, 1000
+"""What ranks agree on next to numbers of signals, the least urgent first: no signal that is heard is 1."""
+EXIT_SECONDS = 15.0
+"""Between the end of a save and the end of the process."""
+IMPORTED_AT = time.monotonic()
 
 
 class IdlmTrainer(SavingTrainer):
@@ -129,6 +138,24 @@ class IdlmTrainer(SavingTrainer):
             self.lr_scheduler, self._created_lr_scheduler = made, True
         return made
 
+    def release(self) -> None:
+        """Give back the memory of weights, gradients, optimizer and copies; nothing can be trained any more.
+
+        Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd.
+        """
+        for value in (*self.model.parameters(), *self.model.buffers()):
+            value.grad = None
+            value.data = value.data.new_empty(0)
+            local_part(value).data = value.data
+        holders = [self.optimizer]
+        while hasattr(holders[-1], "optimizer"):
+            holders.append(holders[-1].optimizer)
+        if self.is_deepspeed_enabled:
+            self.model_wrapped.destroy()
+        for holder in (*holders, self.writer):
+            vars(holder).clear()
+        free_cached_memory()
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The dataset is already in training order; a random order would undo curriculum and resume.
         return SequentialSampler(self.train_dataset)
@@ -153,9 +180,41 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class StopOnSignal(TrainerCallback):
-    """Inside `listening()`, saves and stops after the current step when a signal arrives; `received` is its
-    number. A second signal ends the process at once.
+class TimeLimit:
+    """Whether `train.max_minutes` are over before another step and a save have ended.
+
+    A step counts as long as the longest one so far, with what is done between steps. A save counts as long as
+    the longest of `writer`, and before a first one `assumed_save` seconds; a thread may have to finish the
+    save before. `elapsed`: seconds since the process was started.
+    """
+
+    def __init__(
+        self,
+        minutes: float,
+        writer: CheckpointWriter,
+        *,
+        assumed_save: float,
+        elapsed: Callable[[], float] | None = None,
+    ) -> None:
+        self.seconds, self.writer, self.assumed_save = 60 * minutes, writer, assumed_save
+        self.elapsed = elapsed or seconds_since_start
+        self._longest = 0.0
+        self._last: float | None = None
+
+    def is_over(self) -> bool:
+        """Ask once at the end of every step."""
+        now = self.elapsed()
+        self._longest = max(self._longest, 0.0 if self._last is None else now - self._last)
+        self._last = now
+        save = max((one.total for one in self.writer.times), default=self.assumed_save)
+        num_saves = 2 if self.writer.is_async else 1
+        return now + self._longest + num_saves * save + EXIT_SECONDS >= self.seconds
+
+
+class StopRequests(TrainerCallback):
+    """Ends the run after the current step, on all ranks: by the error of a save in a thread, and after saving
+    when a signal has arrived inside `listening()` (`received` is its number) or the time of
+    `limit` is over. A second signal ends the process at once.
 
     One keystroke can arrive twice, from the terminal and from the launcher, so a second signal counts only
     `ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed after 30 s,
@@ -163,8 +222,10 @@ class StopOnSignal(TrainerCallback):
     the run continues from the checkpoint before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writer: CheckpointWriter | None = None, limit: TimeLimit | None = None) -> None:
+        self.writer, self.limit = writer, limit
         self.received: int | None = None
+        self.is_time_up = False
         self._heard_at = 0.0
 
     @contextlib.contextmanager
@@ -192,9 +253,30 @@ class StopOnSignal(TrainerCallback):
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        is_over = self.limit is not None and self.limit.is_over()
+        own = self.received or (TIME_UP if is_over else 0)
+        if self.writer is not None and self.writer.has_failed:
+            own = SAVE_FAILED
         # Ranks may hear a signal on different sides of a step; one that stops alone hangs the others.
-        self.received = highest(self.received or 0) or None
-        if self.received is not None:
+        agreed = highest(own)
+        if agreed == SAVE_FAILED:
+            assert self.writer is not None
+            self.writer.wait()
+        self.is_time_up = agreed == TIME_UP
+        # A signal that has arrived meanwhile is for the next step.
+        if agreed > TIME_UP:
+            self.received = agreed
+        if agreed:
             control.should_save = True
             control.should_training_stop = True
         return control
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process was started; where the system does not say so, since this file was read."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return time.monotonic() - IMPORTED_AT

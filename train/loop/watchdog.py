@@ -5,6 +5,7 @@ thread on every rank reads the heartbeats of the others:
 
 - A process that ended on the same host is found within seconds.
 - A stopped process or a lost host is found after `SILENT_SECONDS`.
+- A rank whose launcher has ended is sent SIGTERM: it saves and ends, as do the others that it tells.
 - A rank hangs if it makes no progress for `train.hang_seconds`, or for `SLOW_FACTOR` times as long in a phase
   that reads or writes files. The report names the rank that is furthest behind and prints its stack.
 
@@ -83,7 +84,7 @@ class PeerStatus:
 
 class Watchdog(TrainerCallback):
     """Watches the ranks of a run. The main thread calls `move` and the callbacks; only the watching thread
-    uses the store.
+    uses the store. `launcher`: process id of the parent, if the run must not outlive it.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Watchdog(TrainerCallback):
         world_size: int,
         hang_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        launcher: int | None = None,
     ) -> None:
+        self.launcher = launcher
         self.store, self.world_size, self.hang_seconds, self.clock = store, world_size, hang_seconds, clock
         self.mine = Heartbeat(rank=rank, pid=os.getpid(), host=_host())
         self.seen = {rank: PeerStatus(self.mine, clock(), clock())}
@@ -140,11 +143,21 @@ class Watchdog(TrainerCallback):
                 self._exchange()
             if self._ending.is_set():
                 break
+            self._follow_launcher()
             verdict = self._judge()
             if verdict is not None:
                 self._execute(*verdict)
         with contextlib.suppress(RuntimeError):
             self._publish()
+
+    def _follow_launcher(self) -> None:
+        # Not PR_SET_PDEATHSIG: that signal comes when the thread ends that has started this process, and a
+        # launcher may start processes from a thread.
+        if self.launcher is not None and os.getppid() != self.launcher:
+            what = f"the launcher (pid {self.launcher}) has ended: this rank saves and ends"
+            print(f"watchdog on rank {self.mine.rank}: {what}", file=sys.stderr, flush=True)
+            self.launcher = None
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _publish(self) -> None:
         if self.store is not None:
@@ -177,7 +190,7 @@ class Watchdog(TrainerCallback):
             if beat.failure_message:
                 return f"{beat.where()} failed: {beat.failure_message}", [beat]
         for beat in others:
-            if beat.host == self.mine.host and _has_ended(beat.pid):
+            if beat.host == self.mine.host and has_ended(beat.pid):
                 return f"{beat.where()} died without a word (killed?)", [beat]
         silent = [beat for beat in others if now - self.seen[beat.rank].alive_at > SILENT_SECONDS]
         if silent:
@@ -225,15 +238,16 @@ class Watchdog(TrainerCallback):
 
 
 @contextlib.contextmanager
-def watching(hang_seconds: float) -> Iterator[Watchdog]:
-    """A watchdog over the ranks of the open process group. The other ranks get the message of an exception
-    that is raised inside.
+def watching(hang_seconds: float, *, launcher: int | None = None) -> Iterator[Watchdog]:
+    """A watchdog over the ranks of the open process group, and over the process that has started them. The
+    other ranks get the message of an exception that is raised inside.
     """
     watchdog = Watchdog(
         open_store() if is_distributed() else None,
         rank=dist.get_rank() if is_distributed() else 0,
         world_size=dist.get_world_size() if is_distributed() else 1,
         hang_seconds=hang_seconds,
+        launcher=launcher,
     )
     watchdog.start()
     try:
@@ -256,7 +270,7 @@ def _host() -> str:
     return f"{socket.gethostname()} {space}".strip()
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether the process is gone or a zombie; False on systems that do not show it."""
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -265,13 +265,18 @@ def merged(weights: dict[str, Tensor], *, scaling: float, mask_token_id: int | N
     return {name: changed.get(value.data_ptr(), value) for name, value in kept.items()}
 
 
-def save_trained(model: nn.Module, directory: Path) -> None:
-    """Write the trained weights as `model.safetensors` of a training checkpoint, without the frozen base."""
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The trained weights, without the frozen base: `model.safetensors` of a training checkpoint."""
+    return {name: value for name, value in model.state_dict().items() if is_trained(name)}
+
+
+def save_trained(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write `trained_tensors` to a file of safetensors."""
     from safetensors.torch import save_file
 
-    state = model.state_dict()
-    trained = {name: state[name].detach().cpu().contiguous() for name in state if is_trained(name)}
-    save_file(trained, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: value.cpu().contiguous() for name, value in tensors.items()}, path, metadata={"format": "pt"}
+    )
 
 
 def _expect_trained_only(model: nn.Module, incompatible: Any) -> None:

@@ -67,15 +67,20 @@ Sampler = Callable[[Path, int], SampleReport]
 
 
 def report_run(
-    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, num_gpus: int, seconds: float
+    config: TrainConfig,
+    prepared: Prepared,
+    sampler: Sampler | None,
+    *,
+    num_gpus: int,
+    seconds: float,
+    free: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Report on the published checkpoint of a run that took `seconds` in this process. On rank 0."""
+    """Report on the published checkpoint of a run that took `seconds` in this process. On rank 0. `free`
+    gives the memory of training back, which the sampler needs.
+    """
     target = Path(config.output_dir)
     records = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
     metrics, curriculum = training_records(records), prepared.curriculum
-    samples: SampleReport | None = None
-    if sampler is not None and config.report.num_samples > 0:
-        samples = sampler(target, config.report.num_samples)
     facts = {
         "base": config.model.path or "new weights",
         "architecture": type(prepared.model).__name__,
@@ -96,6 +101,11 @@ def report_run(
         facts["stage checkpoints"] = ", ".join(map(str, exports))
     stops = stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict())
     data = inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
+    estimate = estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus)
+    samples: SampleReport | None = None
+    if sampler is not None and config.report.num_samples > 0:
+        free()
+        samples = sampler(target, config.report.num_samples)
     with translate_disk_errors(target / "report.md"):
         return write_report(
             target,
@@ -106,7 +116,7 @@ def report_run(
             samples=samples,
             evaluations=[record for record in records if EVALUATION in record],
             data_lines=data.lines(),
-            estimate=estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus),
+            estimate=estimate,
         )
 
 

@@ -26,6 +26,7 @@ PROCESSES = int(os.environ.get("IDLM_ZERO_PROCESSES", min(torch.cuda.device_coun
 BASE = ROOT / "recipes" / "assets" / "tiny_ar"
 STAGES = {f"zero{stage}": f"train.zero_stage={stage}" for stage in (1, 2, 3)}
 MIXED = "train.zero_stage=2,model.dtype=bfloat16"
+ASYNC = "train.save=async,train.zero_stage=3"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +59,7 @@ def start(folder: Path, num_processes: int, cases: list[str]) -> subprocess.Pope
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Runs of all processes, and of one process with as many micro-batches."""
     folder = tmp_path_factory.mktemp("zero")
-    cases = [f"{name}:{changes}" for name, changes in {**STAGES, "mixed": MIXED}.items()]
+    cases = [f"{name}:{changes}" for name, changes in {**STAGES, "mixed": MIXED, "async": ASYNC}.items()]
     many = start(folder, max(2, PROCESSES) if DEVICE == "cpu" else PROCESSES, cases)
     alone = start(folder, 1, [f"alone:train.accumulation={PROCESSES}"]) if PROCESSES > 1 else None
     found: dict[str, Any] = {}
@@ -72,7 +73,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*STAGES, "mixed"])
+@pytest.mark.parametrize("name", [*STAGES, "mixed", "async"])
 def test_a_stopped_run_resumes_and_exports(results: dict[str, Any], name: str) -> None:
     run = results[name]
     assert set(run["whole"]["weights"]) == {"model.safetensors", "stages/1-stride-2/model.safetensors"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -52,3 +53,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
     first, second = load_file(one), load_file(other)
     assert first.keys() == second.keys()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def num_floats() -> int:
+    """Elements of all floating tensors of this process."""
+    tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() for value in tensors if value.is_floating_point())

@@ -152,6 +152,38 @@ def test_a_service_that_fails_costs_its_curves_only(
     assert len(records_of(tmp_path / "out")) == 4
 
 
+def test_a_resumed_run_goes_on_in_the_same_run_of_the_service(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save every second step and a death in step 4: steps 3 and 4 are trained again, and are sent once."""
+    changes = WATCHED | {"wandb.mode": "offline", "report.enabled": "false"}
+    sessions = [Service(), Service()]
+    monkeypatch.setitem(sys.modules, "wandb", sessions[0].module())
+    with failing_after(3), pytest.raises(RuntimeError, match="power cut"):
+        cli.main(arguments(base, tmp_path / "out", **changes))
+    monkeypatch.setitem(sys.modules, "wandb", sessions[1].module())
+    assert cli.main(arguments(base, tmp_path / "out", **changes)) == 0
+    first, second = (session.given for session in sessions)
+    assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
+    assert (sessions[0].exit_code, sessions[1].exit_code) == (1, 0)
+    sent = [
+        (step, name)
+        for one in sessions
+        for step, values in one.logged
+        for name in values
+        if "mask_loss" in name
+    ]
+    expected = [
+        (record["step"], "held_out/mask_loss" if EVALUATION in record else "mask_loss")
+        for record in records_of(tmp_path / "out")
+    ]
+    assert sent == expected and len(sessions[0].logged) == 4, "three steps and an evaluation"
+    other = Service()
+    monkeypatch.setitem(sys.modules, "wandb", other.module())
+    assert cli.main(arguments(base, tmp_path / "out", **changes, resume="never")) == 0
+    assert other.given["id"] != first["id"] and len(other.logged) == len(expected)
+
+
 def test_tracking_that_cannot_start_is_refused_before_training(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,12 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training import crashes, resume
+from idlm.checkpoint import MANIFEST
+from idlm.train import cli
+from idlm.train.loop.watchdog import has_ended
+from idlm.train.planning.report import SampleReport
+from tests.integration.training.stopped_runs import num_floats
+
+ASYNC = {"train.save": "async"}
 
 
 def quick(folder: Path, base: Path) -> dict[str, Any]:
-    """One process with two micro-batches, two ZeRO-2 processes with one; a death in the save of rank 0."""
-    one = resume.World(folder / "one", base, 1)
-    two = resume.World(folder / "two", base, 2)
+    """One process with two micro-batches, two ZeRO-2 processes with one; deaths in saves, which a thread
+    writes.
+    """
+    one = resume.World(folder / "one", base, 1, **ASYNC)
+    alone = folder / "one" / "killed"
+    for point in random.Random(1).sample(range(20, 90), 2):
+        plan = crashes.Plan(rank=0, step=resume.STAGE_END, point=point)
+        crashes.wait_for_first(one.start(alone, plan), seconds=resume.RUN_SECONDS)
+    one.finish(alone, "killed twice while saving")
+    two = resume.World(folder / "two", base, 2, **ASYNC)
     run = folder / "two" / "killed"
     pids = two.start(run, crashes.Plan(rank=0, step=resume.STAGE_END, point=random.Random(0).randint(30, 70)))
     status = crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
@@ -37,14 +51,61 @@ def quick(folder: Path, base: Path) -> dict[str, Any]:
         "two": two.expected,
         "killed_status": sorted(status.values()),
         "checkpoints": checkpoints,
-        "resumes": [two.tally.equal, two.tally.resumes],
-        "complaints": two.tally.complaints,
+        "resumes": [one.tally.equal + two.tally.equal, one.tally.resumes + two.tally.resumes],
+        "complaints": one.tally.complaints + two.tally.complaints,
+        "orphans": orphans(folder, base),
+        "floats_left": floats_left(folder, base, zero_stage=2),
         "recut": _recut(folder, base, folder / "two" / "to-one", two),
         "refusals": {
             "batch": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.accumulation": 8}),
             "uneven": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.batch_size": 3}),
         },
     }
+
+
+def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
+    """Elements of tensors that a lone process with ZeRO still holds when the report is sampled."""
+    world = resume.World.__new__(resume.World)
+    world.base, world.world_size = base, 1
+    world.changes = {"train.zero_stage": zero_stage, "report.enabled": "true", "train.save_every": 100}
+    run = folder / f"report-{zero_stage}"
+
+    def sampler(directory: Path, num_samples: int) -> SampleReport:
+        (run / "left").write_text(str(num_floats()))
+        return SampleReport()
+
+    pid = os.fork()
+    if pid == 0:
+        cli.main(world.arguments(run), sampler=sampler)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return int((run / "left").read_text())
+
+
+def orphans(folder: Path, base: Path) -> dict[str, Any]:
+    """Two ranks whose launcher is killed."""
+    world = resume.World.__new__(resume.World)
+    world.base, world.world_size = base, 2
+    world.changes = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000} | ASYNC
+    run = folder / "orphans"
+    run.mkdir()
+    launcher = os.fork()
+    if launcher == 0:
+        (run / "pids").write_text(" ".join(map(str, world.start(run))))
+        time.sleep(resume.RUN_SECONDS)
+        os._exit(0)
+    metrics, end = run / "out" / "run" / "metrics.jsonl", time.monotonic() + resume.RUN_SECONDS
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    pids = [int(pid) for pid in (run / "pids").read_text().split()]
+    while not all(map(has_ended, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in pids if not has_ended(pid)]
+    crashes.kill(left, {})
+    checkpoints = [path for path in (run / "out" / "run").glob("checkpoint-*") if (path / MANIFEST).is_file()]
+    return {"left": left, "num_checkpoints": len(checkpoints), "log": world.log(run)}
 
 
 def _recut(folder: Path, base: Path, run: Path, two: resume.World) -> dict[str, Any]:
@@ -79,11 +140,11 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
     """Every ZeRO stage with two processes: train, die, resume, export; bfloat16 and offload too."""
     told: dict[str, Any] = {"one": resume.World(folder / "one", base, 1).expected}
     cases: dict[str, dict[str, Any]] = {
-        "zero1": {"train.zero_stage": 1},
-        "zero3": {"train.zero_stage": 3},
+        "zero1": {"train.zero_stage": 1} | ASYNC,
+        "zero3": {"train.zero_stage": 3} | ASYNC,
         "offload": {"train.zero_stage": 2, "train.offload_optimizer": "true"},
-        "bf16": {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"},
-        "ddp": {"train.zero_stage": "null"},
+        "bf16": {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"} | ASYNC,
+        "ddp": {"train.zero_stage": "null"} | ASYNC,
     }
     for name, changes in cases.items():
         world = resume.World(folder / name, base, 2, **changes)
@@ -93,6 +154,8 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
         shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)
         told[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
+        if name == "zero3":
+            told[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
         told[name]["complaints"] = world.tally.complaints
         if name in ("zero1", "zero3", "bf16"):
             told[name]["recut"] = _recut(folder, base, folder / name / "to-one", world)

@@ -30,7 +30,7 @@ from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_recut
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.loop.metrics import read_metrics
-from idlm.train.loop.trainer import StopOnSignal
+from idlm.train.loop.trainer import StopRequests
 from idlm.train.prepare import remember_base
 
 SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
@@ -355,7 +355,7 @@ def test_a_full_disk_is_the_same_error_in_every_writer_and_rank(tmp_path: Path, 
 
 def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     """Without job control a shell starts `idlm-train ... &` with SIGINT ignored; SIGTERM still stops it."""
-    stop, before = StopOnSignal(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop, before = StopRequests(), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with stop.listening():
             signal.raise_signal(signal.SIGINT)
@@ -364,7 +364,7 @@ def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
             assert stop.received == signal.SIGTERM
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop = StopOnSignal()
+        stop = StopRequests()
         with stop.listening():
             signal.raise_signal(signal.SIGINT)
         assert stop.received == signal.SIGINT
@@ -377,7 +377,7 @@ def test_one_keystroke_that_arrives_twice_saves_and_a_second_one_ends(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    stop = StopOnSignal()
+    stop = StopRequests()
     stop._note(signal.SIGINT, None)
     now += 0.5
     stop._note(signal.SIGTERM, None)

@@ -1,0 +1,133 @@
+"""Copies of training state in host memory, one save at a time, and the time that is left for a save."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import zipfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.train.checkpoint import writer as writing
+from idlm.train.checkpoint.writer import CheckpointWriter, SaveTime
+from idlm.train.loop.trainer import EXIT_SECONDS, StopRequests, TimeLimit, seconds_since_start
+
+
+def copied(writer: CheckpointWriter, state: Any) -> Any:
+    """What a thread would write."""
+    found: list[Any] = []
+    writer.put(Path("part"), state, found.append)
+    for write in writer._writes:
+        write()
+    writer._writes.clear()
+    return found[0]
+
+
+def storages(path: Path) -> list[int]:
+    """Sizes of the storages in a file of torch."""
+    with zipfile.ZipFile(path) as file:
+        return [entry.file_size for entry in file.infolist() if "/data/" in entry.filename]
+
+
+def test_a_copy_is_what_torch_would_have_written(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    state: Any = collections.OrderedDict(
+        whole=flat, part=flat[3:7].view(2, 2).t(), empty=torch.empty(0, 3), half=torch.ones(3).bfloat16(),
+        nested=[{"step": torch.tensor(4)}, (1, 2.5)], weight=torch.nn.Parameter(torch.ones(2)),
+    )  # fmt: skip
+    state._metadata = {"version": 2}
+    writer = CheckpointWriter("async")
+    made = copied(writer, state)
+    torch.save(state, tmp_path / "plain")
+    torch.save(made, tmp_path / "copy")
+    plain, copy = (torch.load(tmp_path / name, weights_only=True) for name in ("plain", "copy"))
+    torch.testing.assert_close(copy, plain, rtol=0, atol=0)
+    assert type(made) is type(state) and made._metadata == state._metadata
+    assert isinstance(made["weight"], torch.nn.Parameter)
+    assert made["part"].stride() == state["part"].stride()
+    assert made["part"].untyped_storage().data_ptr() == made["whole"].untyped_storage().data_ptr()
+    assert storages(tmp_path / "copy") == storages(tmp_path / "plain"), "a shared one once, as a whole"
+    flat.zero_()
+    assert made["whole"].tolist() == list(range(12)), "training goes on and changes the state"
+
+
+def test_the_next_save_uses_the_memory_of_the_one_before() -> None:
+    writer = CheckpointWriter("async")
+    first = copied(writer, {"a": torch.zeros(5), "b": torch.zeros(7)})
+    second = copied(writer, {"a": torch.ones(5), "b": torch.ones(9)})
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert second["b"].tolist() == [1.0] * 9
+
+
+@pytest.mark.parametrize("num_sharing", [1, 8])
+def test_ranks_of_a_host_share_its_memory(num_sharing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "available_bytes", lambda: 8000)
+    writer, written = CheckpointWriter("async", num_sharing=num_sharing), []
+    writer.put(Path("part"), torch.zeros(250), written.append)
+    assert len(written) == (num_sharing == 8), "8 times 1000 bytes do not fit: written at once"
+    assert len(writer._writes) == (num_sharing == 1)
+
+
+def test_available_memory_is_that_of_this_machine() -> None:
+    assert 2**20 < writing.available_bytes() < 2**50
+
+
+def test_a_save_waits_for_the_one_before_and_raises_its_error(tmp_path: Path) -> None:
+    writer, goes_on, events = CheckpointWriter("async"), threading.Event(), []
+
+    def slow(state: Any) -> None:
+        assert goes_on.wait(timeout=60)
+        events.append("written")
+        raise MemoryError("no memory")
+
+    writer.begin()
+    writer.put(tmp_path / "part", torch.zeros(2), slow)
+    writer.publish(tmp_path, tmp_path, ExitStack(), lambda: None, lambda: None)
+    assert not events and not writer.has_failed
+    threading.Timer(0.2, goes_on.set).start()
+    with pytest.raises(MemoryError):
+        writer.begin()
+    assert events == ["written"] and not writer.times
+    writer.begin()
+    writer.publish(tmp_path, tmp_path, ExitStack(), lambda: events.append("whole"), lambda: None)
+    writer.wait()
+    assert events == ["written", "whole"] and 0 <= writer.times[0].blocked <= writer.times[0].total
+
+
+@pytest.mark.parametrize(
+    ("mode", "times", "over_at"),
+    [("sync", [], 100), ("sync", [30.0, 5.0], 170), ("async", [30.0], 140)],
+    ids=["no save yet", "longest save", "a running save and one more"],
+)
+def test_the_time_limit_leaves_room_for_a_step_and_a_save(
+    mode: str, times: list[float], over_at: float
+) -> None:
+    """Of 220 s, 15 are for the end of the process and 10 for another step."""
+    writer, clock = CheckpointWriter(mode), iter(range(0, 1000, 10))
+    writer.times = [SaveTime(1.0, total) for total in times]
+    limit = TimeLimit(
+        (210 + EXIT_SECONDS - 5) / 60, writer, assumed_save=100.0, elapsed=lambda: float(next(clock))
+    )
+    assert next(now for now in range(0, 1000, 10) if limit.is_over()) == over_at
+
+
+def test_a_signal_and_an_error_come_before_the_end_of_time() -> None:
+    writer = CheckpointWriter("sync")
+    limit = TimeLimit(0.01, writer, assumed_save=0.0, elapsed=lambda: 60.0)
+    stop, control = StopRequests(writer, limit), type("Control", (), {})()
+    stop.on_step_end(None, None, control)  # type: ignore[arg-type]
+    assert stop.is_time_up and stop.received is None and control.should_save
+    stop.received = 15
+    stop.on_step_end(None, None, control)  # type: ignore[arg-type]
+    assert not stop.is_time_up and stop.received == 15
+    writer._failure = MemoryError("no memory")
+    with pytest.raises(MemoryError):
+        stop.on_step_end(None, None, control)  # type: ignore[arg-type]
+
+
+def test_the_start_of_the_process_counts() -> None:
+    assert 0 < seconds_since_start() < 10**6

@@ -1,0 +1,261 @@
+"""Writes and publishes the files of a checkpoint: at once, or in a thread while training goes on.
+
+`train.save=sync` writes each part where it is put. `train.save=async` copies a part into host memory (pinned
+where it comes from a GPU), and a thread of each rank writes the copies once all of them are made. Files,
+manifest and publication are the same, and so is the code that writes them. The copies' memory is kept for the
+next save. A thread is enough: torch, safetensors and hashlib release the GIL while they write and hash.
+
+DeepSpeed has writers of its own, which publish nothing atomically: here it makes its state as always, and
+hands it to `put`, file by file, in place of `torch.save`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from idlm.errors import UserError
+from idlm.files.disk import translate_disk_errors
+from idlm.train.distributed.collectives import from_rank_zero, group_of_own, raise_together
+from idlm.train.loop.liveness import note_progress
+
+log = logging.getLogger(__name__)
+SAVE_MODES = ("sync", "async")
+USABLE_SHARE = 0.9
+"""Share of the host memory that is available that copies may take."""
+LINGER_SECONDS = 10.0
+"""How long a run that ends by an unexpected error or a second signal waits for a save."""
+PEER_TIMEOUT = timedelta(days=1)
+"""Ranks may write for hours; the watchdog finds those that have died."""
+
+
+class SaveTime(NamedTuple):
+    """Seconds that training waited for a save, and seconds until it was published."""
+
+    blocked: float
+    total: float
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time. `num_sharing`: how many ranks of this host copy state at once.
+
+    Creating one is collective, as are `publish` and `wait`.
+    """
+
+    def __init__(self, mode: str, *, num_sharing: int = 1) -> None:
+        assert mode in SAVE_MODES, f"{mode=}"
+        self.is_async, self.num_sharing = mode == "async", num_sharing
+        self.times: list[SaveTime] = []
+        self._group = group_of_own(timeout=PEER_TIMEOUT) if self.is_async else None
+        self._writes: list[Callable[[], None]] = []
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._began = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise; a running save has not failed yet."""
+        return self._failure is not None
+
+    def begin(self) -> None:
+        """Wait for the save before, and raise its error. Collective."""
+        self._began = time.monotonic()
+        self.wait()
+        self._writes = []
+
+    def put(self, path: Path, state: Any, write: Callable[[Any], None]) -> None:
+        """Let `write(state)` make the file `path`: now, or later with a copy of `state`, a tree of dicts,
+        lists and tuples with tensors.
+        """
+        copied = self._copied(path.name, state) if self.is_async else None
+        if copied is None:
+            write(state)
+        else:
+            self._writes.append(lambda: write(copied))
+
+    def publish(
+        self,
+        target: Path,
+        staging: Path,
+        stack: ExitStack,
+        complete: Callable[[], None],
+        clean_up: Callable[[], None],
+    ) -> None:
+        """Write on every rank what was put, then `complete` the files in `staging` on rank 0, which closes
+        `stack`, so publishes `target`, and cleans up. `wait` raises errors that come later.
+        """
+
+        def work() -> None:
+            with stack:
+                failure: Exception | None = None
+                try:
+                    with translate_disk_errors(target, written=staging):
+                        for write in self._writes:
+                            write()
+                            note_progress()
+                except Exception as error:
+                    failure = error
+                raise_together(failure, group=self._group)
+
+                def publish() -> None:
+                    complete()
+                    stack.pop_all().close()
+                    clean_up()
+
+                from_rank_zero(publish, group=self._group)
+            total = time.monotonic() - began
+            self.times.append(SaveTime(blocked if self.is_async else total, total))
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._failure = error
+
+        began = self._began
+        blocked = time.monotonic() - began
+        if self.is_async:
+            self._thread = threading.Thread(target=guarded, name=f"save {target.name}", daemon=True)
+            self._thread.start()
+        else:
+            work()
+
+    def wait(self) -> None:
+        """Wait until the running save is published, and raise its error. Collective."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+
+    @contextlib.contextmanager
+    def lingering(self) -> Iterator[None]:
+        """When training inside ends by an error, finish the running save first: it is worth as much as one
+        that training has waited for. After an unexpected error a rank may be missing, which it needs.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._thread is not None:
+                self._thread.join(timeout=None if isinstance(error, UserError) else LINGER_SECONDS)
+            raise
+
+    def _copied(self, name: str, state: Any) -> Any:
+        """A copy of `state` in host memory, in the buffers of the save before; None if it does not fit.
+
+        Tensors that share storage share it in the copy, so that a file holds it once.
+        """
+        storages: dict[tuple[str, int], Tensor] = {}
+        for tensor in _tensors(state):
+            whole, place = _bytes_of(tensor), _place(tensor)
+            if place not in storages or storages[place].numel() < whole.numel():
+                storages[place] = whole
+        known = {
+            (name, index): source
+            for index, source in enumerate(storages.values())
+            if (held := self._buffers.get((name, index))) is None or held.numel() != source.numel()
+        }
+        needed = sum(_allocated(source) for source in known.values()) * self.num_sharing
+        available = available_bytes()
+        if needed > USABLE_SHARE * available:
+            log.warning(
+                "the copy of %s needs %.2f GiB of host memory, and %.2f GiB are available: training waits "
+                "while it is written, as with train.save=sync",
+                *(name, needed / 2**30, available / 2**30),
+            )
+            return None
+        for key, source in known.items():
+            self._buffers.pop(key, None)
+            self._buffers[key] = torch.empty(
+                source.numel(), dtype=torch.uint8, pin_memory=source.device.type == "cuda"
+            )
+        copies: dict[tuple[str, int], Tensor] = {}
+        for index, (place, source) in enumerate(storages.items()):
+            copies[place] = self._buffers[name, index].copy_(source)
+        return _replaced(state, copies)
+
+
+def available_bytes() -> int:
+    """Bytes of host memory that this process may still take: of the machine, and of its container."""
+    meminfo = Path("/proc/meminfo")
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if meminfo.is_file():
+        free = 1024 * _figures(meminfo)["MemAvailable:"]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = _figures(group / "memory.stat")
+    except (OSError, ValueError):
+        # No container, or one without a limit.
+        return free
+    # The kernel gives cached files up for a process that asks.
+    return min(free, limit - used + cached["inactive_file"] + cached["active_file"])
+
+
+def _figures(path: Path) -> dict[str, int]:
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _place(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The whole storage of `tensor`, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _allocated(source: Tensor) -> int:
+    """Bytes that torch takes for the buffer: pinned memory comes in powers of two."""
+    num_bytes = source.numel()
+    return 1 << (num_bytes - 1).bit_length() if source.device.type == "cuda" and num_bytes else num_bytes
+
+
+def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:
+    """`state` with its tensors in `copies` of their storages, by place."""
+    if isinstance(state, Tensor):
+        buffer = copies[_place(state)].untyped_storage()
+        made = torch.empty(0, dtype=state.dtype).set_(
+            buffer, state.storage_offset(), state.shape, state.stride()
+        )
+        if isinstance(state, nn.Parameter):
+            return nn.Parameter(made, requires_grad=state.requires_grad)
+        return made.requires_grad_(state.requires_grad)
+    if isinstance(state, dict):
+        kept = copy.copy(state)
+        # A state dict of a module carries its version as an attribute.
+        if hasattr(state, "__dict__"):
+            vars(kept).update(vars(state))
+        for key, value in state.items():
+            kept[key] = _replaced(value, copies)
+        return kept
+    if isinstance(state, list):
+        return [_replaced(value, copies) for value in state]
+    if isinstance(state, tuple):
+        values = [_replaced(value, copies) for value in state]
+        return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
+    return state
