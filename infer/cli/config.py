@@ -108,7 +108,7 @@ class ServeConfig(EngineSettings):
     max_header: int = option("bytes of a request's line and headers", 16 << 10)
     drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
     engine_timeout: float = option(
-        "seconds without a sign of an engine that has work, after which it is started again; loading does not "
+        "seconds without an answer after which an engine that has work is started again; loading does not "
         "count, compiling a kernel does",
         600.0,
     )

@@ -40,8 +40,9 @@ PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
 """-P: a module of the working directory must never take the place of a library."""
 STOP_SECONDS = 10.0
 LOOKS_PER_TIMEOUT = 8
-"""How many looks in a row find nothing from an engine that hangs. They are counted, and no time is measured, so
-that a front end which was itself stopped for long blames no engine."""
+"""How many looks in a row find nothing from an engine that hangs. They are counted, and no time is measured,
+so that a front end which was itself stopped for long blames no engine.
+"""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 STATUS = {"IDLM-0448": 503}
 """Status of errors that end a request in the engine, if it is not 500."""
@@ -177,8 +178,8 @@ class EngineClient:
         return failure or _lost(f"the engine process ended with status {status}")
 
     async def _end(self, process: asyncio.subprocess.Process, *, hangs: bool) -> int | None:
-        """Close the connection, which the process ends at; fail what it worked on. Returns the status, None for
-        a process that not even SIGKILL ends.
+        """Close the connection, which the process ends at; fail what it worked on. Returns the status, None
+        for a process that not even SIGKILL ends.
         """
         # A process that is still loading does not read its end of the connection.
         patience = STOP_SECONDS if self.state == "ready" and not hangs else 0
@@ -200,7 +201,9 @@ class EngineClient:
         return None
 
     async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
-        """Handle messages until the process closes its end; returns the error that it reports, or that it hangs."""
+        """Handle messages until the process closes its end; returns the error that it reports, or that it
+        hangs.
+        """
         messages, num_silent = unpacker(), 0
         while num_silent <= LOOKS_PER_TIMEOUT:
             try:

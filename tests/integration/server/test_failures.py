@@ -214,8 +214,9 @@ def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(
 
 READY = EngineInfo(
     **dict.fromkeys(("directory", "decoder", "exactness"), ""),
-    **dict.fromkeys(("decoder_options", "settings"), {}),
     **dict.fromkeys(("max_length", "vocab_size", "num_pages", "page_size", "pid"), 0),
+    decoder_options={},
+    settings={},
 )
 DEAF = f"""
 import socket, sys, time
