@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.serving import serve_soak
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -80,24 +81,18 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running)
 
 def test_survivors_of_many_disconnects_have_the_text_of_a_quiet_run(server: Running) -> None:
     """Every third stream is left at some chunk; what the others read does not change."""
-    prompts = [f"Tom has {number} pens. Tom finds 3." for number in range(12)]
-    params = [SamplingParams(seed=number, max_tokens=24) for number in range(12)]
-    ids = [encode_prompt(reference().tokenizer, prompt, template="none") for prompt in prompts]
+    streams = [
+        serve_soak.Stream(
+            f"Tom has {number} pens. Tom finds 3.", number, 24, None if number % 3 else 1 + number // 3
+        )
+        for number in range(12)
+    ]
+    params = [SamplingParams(seed=stream.seed, max_tokens=stream.answer) for stream in streams]
+    ids = [encode_prompt(reference().tokenizer, stream.prompt, template="none") for stream in streams]
     quiet = [done.text for done in clear_answers(reference(), ids, params)]
     num_tasks = server.num_tasks
-
-    def read(number: int) -> str | None:
-        body = {"prompt": prompts[number], "max_tokens": 24, "seed": number, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=body) as response:
-            text = ""
-            for place, chunk in enumerate(events(response.iter_lines())):
-                text += chunk["choices"][0]["text"]
-                if number % 3 == 0 and place == number // 3:
-                    return None
-            return text
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, range(12)))
+    port = int(server.url.rpartition(":")[2])
+    found = asyncio.run(serve_soak.read_streams(port, streams, concurrency=4, api_key=KEY))
     assert found == [text if number % 3 else None for number, text in enumerate(quiet)]
     server.wait_until_idle()
     server.wait_until(lambda: server.num_tasks <= num_tasks)
