@@ -42,6 +42,7 @@ DEFAULTS = {
     "results": str(RESULTS),
 }
 NUM_ROUNDS, NUM_KINDS, PATIENCE = 5, 64, 600.0
+LEAKS = ("pages", "sockets", "tasks")
 
 
 class Stream(NamedTuple):
@@ -59,7 +60,13 @@ class State(NamedTuple):
     pages: float
     sockets: int
     tasks: int
-    memory: int
+    front_memory: int
+    engine_memory: int
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of both processes."""
+        return self.front_memory + self.engine_memory
 
 
 def main() -> int:
@@ -73,7 +80,8 @@ def measure(arguments: list[str]) -> int:
         return host(arguments[1:])
     options = parse_options(arguments, DEFAULTS)
     kinds = clear_kinds(options["path"], int(options["answer"]))
-    with _server(options) as server:
+    settings = (f"max_num_seqs={options['concurrency']}", "max_length=256", "decoder.stride=3")
+    with running_server(options["path"], *settings) as server:
         quiet = asyncio.run(read_streams(server.port, kinds, concurrency=1))
         before, states, num_wrong, num_left = server.state(), list[State](), 0, 0
         for number in range(NUM_ROUNDS):
@@ -93,13 +101,13 @@ def measure(arguments: list[str]) -> int:
     }
     last, leaked = (
         states[-1],
-        {name: getattr(states[-1], name) - getattr(before, name) for name in State._fields},
+        {name: getattr(states[-1], name) - getattr(before, name) for name in LEAKS},
     )
     drift = last.memory / states[0].memory - 1
-    is_clean = not num_wrong and not any(leaked[name] > 0 for name in ("pages", "sockets", "tasks"))
+    is_clean = not num_wrong and not any(leaked[name] > 0 for name in LEAKS)
     rows = [
         _row(case, "requests", NUM_ROUNDS * len(load), "requests", gate_passed=is_clean),
-        *(_row(case, f"leaked_{name}", leaked[name], name) for name in ("pages", "sockets", "tasks")),
+        *(_row(case, f"leaked_{name}", leaked[name], name) for name in LEAKS),
         _row(case, "memory_drift", drift, "fraction"),
     ]
     for row in rows:
@@ -189,8 +197,9 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None and process.stdout is not None
-        self._stdin, self._stdout = process.stdin, process.stdout
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.port = int(self._stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
         self._wait(lambda: self._get("/ready") is not None)
 
     def state(self) -> State:
@@ -201,26 +210,30 @@ class Server:
         self._stdin.write("\n")
         self._stdin.flush()
         here = json.loads(self._stdout.readline())
-        engine = json.loads(self._get("/server_info") or "")["engine"]
+        engine = self.info()["engine"]
         return State(
             pages=self._gauge("vllm:kv_cache_usage_perc") * engine["num_pages"],
             sockets=here["sockets"] + num_sockets(engine["pid"]),
             tasks=here["tasks"],
-            memory=here["memory"] + resident_bytes(engine["pid"]),
+            front_memory=here["memory"],
+            engine_memory=resident_bytes(engine["pid"]),
         )
+
+    def info(self) -> dict[str, Any]:
+        """The answer of /server_info."""
+        answer: dict[str, Any] = json.loads(self._get("/server_info") or "")
+        return answer
 
     def _is_idle(self) -> bool:
         waiting = self._gauge("vllm:num_requests_running") + self._gauge("vllm:num_requests_waiting")
-        return not waiting and not json.loads(self._get("/server_info") or "")["num_open"]
+        return not waiting and not self.info()["num_open"]
 
     def _gauge(self, name: str) -> float:
         [line] = [line for line in (self._get("/metrics") or "").splitlines() if line.startswith(f"{name}{{")]
         return float(line.rpartition(" ")[2])
 
     def _get(self, path: str) -> str | None:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", headers={"connection": "close"}
-        )
+        request = urllib.request.Request(f"{self.url}{path}", headers={"connection": "close"})
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return str(response.read().decode())
@@ -230,14 +243,15 @@ class Server:
     def _wait(self, what: Any) -> None:
         deadline = time.monotonic() + PATIENCE
         while not what():
+            assert self._process.poll() is None, "the server has ended"
             assert time.monotonic() < deadline, "the server does not become ready or idle"
             time.sleep(0.1)
 
 
 @contextmanager
-def _server(options: dict[str, str]) -> Iterator[Server]:
-    words = [f"model={options['path']}", "decoder=isd", "mask_token_id=170", "device=cpu"]
-    words += ["dtype=float32", "decoder.stride=3", f"max_num_seqs={options['concurrency']}", "max_length=256"]
+def running_server(path: str, *settings: str) -> Iterator[Server]:
+    """A server on a CPU, ready; it has ended afterwards."""
+    words = [f"model={path}", "decoder=isd", "mask_token_id=170", "device=cpu", "dtype=float32", *settings]
     program = [sys.executable, "-m", "benchmarks.serve_soak", "host", *words]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         end = threading.Timer(PATIENCE * (NUM_ROUNDS + 2), process.kill)
