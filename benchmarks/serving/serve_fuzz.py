@@ -2,9 +2,9 @@
 
     python -m benchmarks.serve_fuzz [requests=100000] [seed=0] [path=CHECKPOINT] [record=true]
 
-It needs `pip install schemathesis`. Nothing may get a 5xx or lose its connection, every 4xx names a field and
-its rule, and the engine is not started again. Rows: `requests` (the gate), `broken_rules`, `refused` (the share
-that got a 4xx). Case `kind` is valid or invalid; a valid request may have values that do not go together, a
+It needs `pip install schemathesis`. Nothing may get a 5xx or lose its connection, each 4xx names a field and
+its rule, and the engine is not started again. Rows: `requests` (the gate), `broken_rules`, `refused` (the
+share that got a 4xx). Case `kind` is valid or invalid; a valid request may have values that do not go together, a
 prompt that is too long, or a token that does not exist.
 """
 
@@ -80,7 +80,6 @@ def fuzz(server: Server, num: int, seed: int) -> tuple[Counter[tuple[str, int]],
     for body in described["components"]["schemas"].values():
         # The server refuses unknown fields by itself, with the nearest name.
         body["additionalProperties"] = False
-    described["servers"] = [{"url": server.url}]
     schema = schemathesis.openapi.from_dict(described)
     operations = [found.ok() for found in schema.get_all_operations()]
     modes = dict(
@@ -93,14 +92,14 @@ def fuzz(server: Server, num: int, seed: int) -> tuple[Counter[tuple[str, int]],
     for operation, share in zip(operations, shares, strict=True):
         for kind, mode in modes.items():
             most = -(-num * share // (len(modes) * sum(shares)))
-            for status, problem in _answers(operation, mode, most, seed):
+            for status, problem in _answers(server.url, operation, mode, most, seed):
                 counts[kind, status] += 1
                 if problem is not None:
                     problems.append((kind, problem))
     return counts, problems
 
 
-def _answers(operation: Any, mode: Any, num: int, seed: int) -> list[tuple[int, str | None]]:
+def _answers(url: str, operation: Any, mode: Any, num: int, seed: int) -> list[tuple[int, str | None]]:
     """Status, and what is wrong with it, of `num` requests or as many as the schema allows."""
     import hypothesis
     import requests
@@ -118,17 +117,16 @@ def _answers(operation: Any, mode: Any, num: int, seed: int) -> list[tuple[int, 
     @hypothesis.given(case=operation.as_strategy(mode))
     def send(case: Any) -> None:
         try:
-            answer = case.call(session=session, timeout=SECONDS)
+            answer = case.call(url, session=session, timeout=SECONDS)
         except requests.RequestException as error:
             found.append((0, f"{case.as_curl_command()}: {error}"))
         else:
             rule = broken_rule(answer)
             found.append((answer.status_code, rule and f"{case.as_curl_command()}: {rule}"))
 
-    with requests.Session() as session:
-        # A route that takes nothing has no invalid requests.
-        with contextlib.suppress(hypothesis.errors.Unsatisfiable):
-            send()
+    # A route that takes nothing has no invalid requests.
+    with requests.Session() as session, contextlib.suppress(hypothesis.errors.Unsatisfiable):
+        send()
     return found
 
 
