@@ -4,8 +4,8 @@
 
 It needs `pip install schemathesis`. Nothing may get a 5xx or lose its connection, each 4xx names a field and
 its rule, and the engine is not started again. Rows: `requests` (the gate), `broken_rules`, `refused` (the
-share that got a 4xx). Case `kind` is valid or invalid; a valid request may have values that do not go together, a
-prompt that is too long, or a token that does not exist.
+share that got a 4xx). Case `kind` is valid or invalid; a valid request may have values that do not go
+together, a prompt that is too long, or a token that does not exist.
 """
 
 from __future__ import annotations

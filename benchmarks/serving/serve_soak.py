@@ -3,7 +3,7 @@
     python -m benchmarks.serve_soak [requests=10000] [concurrency=256] [leave=0.3] [answer=16]
         [path=CHECKPOINT] [record=true]
 
-The load is a few requests many times over, so that a quiet run, one stream at a time and nobody leaves,
+The load is a few requests many times over, so that a quiet run, one stream at a time to its end,
 gives the text of each; no choice in them is a near tie, which the rounding of a batch decides. It goes in
 rounds; behind each, when the server is idle, both of its processes are looked at. Rows: `requests` (the gate:
 every stream that was not left has the text of the quiet run, and nothing leaked), `leaked_pages`,

@@ -67,7 +67,7 @@ class TemplateProcess:
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the process; whoever waits for it gets an error."""
+        """End the process; a thread that waits for it gets an error."""
         self._is_closed = True
         self._stop()
 

@@ -1,6 +1,6 @@
 """Checkpoints of unknown origin: each is refused by a UserError that names what is wrong; nothing in it runs.
 
-The table is tests/hostile.py. `-p no:cacheprovider --durations=20` shows which refusals take longest.
+The table is hostile.py. `-p no:cacheprovider --durations=20` shows which refusals take longest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.server.templates import TemplateProcess
 from idlm.text.tokenizer import load_tokenizer, render
-from tests import hostile
-from tests.hostile import CANARY, TEMPLATES, Artefact, artefacts
+from tests.integration.server import hostile
+from tests.integration.server.hostile import CANARY, TEMPLATES, Artefact, artefacts
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "auto", "max_length": 32, "max_num_seqs": 2}
@@ -36,7 +36,7 @@ ACTS = (
     "os.fork",
 )
 SEEN: list[str] | None = None
-"""What was done while a checkpoint was loaded; None: nobody looks."""
+"""What was done while a checkpoint was loaded; None: it is not recorded."""
 
 
 def _watch(event: str, given: tuple[Any, ...]) -> None:

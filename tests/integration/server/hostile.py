@@ -1,5 +1,4 @@
-"""Hostile artefacts: what a checkpoint of unknown origin may hold. One table for tests/integration/server/
-test_hostile_artefacts.py; requests are in test_refusals.py beside it.
+"""Hostile artefacts: what a checkpoint of unknown origin may hold, for test_hostile_artefacts.py.
 
 A case has a name, a function that plants it in a copy of a good checkpoint, and words of the refusal.
 """
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from idlm.checkpoint import INDEX_FILE, SINGLE_FILE
 
 CANARY = "hostile_canary"
-"""A module in the checkpoint; whoever imports it leaves a file."""
+"""A module in the checkpoint; its import leaves a file."""
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 NOT_COUNTS = (-1, 0, 2**62, 1.5, math.nan, "4", [4], {"a": 1}, True)
 NOT_NUMBERS = (-1, 0, math.nan, math.inf, "1", [], True, 10**400)
@@ -384,26 +383,18 @@ def tokenizers() -> Iterator[Artefact]:
 
 
 CODE = {
-    "config.json": (
-        "auto_map",
-        "model_type",
-        "attn_implementation",
-        "_attn_implementation",
-        "transformers_weights",
-    ),
+    "config.json": ("auto_map", "model_type", "_attn_implementation", "transformers_weights"),
     "generation_config.json": ("custom_generate", "auto_map", "_target_"),
     "tokenizer_config.json": ("auto_map", "tokenizer_class", "processor_class", "_target_"),
     "tokenizer.json": ("auto_map", "_target_"),
 }
 """Keys that name code elsewhere; some are ignored and some are refused, and none is followed."""
+AUTO_CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 
 
 def names_of_code() -> Iterator[Artefact]:
     """Keys that ask for the checkpoint's module."""
     for file, names in CODE.items():
         for name in names:
-            for value in (
-                f"{CANARY}.Config",
-                {"AutoConfig": f"{CANARY}.Config", "AutoTokenizer": [None, f"{CANARY}.Config"]},
-            ):
+            for value in (f"{CANARY}.Config", dict.fromkeys(AUTO_CLASSES, f"{CANARY}.Config")):
                 yield _config(".", file, **{name: value})
