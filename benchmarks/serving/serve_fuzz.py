@@ -81,7 +81,8 @@ def fuzz(server: Server, num: int, seed: int) -> tuple[Counter[tuple[str, int]],
         # The server refuses unknown fields by itself, with the nearest name.
         body["additionalProperties"] = False
     schema = schemathesis.openapi.from_dict(described)
-    operations = [found.ok() for found in schema.get_all_operations()]
+    results: list[Any] = list(schema.get_all_operations())
+    operations = [found.ok() for found in results]
     modes = dict(
         zip(KINDS, (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE), strict=True)
     )

@@ -95,7 +95,7 @@ def measure(arguments: list[str]) -> int:
             print(
                 f"round {number + 1}: {len(load)} streams, {found.count(None)} left, {states[-1]}", flush=True
             )
-    case = {name: options[name] for name in ("leave",)}
+    case: dict[str, Any] = {name: options[name] for name in ("leave",)}
     case |= {name: int(options[name]) for name in ("concurrency", "answer")} | {
         "model": Path(options["path"]).name
     }

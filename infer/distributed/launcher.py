@@ -45,9 +45,7 @@ STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0
 SHUTDOWN_TIMEOUT = 3.0
 WATCH_INTERVAL = 1.0
-DETECTION_TIMEOUT = 5.0
-ANSWER_TIMEOUT = 3600.0
-"""For a rank that hangs; loading its part of a model from a slow disk takes minutes."""
+DETECTION_TIMEOUT, ANSWER_TIMEOUT = 5.0, 3600.0
 FAILURE_FIX = "build a new engine; the reason is above, on standard error, or in the kernel's log"
 OUT_OF_MEMORY_FIX = (
     "ranks cannot recover from an out-of-memory error: build a new engine with a lower "
@@ -129,9 +127,7 @@ class TensorParallelGroup:
                 send(connection, message)
 
     def answers(self) -> list[Message]:
-        """Wait for one answer of every rank and return them in order of ranks. UserError IDLM-0426 after
-        ANSWER_TIMEOUT seconds.
-        """
+        """Wait up to ANSWER_TIMEOUT for one answer of every rank; returns them in order of ranks."""
         self.check()
         deadline = time.monotonic() + ANSWER_TIMEOUT
         while not all(self._answers):
@@ -361,7 +357,7 @@ def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Connection, 
         )
     end.callback(_how_it_ended, process)
     end.callback(connection.close)
-    # A rank that is gone already is reported, with the reason, by those who wait for its answer.
+    # `answers` reports a rank that is gone already, with the reason.
     with contextlib.suppress(OSError):
         send(connection, hello)
     return connection, process

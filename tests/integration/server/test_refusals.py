@@ -241,6 +241,22 @@ def test_complete_headers_have_a_limit(server: Running, size: int) -> None:
         (b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 400, "header"),
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * 3 * MAX_HEADER, 431, "header"),
         (b"POST /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nz\r\n", 400, "body"),
+        *(
+            (b"POST /health HTTP/1.1\r\nhost: x\r\n" + smuggled + b"\r\n\r\n", 400, "header")
+            for smuggled in (
+                b"content-length: 2\r\ncontent-length: 3",
+                b"content-length: 2, 3",
+                b"content-length: +2",
+                b"content-length: 0x2",
+                b"content-length : 2",
+                b"transfer-encoding: chunked, identity",
+                b"transfer-encoding: xchunked",
+                b"x: a\0b",
+                b"x: a\rb",
+                b"host: y",
+                b"(x): 1",
+            )
+        ),
     ],
 )
 def test_what_is_no_http_is_refused_as_other_requests_are(
