@@ -48,6 +48,14 @@ def load_tokenizer(path: Path | str) -> Any:
     present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     if not present:
         return None
+    # A pipe or a device would be read for ever.
+    special = [name for name in TOKENIZER_FILES if (directory / name).exists() > (directory / name).is_file()]
+    if special:
+        raise UserError(
+            "IDLM-0203",
+            f"the tokenizer files in {directory} cannot be loaded: {', '.join(special)} is no regular file",
+            fix="copy the original checkpoint's tokenizer files again",
+        )
 
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

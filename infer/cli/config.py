@@ -107,6 +107,11 @@ class ServeConfig(EngineSettings):
     max_body: int = option("bytes of a request's body", 4 << 20)
     max_header: int = option("bytes of a request's line and headers", 16 << 10)
     drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
+    engine_timeout: float = option(
+        "seconds without an answer after which an engine that has work is started again; loading does not "
+        "count, compiling a kernel does",
+        600.0,
+    )
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
@@ -119,6 +124,7 @@ class ServeConfig(EngineSettings):
             "max_body": (1, None),
             "max_header": (1024, None),
             "drain_seconds": (0, None),
+            "engine_timeout": (1, None),
         }
         problems = [
             f"{name}={value} must be {f'in [{least}, {most}]' if most else f'>= {least}'}"

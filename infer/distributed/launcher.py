@@ -45,7 +45,7 @@ STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0
 SHUTDOWN_TIMEOUT = 3.0
 WATCH_INTERVAL = 1.0
-DETECTION_TIMEOUT = 5.0
+DETECTION_TIMEOUT, ANSWER_TIMEOUT = 5.0, 3600.0
 FAILURE_FIX = "build a new engine; the reason is above, on standard error, or in the kernel's log"
 OUT_OF_MEMORY_FIX = (
     "ranks cannot recover from an out-of-memory error: build a new engine with a lower "
@@ -127,10 +127,13 @@ class TensorParallelGroup:
                 send(connection, message)
 
     def answers(self) -> list[Message]:
-        """Wait for one answer of every rank and return them in order of ranks."""
+        """Wait up to ANSWER_TIMEOUT for one answer of every rank; returns them in order of ranks."""
         self.check()
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         while not all(self._answers):
-            wait(self._connections)
+            if not wait(self._connections, max(0.0, deadline - time.monotonic())):
+                silent = [rank for rank, answers in enumerate(self._answers, start=1) if not answers]
+                self._fail("IDLM-0426", f"ranks {silent} have answered nothing for {ANSWER_TIMEOUT:.0f} s")
             self.check()
         return [waiting.popleft() for waiting in self._answers]
 
@@ -354,7 +357,9 @@ def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Connection, 
         )
     end.callback(_how_it_ended, process)
     end.callback(connection.close)
-    send(connection, hello)
+    # `answers` reports a rank that is gone already, with the reason.
+    with contextlib.suppress(OSError):
+        send(connection, hello)
     return connection, process
 
 
@@ -364,7 +369,9 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
         status = process.wait(SHUTDOWN_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        # What waits in a driver does not end, and is left to the system.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SHUTDOWN_TIMEOUT)
         return f" (pid {process.pid}: it hung)"
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f" (pid {process.pid}: {how})"

@@ -29,6 +29,8 @@ MUST_BE_NULL = (
     "quantization_config",
     "compression_config",
 )
+MAX_SIZE, MAX_VOCABULARY = 1 << 20, 1 << 24
+"""The largest sizes of an axis; the product of a few fits the 63 bits of a tensor's size."""
 MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
 SCALED_TYPES = ("linear", "llama3", "yarn")
@@ -56,12 +58,15 @@ class ConfigReader:
         value = self.config.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, least: int = 1, most: float = MAX_SIZE
+    ) -> int:
         """The field, or `default` if it is absent or null; `least` (and a problem) if it is unusable."""
         value = self._value(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
-        self.problems.append(f"{name}={value!r} (must be an integer >= {least})")
+        bound = f", and at most {most}" if isinstance(value, int) and value > most else ""
+        self.problems.append(f"{name}={value!r} (must be an integer >= {least}{bound})")
         return least
 
     def require(self, *names: str) -> None:
@@ -133,7 +138,7 @@ def dense_spec(
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
-    max_positions = reader.integer("max_position_embeddings")
+    max_positions = reader.integer("max_position_embeddings", most=math.inf)
     inv_freq, rope_scaling = _rope(
         reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim
     )
@@ -144,7 +149,7 @@ def dense_spec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=reader.integer("vocab_size"),
+        vocab_size=reader.integer("vocab_size", most=MAX_VOCABULARY),
         norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
         rope_inv_freq=inv_freq,
         rope_scaling=rope_scaling,

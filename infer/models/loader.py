@@ -328,7 +328,7 @@ def _dtype(
         name = config.get("dtype") or config.get("torch_dtype")
         if name is None and embed in files:
             name = str(weights.tensor(files, embed).dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise UserError(
             "IDLM-0608",
             f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}",

@@ -1,7 +1,8 @@
 """The engine process as the front end sees it: started, asked, and started again when it dies.
 
 All of it runs in one event loop. A request fails when the process that works on it ends; no request moves to
-the next process, because its client may have read a part of the answer.
+the next process, because its client may have read a part of the answer. A process that owes an answer and is
+silent for `engine_timeout` seconds is ended as well; one that loads is not, because that may take long.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ from idlm.log import get_logger
 PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
 """-P: a module of the working directory must never take the place of a library."""
 STOP_SECONDS = 10.0
+LOOKS_PER_TIMEOUT = 8
+"""How many looks in a row find nothing from an engine that hangs. They are counted, and no time is measured,
+so that a front end which was itself stopped for long blames no engine.
+"""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 STATUS = {"IDLM-0448": 503}
 """Status of errors that end a request in the engine, if it is not 500."""
@@ -48,12 +53,13 @@ LOG = get_logger(__name__)
 class EngineClient:
     """Starts the engine process, and sends it requests."""
 
-    def __init__(self, arguments: EngineArguments, metrics: Metrics) -> None:
-        self._arguments, self._metrics = arguments, metrics
+    def __init__(self, arguments: EngineArguments, metrics: Metrics, *, timeout: float = 600.0) -> None:
+        self._arguments, self._metrics, self.timeout = arguments, metrics, timeout
         self._numbers = itertools.count()
         self._open: dict[str, Generation] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
+        self._owes_answer = False
         self.state: State = "loading"
         self.info: EngineInfo | None = None
         self.num_restarts = 0
@@ -62,6 +68,11 @@ class EngineClient:
     def num_open(self) -> int:
         """Samples that are not finished."""
         return sum(generation.num_open for generation in self._generations())
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closing.is_set()
 
     async def run(self) -> None:
         """Keep an engine process running until `close`.
@@ -85,8 +96,7 @@ class EngineClient:
     async def close(self) -> None:
         """End the process; requests that are not finished fail."""
         self._closing.set()
-        if self._writer is not None:
-            self._writer.close()
+        self._disconnect()
         self._fail_all(engine_unavailable("the server is shutting down"))
 
     async def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
@@ -113,30 +123,47 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """Stop a request; the engine frees its pages before the next pass."""
         if self._open.pop(request_id, None) is not None and self._writer is not None:
-            self._writer.write(pack({"type": "abort", "id": request_id}))
+            self._write(self._writer, {"type": "abort", "id": request_id})
 
     def _generations(self) -> set[Generation]:
         return set(self._open.values())
 
+    def _write(self, writer: asyncio.StreamWriter, message: Message) -> None:
+        writer.write(pack(message))
+        self._owes_answer = True
+
+    def _disconnect(self) -> None:
+        if self._writer is not None:
+            # Not `close`, which waits for an engine that hangs to read what it was sent.
+            self._writer.transport.abort()
+            self._writer = None
+
     async def _send(self, message: Message) -> None:
-        if self.state != "ready" or self._writer is None:
+        writer = self._writer
+        if self.state != "ready" or writer is None:
             raise engine_unavailable(f"the engine is {self.state}")
-        self._writer.write(pack(message))
+        self._write(writer, message)
         try:
-            await self._writer.drain()
+            await writer.drain()
         except ConnectionError as error:
             raise engine_unavailable("the engine process has ended") from error
 
     async def _run_process(self) -> UserError:
         """Run one engine process to its end; returns why it ended."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *PROGRAM, str(theirs.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, *PROGRAM, str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                return _lost(f"the engine process cannot be started: {error}")
+            raise
         failure: UserError | None = None
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -147,51 +174,60 @@ class EngineClient:
                 self._writer.write(pack({"type": "start", **values}))
                 failure = await self._read(reader)
         finally:
-            status = await self._end(process)
-        if failure is None:
-            failure = UserError(
-                "IDLM-0701",
-                f"the engine process ended with status {status}",
-                fix="read its messages above; a status of -9 is often a shortage of memory",
-            )
-        return failure
+            status = await self._end(process, hangs=failure is not None)
+        return failure or _lost(f"the engine process ended with status {status}")
 
-    async def _end(self, process: asyncio.subprocess.Process) -> int:
-        """Close the connection, which the process ends at; fail what it worked on."""
+    async def _end(self, process: asyncio.subprocess.Process, *, hangs: bool) -> int | None:
+        """Close the connection, which the process ends at; fail what it worked on. Returns the status, None
+        for a process that not even SIGKILL ends.
+        """
         # A process that is still loading does not read its end of the connection.
-        patience = STOP_SECONDS if self.state == "ready" else 0
+        patience = STOP_SECONDS if self.state == "ready" and not hangs else 0
         if not self._closing.is_set() and self.state == "ready":
             self.num_restarts += 1
             self._metrics.engine_lost()
         self.state = "stopped" if self._closing.is_set() else "restarting" if self.info else "loading"
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._disconnect()
         self._fail_all(
             ApiError(503, "the engine process ended while it worked on this request", code="engine_lost")
         )
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(process.wait(), patience)
-        # It may have ended by itself, before its status is read.
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+        for seconds in (patience, STOP_SECONDS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    return await process.wait()
+            # It may have ended by itself, before its status is read.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        return None
 
     async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
-        """Handle messages until the process closes its end; returns the error that it reports."""
-        messages = unpacker()
-        while True:
+        """Handle messages until the process closes its end; returns the error that it reports, or that it
+        hangs.
+        """
+        messages, num_silent = unpacker(), 0
+        while num_silent <= LOOKS_PER_TIMEOUT:
             try:
-                data = await reader.read(RECEIVE_BYTES)
+                async with asyncio.timeout(self.timeout / LOOKS_PER_TIMEOUT):
+                    data = await reader.read(RECEIVE_BYTES)
+            except TimeoutError:
+                is_owed = self.state == "ready" and (self._owes_answer or bool(self._open))
+                num_silent = num_silent + 1 if is_owed else 0
+                continue
             except ConnectionError:
                 data = b""
             if not data:
                 return None
+            num_silent, self._owes_answer = 0, False
             messages.feed(data)
             for message in messages:
                 if message["type"] == "failed":
                     return UserError(message["code"], message["message"], fix=message["fix"])
                 self._handle(message)
+        return UserError(
+            "IDLM-0707",
+            f"the engine has answered nothing for {self.timeout:g} s, although it has work",
+            fix="read its messages above; raise engine_timeout= if a pass may take that long",
+        )
 
     def _handle(self, message: Message) -> None:
         match message["type"]:
@@ -225,6 +261,11 @@ class EngineClient:
     def forget(self, request_id: str) -> None:
         """The request is finished."""
         self._open.pop(request_id, None)
+
+
+def _lost(message: str) -> UserError:
+    fix = "read its messages above; a status of -9 is often a shortage of memory"
+    return UserError("IDLM-0701", message, fix=fix)
 
 
 class Generation:

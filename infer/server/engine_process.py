@@ -7,6 +7,7 @@ passes, so an abort frees its pages before the next one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -55,18 +56,15 @@ def run(connection: socket.socket) -> int:
         )
         engine = arguments.load()
     except UserError as error:
-        connection.sendall(pack({"type": "failed", **error_message(error)}))
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(pack({"type": "failed", **error_message(error)}))
         return command.USER_ERROR_STATUS
     # What is loaded lives as long as the process: garbage collection need not look at it in every pass.
     gc.collect()
     gc.freeze()
-    connection.sendall(pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
-    try:
+    with contextlib.closing(engine), contextlib.suppress(ConnectionError):
+        connection.sendall(pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
         EngineLoop(engine, inbox, connection).run()
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    finally:
-        engine.close()
     return 0
 
 
@@ -91,19 +89,21 @@ class Inbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._unpacker = connection, unpacker()
+        # Not `select`, which refuses the descriptor that a front end with 1,000 clients hands on.
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self.is_open = True
 
     def take(self, *, waits: bool) -> list[Message]:
         """The messages that are here. `waits`: wait until there is one, or the front end is gone."""
-        ready, _, _ = select.select([self._connection], [], [], None if waits else 0)
-        if ready:
+        if self._poll.poll(None if waits else 0):
             self._receive()
         return list(self._unpacker)
 
     def _receive(self) -> None:
         try:
             data = self._connection.recv(RECEIVE_BYTES)
-        except ConnectionResetError:
+        except ConnectionError:
             data = b""
         self.is_open = bool(data)
         self._unpacker.feed(data)

@@ -18,7 +18,8 @@ from uvicorn.protocols.http.h11_impl import CLOSE_HEADER, STATUS_PHRASES, H11Pro
 from idlm.infer.server.errors import ApiError
 
 OPEN_PATHS = frozenset(("/health", "/ready"))
-HEADER_SECONDS, BODY_SECONDS = 30.0, 30.0
+HEADER_SECONDS, BODY_SECONDS, READ_SECONDS = 30.0, 30.0, 60.0
+"""How long a client may take to send its headers and its body, and to read anything of an answer."""
 
 
 class Guard:
@@ -116,11 +117,12 @@ class Guard:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`, and refuses what
-    is no HTTP in the shape of other errors.
+    """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`, or whose client
+    reads nothing for `READ_SECONDS`, and refuses what is no HTTP in the shape of other errors.
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -136,6 +138,18 @@ class TimedProtocol(H11Protocol):
         """Forget the connection."""
         super().connection_lost(exc)
         self._stop()
+        self._stop_reading_timer()
+
+    def pause_writing(self) -> None:
+        """More is to be sent than the client reads."""
+        super().pause_writing()
+        # Not `close`, which waits until all is sent.
+        self._reading_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stop_reading_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that h11 cannot read, whose exception has the rule; then close the connection."""
@@ -168,3 +182,8 @@ class TimedProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None

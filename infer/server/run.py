@@ -50,7 +50,8 @@ class FrontEnd(uvicorn.Server):
         assert config.model is not None
         model_name = config.served_model_name or Path(config.model).resolve().name
         metrics = Metrics(model_name)
-        self.service = Service(config, EngineClient(arguments, metrics), metrics, model_name)
+        client = EngineClient(arguments, metrics, timeout=config.engine_timeout)
+        self.service = Service(config, client, metrics, model_name)
         super().__init__(
             uvicorn.Config(
                 create_app(self.service, api_key=api_key),

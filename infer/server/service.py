@@ -21,10 +21,14 @@ from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
+from idlm.infer.server.templates import TemplateProcess
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 
 QUEUE_FACTOR = 16
-LIMITS = ("max_n", "max_prompts", "max_waiting", "max_body", "max_header", "drain_seconds")
+LIMITS = (
+    *("max_n", "max_prompts", "max_waiting", "max_body", "max_header"),
+    *("drain_seconds", "engine_timeout"),
+)
 DRAIN_POLL_SECONDS = 0.05
 
 
@@ -39,6 +43,7 @@ class Service:
         self.is_draining = False
         self._has_tokenizer = False
         self._num_encoding = 0
+        self._templates: TemplateProcess | None = None
         # One thread, because tokenizers are not made for several at once.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
@@ -93,6 +98,8 @@ class Service:
         """End the engine process."""
         await self.client.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        if self._templates is not None:
+            self._templates.close()
 
     async def chat(self, body: ChatRequest) -> Generation:
         """Queue the answers of a conversation."""
@@ -173,8 +180,12 @@ class Service:
         self.tokenizer = await loop.run_in_executor(self._encoder, load_tokenizer, path)
         while self.client.info is None and self.client.state == "loading":
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        if self.tokenizer is None and self.client.info is not None:
+        if self.tokenizer is None and self.client.info is not None and not self.client.is_closing:
             directory = self.client.info.directory
             self.tokenizer = await loop.run_in_executor(self._encoder, load_tokenizer, directory)
+        if self.tokenizer is not None and not self.client.is_closing:
+            self._templates = TemplateProcess(self.tokenizer)
+            # A template of the checkpoint must not stop this process.
+            self.tokenizer.apply_chat_template = self._templates.apply
         self.token_texts = TokenTexts(self.tokenizer)
         self._has_tokenizer = True

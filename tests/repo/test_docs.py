@@ -14,7 +14,7 @@ from tests.repo.test_readme_and_recipes import paths_named, tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + DOCS
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 NAMES_OF_OTHERS = ("config.json", "idlm_config.json", "metrics.jsonl", ".json", "__init__.py")
 """Files of checkpoints and runs, a suffix, and a file that must not exist."""

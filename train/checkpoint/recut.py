@@ -135,4 +135,4 @@ def _noting_growth(folder: Path) -> Iterator[None]:
         yield
     finally:
         done.set()
-        thread.join()
+        thread.join(SECONDS_BETWEEN_LOOKS)

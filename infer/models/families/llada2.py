@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from idlm.config_keys import READ
 from idlm.contracts import is_number
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.config import MAX_HEAD_DIM, ConfigReader, dense_spec
+from idlm.infer.models.config import MAX_HEAD_DIM, MAX_VOCABULARY, ConfigReader, dense_spec
 
 BLOCK_SIZE = 32
 REQUIRED = (
@@ -70,10 +70,14 @@ class Llada2(Family):
         reader.allow("score_function", "sigmoid", None)
         reader.allow("router_dtype", "fp32", "float32", None)
         rotary_dim, moe = _rotary_dim(reader), _experts(reader)
-        edit_tokens = [reader.integer(name, least=0) for name in EDIT_TOKENS if config.get(name) is not None]
+        edit_tokens = [
+            reader.integer(name, least=0, most=MAX_VOCABULARY)
+            for name in EDIT_TOKENS
+            if config.get(name) is not None
+        ]
         if edit_tokens and (moe.capacity is None or len(edit_tokens) < 2):
             reader.problems.append(f"{' or '.join(EDIT_TOKENS)} without the other or without expert_capacity")
-        if max(edit_tokens, default=0) >= reader.integer("vocab_size"):
+        if max(edit_tokens, default=0) >= reader.integer("vocab_size", most=MAX_VOCABULARY):
             reader.problems.append(f"{', '.join(EDIT_TOKENS)}={edit_tokens} (must be below vocab_size)")
         reader.allow("use_bias", False)
         qkv_bias = reader.flag("use_qkv_bias")

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.serving import serve_soak
+from idlm.cli import command
 from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments
 from idlm.infer.server import engine_client, engine_process
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import RETRY_SECONDS, ApiError
-from idlm.infer.server.messages import Event, Figures, unpacker
+from idlm.infer.server.messages import EngineInfo, Event, Figures, pack, unpacker
 from idlm.infer.server.metrics import Metrics
 from idlm.text.tokenizer import encode_prompt
 from tests.contracts.engines import clear_answers
@@ -73,24 +81,18 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running)
 
 def test_survivors_of_many_disconnects_have_the_text_of_a_quiet_run(server: Running) -> None:
     """Every third stream is left at some chunk; what the others read does not change."""
-    prompts = [f"Tom has {number} pens. Tom finds 3." for number in range(12)]
-    params = [SamplingParams(seed=number, max_tokens=24) for number in range(12)]
-    ids = [encode_prompt(reference().tokenizer, prompt, template="none") for prompt in prompts]
+    streams = [
+        serve_soak.Stream(
+            f"Tom has {number} pens. Tom finds 3.", number, 24, None if number % 3 else 1 + number // 3
+        )
+        for number in range(12)
+    ]
+    params = [SamplingParams(seed=stream.seed, max_tokens=stream.answer) for stream in streams]
+    ids = [encode_prompt(reference().tokenizer, stream.prompt, template="none") for stream in streams]
     quiet = [done.text for done in clear_answers(reference(), ids, params)]
     num_tasks = server.num_tasks
-
-    def read(number: int) -> str | None:
-        body = {"prompt": prompts[number], "max_tokens": 24, "seed": number, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=body) as response:
-            text = ""
-            for place, chunk in enumerate(events(response.iter_lines())):
-                text += chunk["choices"][0]["text"]
-                if number % 3 == 0 and place == number // 3:
-                    return None
-            return text
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, range(12)))
+    port = int(server.url.rpartition(":")[2])
+    found = asyncio.run(serve_soak.read_streams(port, streams, concurrency=4, api_key=KEY))
     assert found == [text if number % 3 else None for number, text in enumerate(quiet)]
     server.wait_until_idle()
     server.wait_until(lambda: server.num_tasks <= num_tasks)
@@ -131,8 +133,8 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
     """A stream that began before SIGTERM ends in [DONE]; requests after it are refused."""
     words = [f"model={checkpoint()}", "port=0", "device=cpu", "dtype=float32", "max_length=1500"]
     environment = {**os.environ, "IDLM_API_KEY": KEY}
-    command = [sys.executable, "-m", "idlm.infer.server.cli", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    program = [sys.executable, "-m", "idlm.infer.server.cli", *words]
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     try:
         url = next(line.split()[-6] for line in process.stderr if "is served at" in line)
@@ -203,6 +205,127 @@ def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", create_process)
     asyncio.run(run())
+
+
+READY = EngineInfo(
+    **dict.fromkeys(("directory", "decoder", "exactness"), ""),
+    **dict.fromkeys(("max_length", "vocab_size", "num_pages", "page_size", "pid"), 0),
+    decoder_options={},
+    settings={},
+)
+DEAF = f"""
+import socket, sys, time
+connection = socket.socket(fileno=int(sys.argv[1]))
+connection.recv(1 << 16)
+connection.sendall({pack({"type": "ready", **dataclasses.asdict(READY)})!r})
+time.sleep(1000)
+"""
+"""An engine process that is ready, and then hangs."""
+
+
+@contextlib.asynccontextmanager
+async def deaf_engine(
+    monkeypatch: pytest.MonkeyPatch, *, timeout: float = PATIENCE
+) -> AsyncIterator[EngineClient]:
+    """The client of an engine that is ready and hangs; at the end it has ended."""
+    monkeypatch.setattr(engine_client, "PROGRAM", ("-c", DEAF))
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.2)
+    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    client = EngineClient(arguments, Metrics("x"), timeout=timeout)
+    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
+        tasks.create_task(client.run())
+        await until_ready(client)
+        yield client
+        await client.close()
+    assert client.state == "stopped"
+
+
+async def until_ready(client: EngineClient) -> None:
+    """Wait for an engine; `deaf_engine` limits it."""
+    while client.state != "ready":
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
+def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """Also when the client of the only request has left: the engine owes an answer to its abort."""
+
+    async def run() -> None:
+        async with deaf_engine(monkeypatch, timeout=0.2) as client:
+            await asyncio.sleep(0.5)
+            assert client.num_restarts == 0, "an idle engine has nothing to say"
+            request = asyncio.create_task(client.generate([[1]], SamplingParams()))
+            if leaves:
+                await asyncio.sleep(0)
+                request.cancel()
+            with pytest.raises(asyncio.CancelledError if leaves else ApiError) as failure:
+                await request
+            assert leaves or (failure.value.status, failure.value.code) == (503, "engine_lost")
+            while not client.num_restarts:
+                await asyncio.sleep(0.01)
+            await until_ready(client)
+
+    asyncio.run(run())
+
+
+def test_a_server_ends_whose_engine_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with deaf_engine(monkeypatch) as client:
+            request = asyncio.create_task(client.generate([[1] * 4_000_000], SamplingParams()))
+            await asyncio.sleep(0.2)
+            assert not request.done()
+        with pytest.raises(ApiError, match="shutting down|ended"):
+            await request
+
+    asyncio.run(run())
+
+
+def test_an_engine_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*words: Any, **options: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    with pytest.raises(UserError, match="IDLM-0701: .*no more processes"):
+        asyncio.run(asyncio.wait_for(EngineClient(arguments, Metrics("x")).run(), PATIENCE))
+
+
+def test_an_engine_reads_from_a_descriptor_with_a_large_number() -> None:
+    """A front end with many clients hands one on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1024)) as large:
+        inbox = engine_process.Inbox(large)
+        assert inbox.take(waits=False) == []
+        ours.sendall(pack({"type": "abort", "id": "0-0"}))
+        assert inbox.take(waits=True) == [{"type": "abort", "id": "0-0"}]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_whose_server_is_gone_when_it_is_ready_ends(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    closed: list[bool] = []
+    engine: Any = SimpleNamespace(close=lambda: closed.append(True))
+
+    def load(self: Any) -> Any:
+        ours.close()
+        if fails:
+            raise UserError("IDLM-0203", "no model", fix="none")
+        return engine
+
+    monkeypatch.setattr(EngineArguments, "load", load)
+    monkeypatch.setattr(engine_process, "engine_info", lambda _: READY)
+    monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start = {"type": "start", "model": "", "decoder": None, "settings": {}, "options": {}}
+        ours.sendall(pack(start))
+        assert engine_process.run(theirs) == (command.USER_ERROR_STATUS if fails else 0)
+    assert closed == ([] if fails else [True])
 
 
 class StubClient:

@@ -241,6 +241,22 @@ def test_complete_headers_have_a_limit(server: Running, size: int) -> None:
         (b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 400, "header"),
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * 3 * MAX_HEADER, 431, "header"),
         (b"POST /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nz\r\n", 400, "body"),
+        *(
+            (b"POST /health HTTP/1.1\r\nhost: x\r\n" + smuggled + b"\r\n\r\n", 400, "header")
+            for smuggled in (
+                b"content-length: 2\r\ncontent-length: 3",
+                b"content-length: 2, 3",
+                b"content-length: +2",
+                b"content-length: 0x2",
+                b"content-length : 2",
+                b"transfer-encoding: chunked, identity",
+                b"transfer-encoding: xchunked",
+                b"x: a\0b",
+                b"x: a\rb",
+                b"host: y",
+                b"(x): 1",
+            )
+        ),
     ],
 )
 def test_what_is_no_http_is_refused_as_other_requests_are(
@@ -259,6 +275,7 @@ def test_what_is_no_http_is_refused_as_other_requests_are(
 def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(server.front.config, "timeout_keep_alive", 0.2)
     host, port = server.url.removeprefix("http://").split(":")
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".encode()
     whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -274,6 +291,25 @@ def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch
             while data := connection.recv(1000):
                 answer += data
             assert answer.startswith(status) and bool(answer) == bool(status)
+
+
+def test_a_client_that_reads_nothing_loses_its_connection(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "READ_SECONDS", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    connections = server.front.server_state.connections
+    server.wait_until(lambda: len(connections) <= 1)
+    idle = len(connections)
+    question = f"GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n".encode()
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(question)
+        server.wait_until(lambda: len(connections) > idle)
+        # The server reads questions only while it can send answers, so these fill every buffer.
+        with pytest.raises(OSError):
+            while True:
+                connection.sendall(question * 100)
+        server.wait_until(lambda: len(connections) <= idle)
 
 
 VALUES = st.recursive(
