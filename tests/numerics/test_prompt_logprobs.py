@@ -213,7 +213,7 @@ def test_what_cannot_be_scored_is_refused(checkpoint: Path) -> None:
 
 
 def test_an_aborted_request_has_what_was_computed(checkpoint: Path, tables: list[Tensor]) -> None:
-    engine: Engine = build_engine(checkpoint, "ar", max_num_batched_tokens=4)
+    engine: Engine = build_engine(checkpoint, "ar", max_num_batched_tokens=4, num_inflight_steps=0)
     engine.add_request("a", PROMPTS[0], SCORED)
     for _ in range(3):
         engine.step()
