@@ -32,7 +32,7 @@ _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 MAX_CHARS_PER_TOKEN = 256
 """Largest average number of characters per token of a prompt, unless the vocabulary has longer tokens."""
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -164,6 +164,7 @@ def encode_messages(
     messages: Sequence[Message],
     *,
     enable_thinking: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
     max_tokens: int | None = None,
 ) -> list[int]:
     """Return the ids of a conversation that the assistant is to continue.
@@ -171,7 +172,7 @@ def encode_messages(
     The template gets `enable_thinking` unless it is None. Errors are those of `render`; `max_tokens` as in
     `encode_prompt`.
     """
-    text = render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
+    text = render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking, tools=tools)
     check_size(tokenizer, text, max_tokens)
     return encode_text(tokenizer, text)
 
@@ -196,9 +197,15 @@ def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], *, open_turn: bool, enable_thinking: bool | None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    open_turn: bool,
+    enable_thinking: bool | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the text of a conversation; with `open_turn` it ends where the assistant's turn begins.
+    """Return the text of a conversation; with `open_turn` it ends where the assistant's turn begins. `tools`
+    that the assistant may call: JSON schemas of functions, as OpenAI writes them.
 
     Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
     """
@@ -210,7 +217,9 @@ def render(
         )
     if not messages:
         return ""
-    extra = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    extra: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    if tools:
+        extra["tools"] = [dict(tool) for tool in tools]
     try:
         text: str = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn, **extra

@@ -99,6 +99,13 @@ class ServeConfig(EngineSettings):
     enable_thinking: bool | None = option(
         "passed to the chat template unless a request sets it; null leaves it to the template", None
     )
+    reasoning_parser: Literal["auto", "none", "think"] = option(
+        "what makes reasoning_content of a chat's answer: its <think> tags; auto if the template knows them",
+        "auto",
+    )
+    tool_parser: Literal["auto", "none", "hermes"] = option(
+        "how answers call tools: hermes is JSON in <tool_call> tags; auto if the template says so", "auto"
+    )
     max_waiting: int | None = option(
         "answers that may wait for a lane before requests get status 429; null is 16 for each lane", None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -52,7 +53,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         generation = await while_connected(request, service.chat(body))
-        reply = ChatReply(body, generation, service.model_name, service.token_texts)
+        parser = functools.partial(service.answer_parser, body, generation.prompts[0])
+        reply = ChatReply(body, generation, service.model_name, service.token_texts, parser)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.post("/v1/completions")

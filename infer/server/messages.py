@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from idlm.infer.engine import Engine, StreamEvent
 
 Message = dict[str, Any]
+TokenEntry = tuple[int, float | None, list[tuple[int, float]]]
+"""Token id, log-probability, and (id, log-probability) of alternatives."""
 MAX_MESSAGE = 1 << 28
 RECEIVE_BYTES = 1 << 18
 FAULT = "internal_error"
@@ -72,15 +74,16 @@ class Figures(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A `StreamEvent` as plain data. `logprobs` has (token id, logprob, [(id, logprob) of alternatives])."""
+    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token."""
 
     request_id: str
     sample: int
     token_ids: list[int]
     text: str
-    logprobs: list[tuple[int, float, list[tuple[int, float]]]]
+    logprobs: list[TokenEntry]
     figures: Figures | None
     error: tuple[str, str, str] | None
+    prompt_logprobs: list[TokenEntry]
 
 
 class Stats(NamedTuple):
@@ -129,6 +132,7 @@ def event_message(event: StreamEvent) -> Event:
         logprobs=[_logprob(one) for one in event.logprobs],
         figures=None if event.completion is None else _figures(event.completion),
         error=None if error is None else (error.code, error.message, error.fix),
+        prompt_logprobs=[_logprob(one) for one in event.prompt_logprobs or () if one is not None],
     )
 
 
@@ -144,6 +148,7 @@ def joined(first: Event, second: Event) -> Event:
         token_ids=first.token_ids + second.token_ids,
         text=first.text + second.text,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )
 
 
@@ -161,7 +166,7 @@ def engine_stats(engine: Engine) -> Stats:
     )
 
 
-def _logprob(token: TokenLogprob) -> tuple[int, float, list[tuple[int, float]]]:
+def _logprob(token: TokenLogprob) -> TokenEntry:
     return token.token_id, token.logprob, list(token.top.items())
 
 

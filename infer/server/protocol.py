@@ -7,6 +7,7 @@ that were asked for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -24,11 +25,11 @@ Unicode = Annotated[str, Field(min_length=0)]
 """Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
-MAX_LOGPROBS = 20
+MAX_LOGPROBS, MAX_TOOLS = 20, 128
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "request_id", "priority"),
+        *("prompt_cache_retention", "request_id", "priority"),
     )
 )
 """Fields that do not say what the answer shall be."""
@@ -42,8 +43,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "min_tokens": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -54,7 +53,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "include_obfuscation": (False,),
 }
 """Fields that are not supported, and their values that ask for nothing."""
@@ -118,6 +116,7 @@ class Sampling(Body):
         ]
         | None
     ) = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -135,15 +134,24 @@ class Sampling(Body):
         self.check_extra()
         if self.stream_options is not None:
             self.stream_options.check_extra("stream_options.")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs: a stream has none; leave out stream or prompt_logprobs"
+            raise ApiError(400, message, param="prompt_logprobs")
 
     def merged(
-        self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+        self,
+        defaults: SamplingParams,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> SamplingParams:
         """The sampling settings: those given, else `defaults`. Raises UserError IDLM-0401."""
         names = ("n", "temperature", "top_p", "seed", "top_k", "min_p", "tau", "ignore_eos")
         given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")}
         given["stop"] = None if self.stop == "" else self.stop
         given["max_tokens"], given["logprobs"] = max_tokens, logprobs
+        given["prompt_logprobs"] = prompt_logprobs
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
         return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
@@ -155,19 +163,105 @@ class TextPart(Body):
     text: Unicode
 
 
+class CalledFunction(Body):
+    """A call of an earlier answer; `arguments` is a JSON object, or empty."""
+
+    name: Text
+    arguments: Unicode
+
+
+class ToolCall(Body):
+    """The same, with the id that its result names."""
+
+    id: Unicode | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self, place: str) -> dict[str, Any]:
+        """The call for a chat template, which writes arguments as JSON itself."""
+        called, param = self.function, f"{place}.function.arguments"
+        try:
+            arguments = json.loads(called.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict) or not is_unicode(arguments):
+            raise ApiError(400, f"{param}: not a JSON object", param=param)
+        function = {"name": called.name, "arguments": arguments}
+        return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
+
+
 class ChatMessage(Body):
     """A turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Unicode | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Unicode | list[TextPart] | None = None
     name: Unicode | None = None
+    reasoning_content: Unicode | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Unicode | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self, place: str) -> dict[str, Any]:
         """The message for a chat template, which knows developers as the system."""
-        parts = self.content
+        parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **named}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        named = {key: getattr(self, key) for key in ("name", "reasoning_content", "tool_call_id")}
+        message |= {key: value for key, value in named.items() if value is not None}
+        calls = enumerate(self.tool_calls or ())
+        called = [call.plain(f"{place}.tool_calls.{number}") for number, call in calls]
+        return message | ({"tool_calls": called} if called else {})
+
+    def check(self, place: str) -> None:
+        """Raise ApiError for what a message of its role has not, or must have."""
+        self.check_extra(f"{place}.")
+        for part in self.content if isinstance(self.content, list) else ():
+            part.check_extra(f"{place}.content.")
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                param = f"{place}.{name}"
+                raise ApiError(400, f"{param}: only messages of role {role} have it", param=param)
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, f"{place}.content: Field required", param=f"{place}.content")
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Text
+    description: Unicode | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool for a chat template."""
+        return self.model_dump(exclude_none=True)
+
+    def check(self, place: str) -> None:
+        """Raise ApiError for unknown fields, text that cannot be encoded, and what cannot be promised."""
+        self.check_extra(f"{place}.")
+        self.function.check_extra(f"{place}.function.")
+        if not is_unicode(self.plain()):
+            raise ApiError(400, f"{place}: not valid Unicode", param=place)
+        if self.function.strict:
+            param = f"{place}.function.strict"
+            message = f"{param}: arguments are not forced to follow the schema; leave it out, or give false"
+            raise ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether JSON has no lone surrogates, and is not nested too deeply to be written."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class TemplateOptions(Body):
@@ -185,24 +279,47 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Unicode | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The sampling settings; of OpenAI's two names of the longest answer the newer one wins."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         max_tokens = self.max_completion_tokens or self.max_tokens
-        return self.merged(defaults, max_tokens=max_tokens, logprobs=logprobs)
+        return self.merged(
+            defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs
+        )
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """The conversation for a chat template."""
+        return [message.plain(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def check(self) -> None:
         """See `Sampling`."""
         super().check()
+        self._check_tools()
         for number, message in enumerate(self.messages):
-            message.check_extra(f"messages.{number}.")
-            for part in message.content if isinstance(message.content, list) else ():
-                part.check_extra(f"messages.{number}.content.")
+            message.check(f"messages.{number}")
         if self.chat_template_kwargs is not None:
             self.chat_template_kwargs.check_extra("chat_template_kwargs.")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+
+    def _check_tools(self) -> None:
+        for number, tool in enumerate(self.tools or ()):
+            tool.check(f"tools.{number}")
+        if self.tool_choice not in (None, "none", "auto"):
+            message = f"tool_choice: {self.tool_choice!r} is not supported; give 'none' or 'auto'"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        if self.parallel_tool_calls is False and self.callable_tools:
+            message = "parallel_tool_calls: an answer may have several calls; leave it out, or give true"
+            raise ApiError(400, message, param="parallel_tool_calls", code="unsupported_parameter")
 
     def thinking(self, default: bool | None) -> bool | None:
         """`enable_thinking` for the template; None leaves it to the template."""
@@ -215,12 +332,19 @@ class CompletionRequest(Sampling):
     """POST /v1/completions. A prompt is text without a template, or token ids."""
 
     prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """The sampling settings."""
-        return self.merged(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        """The sampling settings; an echo with logprobs has those of the prompt."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        if self.echo and self.max_tokens == 0:
+            asked.append(0)
+        prompt_logprobs = max((number for number in asked if number is not None), default=None)
+        return self.merged(
+            defaults, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
+        )
 
     @property
     def prompts(self) -> list[Any]:
@@ -231,7 +355,6 @@ class CompletionRequest(Sampling):
     def check(self) -> None:
         """See `Sampling`."""
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise ApiError(
-                400, "echo: prompt tokens have no logprobs here; leave out echo or logprobs", param="echo"
-            )
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            message = "max_tokens: 0 needs echo=true or prompt_logprobs, else the answer is empty"
+            raise ApiError(400, message, param="max_tokens")

@@ -10,18 +10,27 @@ import functools
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
-from idlm.infer.server.messages import Event, Figures, joined
+from idlm.infer.server.messages import Event, Figures, TokenEntry, joined
+from idlm.infer.server.parsers.answer import AnswerParser
+from idlm.infer.server.parsers.pieces import Piece
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.text.tokenizer import plain_text, special_token_ids
 
 FLOOR = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold."""
+
+
+def _finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON can hold it; the first token of a prompt has none."""
+    return None if logprob is None else max(logprob, FLOOR)
 
 
 class TokenTexts:
@@ -46,7 +55,7 @@ class TokenTexts:
         return f"token_id:{token_id}" if self._tokenizer is None else plain_text(self._tokenizer, [token_id])
 
 
-class Reply:
+class Reply(ABC):
     """The answer to one request: its id, its choices so far, and its usage."""
 
     prefix, whole, chunk = "", "", ""
@@ -58,7 +67,9 @@ class Reply:
         model_name: str,
         texts: TokenTexts,
     ) -> None:
-        self._body, self._generation, self._texts = body, generation, texts
+        self._generation, self._texts = generation, texts
+        self._has_usage, self._has_final_usage = body.has_continuous_usage, body.has_final_usage
+        self._has_token_ids, self._num_top = bool(body.return_token_ids), body.prompt_logprobs
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -66,8 +77,9 @@ class Reply:
             "system_fingerprint": f"idlm-{__version__}",
         }
         self._num_tokens: dict[int, int] = {}
-        self._offsets: dict[int, int] = {}
         self._figures: dict[int, Figures] = {}
+        self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
+        """By prompt; its first sample brings them."""
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError if one of its samples fails."""
@@ -77,22 +89,20 @@ class Reply:
             done[index] = joined(done[index], event) if index in done else event
         choices = [self.choice(index, done[index]) for index in sorted(done)]
         own = {"object": self.whole, "choices": choices, "usage": self.usage()}
-        return {**self._head, **own, "exactness": self._figures[0].exactness}
+        return {**self._head, **own, **self._extras(), "exactness": self._figures[0].exactness}
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
-        has_usage = self._body.has_continuous_usage
         try:
             async for index, event in self._generation:
                 is_first = index not in self._num_tokens
                 self._count(index, event)
-                if is_first or event.text or event.logprobs or event.figures:
-                    choice = self.delta(index, event, is_first=is_first)
-                    yield self._chunk([choice], usage=self.usage() if has_usage else None)
+                for choice in self.deltas(index, event, is_first=is_first):
+                    yield self._chunk([choice], usage=self.usage() if self._has_usage else None)
         except ApiError as error:
             yield b"data: " + dump(error.body()) + b"\n\n"
             return
-        if self._body.has_final_usage:
+        if self._has_final_usage:
             yield self._chunk([], usage=self.usage())
         yield b"data: [DONE]\n\n"
 
@@ -122,16 +132,26 @@ class Reply:
             "acceptance_rate": num_accepted / num_tested if num_tested else None,
         }
 
+    @abstractmethod
     def choice(self, index: int, event: Event) -> dict[str, Any]:
         """One sample of a whole answer; `event` has all of it."""
-        return {"index": index, **self._text(event.text), **self._rest(index, event)}
 
-    def delta(self, index: int, event: Event, *, is_first: bool) -> dict[str, Any]:
-        """One sample's part of a chunk."""
-        return {"index": index, **self._new_text(event.text, index, is_first), **self._rest(index, event)}
+    @abstractmethod
+    def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
+        """One sample's parts of the next chunks; none if the event says nothing yet."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
+        """Those of the event's tokens."""
+
+    def _extras(self) -> dict[str, Any]:
+        """Further fields of a whole answer."""
+        return {}
 
     def _count(self, index: int, event: Event) -> None:
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(event.token_ids)
+        if event.prompt_logprobs:
+            self._prompt_logprobs[index // self._generation.num_samples] = event.prompt_logprobs
         if event.figures is not None:
             self._figures[index] = event.figures
 
@@ -141,6 +161,10 @@ class Reply:
             content |= {"usage": usage}
         return b"data: " + dump(content) + b"\n\n"
 
+    def _says(self, event: Event) -> bool:
+        """Whether a chunk of the event has more than text."""
+        return bool(event.logprobs or event.figures or (self._has_token_ids and event.token_ids))
+
     def _rest(self, index: int, event: Event) -> dict[str, Any]:
         figures = event.figures
         rest: dict[str, Any] = {
@@ -149,40 +173,99 @@ class Reply:
         }
         if figures is not None:
             rest["exactness"] = figures.exactness
-        return rest | ({"token_ids": event.token_ids} if self._body.return_token_ids else {})
+        return rest | ({"token_ids": event.token_ids} if self._has_token_ids else {})
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _new_text(self, text: str, index: int, is_first: bool) -> dict[str, Any]:
-        return self._text(text)
-
-    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
-        """OpenAI's older shape, of completions; offsets go on where the sample's last chunk ended."""
-        token_ids = [token_id for token_id, _, _ in event.logprobs]
-        lengths = map(self._texts.length, token_ids)
-        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets.get(index, 0))
-        return {
-            "tokens": [self._texts.text(token_id) for token_id in token_ids],
-            "token_logprobs": [max(logprob, FLOOR) for _, logprob, _ in event.logprobs],
-            "top_logprobs": [
-                {self._texts.text(token_id): max(logprob, FLOOR) for token_id, logprob in top}
-                for _, _, top in event.logprobs
-            ],
-            "text_offset": offsets,
-        }
+    def _by_token_id(self, index: int) -> list[dict[str, Any] | None]:
+        """Log-probabilities of the tokens of a sample's prompt in vLLM's shape; the first token has none."""
+        entries: list[dict[str, Any] | None] = [None]
+        for token_id, logprob, top in self._prompt_logprobs.get(index // self._generation.num_samples, ()):
+            ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
+            values = {token_id: logprob} | dict(top[: self._num_top])
+            entries.append(
+                {
+                    str(other): {
+                        "logprob": _finite(value),
+                        "rank": ranks.get(other),
+                        "decoded_token": self._texts.text(other),
+                    }
+                    for other, value in values.items()
+                }
+            )
+        return entries
 
 
 class ChatReply(Reply):
-    """The answer to a conversation."""
+    """The answer to a conversation. `new_parser` makes the parser of one sample."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def __init__(
+        self,
+        body: ChatRequest,
+        generation: Generation,
+        model_name: str,
+        texts: TokenTexts,
+        new_parser: Callable[[], AnswerParser],
+    ) -> None:
+        super().__init__(body, generation, model_name, texts)
+        self._parsers = defaultdict[int, AnswerParser](new_parser)
+        self._num_calls = Counter[int]()
 
-    def _new_text(self, text: str, index: int, is_first: bool) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+    def choice(self, index: int, event: Event) -> dict[str, Any]:
+        """See `Reply`."""
+        parser = self._parsers[index]
+        pieces = parser.push(event.text, is_last=True)
+        texts = {
+            kind: "".join(piece.text for piece in pieces if piece.kind == kind)
+            for kind in ("content", "reasoning")
+        }
+        calls = [self._call(index, piece) for piece in pieces if piece.kind == "call"]
+        message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
+        if parser.thinks:
+            message["reasoning_content"] = texts["reasoning"] or None
+        if calls:
+            message["tool_calls"] = calls
+        if calls or texts["reasoning"]:
+            message["content"] = texts["content"] or None
+        return {"index": index, "message": message, **self._rest(index, event)}
+
+    def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
+        """See `Reply`."""
+        pieces = self._parsers[index].push(event.text, is_last=event.figures is not None)
+        deltas = [delta for piece in pieces for delta in self._deltas_of(index, piece)]
+        if not deltas and (is_first or self._says(event)):
+            deltas = [{"content": ""}]
+        if is_first:
+            deltas[0] = {"role": "assistant"} | deltas[0]
+        nothing = event._replace(token_ids=[], logprobs=[], figures=None)
+        events = [*[nothing] * (len(deltas) - 1), event]
+        return [
+            {"index": index, "delta": delta, **self._rest(index, each)}
+            for delta, each in zip(deltas, events, strict=False)
+        ]
+
+    def _deltas_of(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The name of a call comes before its arguments."""
+        if piece.kind != "call":
+            return [{"content" if piece.kind == "content" else "reasoning_content": piece.text}]
+        place = self._num_calls[index]
+        call = self._call(index, piece)
+        named = {**call, "index": place, "function": {"name": piece.name, "arguments": ""}}
+        arguments = {"index": place, "function": {"arguments": piece.text}}
+        return [{"tool_calls": [named]}, {"tool_calls": [arguments]}]
+
+    def _call(self, index: int, piece: Piece) -> dict[str, Any]:
+        self._num_calls[index] += 1
+        function = {"name": piece.name, "arguments": piece.text}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+    def _extras(self) -> dict[str, Any]:
+        return {} if self._num_top is None else {"prompt_logprobs": self._by_token_id(0)}
+
+    def _rest(self, index: int, event: Event) -> dict[str, Any]:
+        rest = super()._rest(index, event)
+        calls = rest["finish_reason"] == "stop" and self._num_calls[index] > 0
+        return rest | ({"finish_reason": "tool_calls"} if calls else {})
 
     def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
         return {
@@ -196,25 +279,60 @@ class ChatReply(Reply):
             "refusal": None,
         }
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self._texts.text(token_id)
-        return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
 class CompletionReply(Reply):
-    """The answer to one or more prompts; with `echo` their texts precede it."""
+    """The answer to one or more prompts; with `echo` their texts, and log-probabilities, precede it."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
+    def __init__(
+        self, body: CompletionRequest, generation: Generation, model_name: str, texts: TokenTexts
+    ) -> None:
+        super().__init__(body, generation, model_name, texts)
+        self._body = body
+        self._offsets: dict[int, int] = {}
+
     def choice(self, index: int, event: Event) -> dict[str, Any]:
         """See `Reply`."""
-        return super().choice(index, event._replace(text=self._echo(index) + event.text))
+        [choice] = self.deltas(index, event, is_first=True)
+        return choice | ({} if self._num_top is None else {"prompt_logprobs": self._by_token_id(index)})
 
-    def _new_text(self, text: str, index: int, is_first: bool) -> dict[str, Any]:
-        return {"text": self._echo(index) + text if is_first else text}
+    def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
+        """See `Reply`."""
+        if is_first and self._body.echo:
+            event = self._echoed(index, event)
+        if not (is_first or event.text or self._says(event)):
+            return []
+        return [{"index": index, "text": event.text, **self._rest(index, event)}]
 
-    def _echo(self, index: int) -> str:
-        if not (isinstance(self._body, CompletionRequest) and self._body.echo):
-            return ""
-        prompt = self._body.prompts[index // self._generation.num_samples]
-        return prompt if isinstance(prompt, str) else self._texts.whole(prompt)
+    def _echoed(self, index: int, event: Event) -> Event:
+        """The event with the prompt before it; its first token has no log-probability."""
+        place = index // self._generation.num_samples
+        prompt, token_ids = self._body.prompts[place], self._generation.prompts[place]
+        text, logprobs = prompt if isinstance(prompt, str) else self._texts.whole(prompt), event.logprobs
+        if self._body.logprobs is not None:
+            scored = self._prompt_logprobs.get(place, ())
+            own = [(token_id, logprob, top[: self._body.logprobs]) for token_id, logprob, top in scored]
+            logprobs = [(token_ids[0], None, []), *own, *logprobs]
+        return event._replace(text=text + event.text, logprobs=logprobs)
+
+    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
+        """OpenAI's older shape; offsets go on where the sample's last chunk ended."""
+        token_ids = [token_id for token_id, _, _ in event.logprobs]
+        lengths = map(self._texts.length, token_ids)
+        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets.get(index, 0))
+        return {
+            "tokens": [self._texts.text(token_id) for token_id in token_ids],
+            "token_logprobs": [_finite(logprob) for _, logprob, _ in event.logprobs],
+            "top_logprobs": [
+                None
+                if logprob is None
+                else {self._texts.text(token_id): _finite(value) for token_id, value in top}
+                for _, logprob, top in event.logprobs
+            ],
+            "text_offset": offsets,
+        }

@@ -19,6 +19,13 @@ from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
+from idlm.infer.server.parsers.answer import (
+    AnswerParser,
+    parses_calls,
+    parses_reasoning,
+    template_text,
+)
+from idlm.infer.server.parsers.think import BEGIN as BEGIN_THINK
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcess
@@ -30,6 +37,8 @@ LIMITS = (
     *("drain_seconds", "engine_timeout"),
 )
 DRAIN_POLL_SECONDS = 0.05
+LAST_TOKENS = 8
+"""Tokens of a prompt that are read to see where it ends; tags may be a few tokens."""
 
 
 class Service:
@@ -107,8 +116,9 @@ class Service:
         with self._checked(body, "messages"):
             params = self._admit(body, num_prompts=1)
             thinking = body.thinking(self.config.enable_thinking)
-            messages = [message.plain() for message in body.messages]
-            encode = functools.partial(encode_messages, enable_thinking=thinking)
+            messages, tools = body.plain_messages(), [tool.plain() for tool in body.callable_tools]
+            self._check_tools(bool(tools))
+            encode = functools.partial(encode_messages, enable_thinking=thinking, tools=tools)
             return await self.client.generate(await self._encode(encode, [messages], params.n), params)
 
     async def complete(self, body: CompletionRequest) -> Generation:
@@ -120,6 +130,25 @@ class Service:
                 return await self.client.generate(prompts, params)
             encode = functools.partial(encode_prompt, template="none")
             return await self.client.generate(await self._encode(encode, prompts, params.n), params)
+
+    def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
+        """The parser of one answer to a conversation."""
+        template, config = template_text(self.tokenizer), self.config
+        prompt_end = self.token_texts.whole(prompt_ids[-LAST_TOKENS:]).rstrip()
+        return AnswerParser(
+            thinks=parses_reasoning(config.reasoning_parser, template),
+            is_open=prompt_end.endswith(BEGIN_THINK),
+            calls=bool(body.callable_tools),
+        )
+
+    def _check_tools(self, has_tools: bool) -> None:
+        """Raise ApiError for tools that nothing tells the model about, or whose calls nothing reads."""
+        template = template_text(self.tokenizer)
+        if has_tools and "tools" not in template:
+            raise ApiError(400, "tools: the model's chat template knows no tools", param="tools")
+        if has_tools and not parses_calls(self.config.tool_parser, template):
+            message = "tools: no parser for the calls of this model; the server's option is tool_parser"
+            raise ApiError(400, message, param="tools")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than the one that is served."""

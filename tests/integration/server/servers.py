@@ -26,15 +26,19 @@ PATIENCE = 120.0
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_length": 160, "page_size": 4}
 PROMPT = "Mia has 5 nuts. Mia breaks 2. How many nuts does Mia have?"
 THINKING = "{% if enable_thinking is defined and not enable_thinking %}5{% endif %}"
+TOOLS = """{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{%- for message in messages %}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments['a'] }}{% endfor %}
+{%- endfor %}"""
 
 
 @functools.cache
 def checkpoint() -> Path:
-    """The bundled model, with a chat template that knows `enable_thinking`."""
+    """The bundled model, with a chat template that knows `enable_thinking` and tools."""
     directory = Path(tempfile.mkdtemp(prefix="serve-test-")) / "tiny"
     shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns("manifest.json"))
     template = directory / "chat_template.jinja"
-    template.write_text(template.read_text() + THINKING)
+    template.write_text(template.read_text() + THINKING + TOOLS)
     return directory
 
 

@@ -146,7 +146,9 @@ def test_echo_puts_the_prompt_before_the_answer(server: Running) -> None:
     plain = server.completion(prompt=[PROMPT], temperature=0)
     echoed = server.completion(prompt=[PROMPT], temperature=0, echo=True, n=1)
     assert echoed["choices"][0]["text"] == PROMPT + plain["choices"][0]["text"]
-    assert server.refusal(prompt=PROMPT, echo=True, logprobs=1)[1]["param"] == "echo"
+    bare = server.completion(prompt=PROMPT, max_tokens=0, echo=True)
+    assert (bare["choices"][0]["text"], bare["choices"][0]["logprobs"]) == (PROMPT, None)
+    assert bare["usage"]["completion_tokens"] == 0
 
 
 def test_completions_have_logprobs(server: Running) -> None:
@@ -246,8 +248,9 @@ def test_special_tokens_take_no_place_in_the_text() -> None:
     reply = CompletionReply(CompletionRequest(prompt="a", logprobs=0), generation, "tiny", texts)
     places = []
     for token_ids in ([first, special], [last, special], [special]):
-        event = Event("0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None)
-        places += reply.delta(0, event, is_first=False)["logprobs"]["text_offset"]
+        event = Event("0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None, [])
+        [choice] = reply.deltas(0, event, is_first=False)
+        places += choice["logprobs"]["text_offset"]
     start = len(texts.text(first))
     assert start and len(texts.text(special))
     assert places == [0, start, start, *[start + len(texts.text(last))] * 2]

@@ -28,7 +28,12 @@ MAX_BODY, MAX_HEADER = 20_000, 2000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 VALID = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 FIELDS = {CHAT: sorted(ChatRequest.model_fields), COMPLETIONS: sorted(CompletionRequest.model_fields)}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +132,54 @@ def test_options_of_the_command_are_checked(word: str, code: str, monkeypatch: p
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
-        (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+            "messages.0.tool_calls",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+            "messages.0.tool_calls.0",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
+            "messages.0.tool_call_id",
+        ),
+        (CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content"),
+        *(
+            (
+                CHAT,
+                {
+                    "messages": [
+                        {"role": "assistant", "tool_calls": [{"function": {**CALL["function"], **bad}}]}
+                    ]
+                },
+                f"messages.0.tool_calls.0.function.{name}",
+            )
+            for name, bad in (
+                ("arguments", {"arguments": "{"}),
+                ("arguments", {"arguments": "[1]"}),
+                ("arguments", {"arguments": '{"a": "\\ud800"}'}),
+                ("arguments", {"arguments": "[" * 9000}),
+                ("name", {"name": ""}),
+            )
+        ),
         (CHAT, {**VALID[CHAT], "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {**VALID[CHAT], "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {**VALID[CHAT], "tools": [{"type": "function"}]}, "tools.0.function"),
+        (CHAT, {**VALID[CHAT], "tools": [{"function": {"name": "f"}}]}, "tools.0.type"),
+        (CHAT, {**VALID[CHAT], "tools": [tool(name="")]}, "tools.0.function.name"),
+        (CHAT, {**VALID[CHAT], "tools": [tool(names="f")]}, "tools.0.function.names"),
+        (CHAT, {**VALID[CHAT], "tools": [tool(strict=True)]}, "tools.0.function.strict"),
+        (CHAT, {**VALID[CHAT], "tools": [tool(parameters={"a": "\ud800"})]}, "tools.0"),
+        (CHAT, {**VALID[CHAT], "tools": [tool()] * 129}, "tools"),
+        (CHAT, {**VALID[CHAT], "tools": [tool()]}, "tools"),
+        (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": tool()}, "tool_choice"),
+        (CHAT, {**VALID[CHAT], "tools": [tool()], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {**VALID[CHAT], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
         (CHAT, {**VALID[CHAT], "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": [{"role": "user", "content": "nut " * 4000}]}, "messages"),
     ],
@@ -319,7 +369,7 @@ VALUES = st.recursive(
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(("user", "system", "tool")) | VALUES},
+        {"role": st.sampled_from(("user", "system", "tool", "assistant")) | VALUES},
         optional={"content": st.text(max_size=9) | VALUES, "name": VALUES, "tool_calls": VALUES},
     ),
     max_size=3,
@@ -327,6 +377,8 @@ MESSAGES = st.lists(
 LIKELY = {
     "messages": MESSAGES,
     "model": st.sampled_from(("tiny", "another")),
+    "tools": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": VALUES}), max_size=2),
+    "tool_choice": st.sampled_from(("auto", "none", "required")),
     "prompt": st.text(max_size=20)
     | st.lists(st.integers(-1, 200), max_size=60)
     | st.lists(st.text(), max_size=3),

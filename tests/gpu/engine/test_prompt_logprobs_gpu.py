@@ -1,0 +1,44 @@
+"""Log-probabilities of prompts on a CUDA device with graphs: tests/numerics/test_prompt_logprobs.py,
+unchanged but for the tolerance.
+
+python -m pytest tests/gpu/engine/test_prompt_logprobs_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.contracts import engines
+from tests.numerics import test_prompt_logprobs
+from tests.numerics.test_prompt_logprobs import (
+    checkpoint,
+    tables,
+    test_a_pass_that_fails_is_scored_again,
+    test_an_aborted_request_has_what_was_computed,
+    test_an_answer_of_no_tokens,
+    test_they_are_those_of_the_reference_model,
+)
+
+__all__ = [
+    "checkpoint",
+    "tables",
+    "test_a_pass_that_fails_is_scored_again",
+    "test_an_aborted_request_has_what_was_computed",
+    "test_an_answer_of_no_tokens",
+    "test_they_are_those_of_the_reference_model",
+]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engines, "PLACE", {"device": "cuda", "graphs": "on"})
+    monkeypatch.setattr(test_prompt_logprobs, "TOLERANCE", 5e-3)
+    yield
+    torch.cuda.synchronize()
