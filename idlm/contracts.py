@@ -41,7 +41,7 @@ class Constraint:
     text: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.text, dict | list | tuple | bool):
+        if isinstance(self.text, dict | list | tuple):
             object.__setattr__(self, "text", json.dumps(self.text, ensure_ascii=False))
         problem = self._problem()
         if problem:
@@ -63,7 +63,7 @@ class Constraint:
         except (ValueError, RecursionError) as error:
             return f"the text of kind={self.kind} is not JSON: {error}"
         if self.kind == "json_schema":
-            return "" if isinstance(value, dict | bool) else "a JSON schema is an object"
+            return "" if isinstance(value, dict) else "a JSON schema is an object"
         is_list = isinstance(value, list) and value and all(map(_is_text, value))
         return "" if is_list else "choices are a list of texts that are not empty"
 
