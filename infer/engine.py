@@ -306,13 +306,14 @@ class Engine:
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
-        self.scheduler.book(request, num_before, waited=emission.waited)
+        problem = None if request.grammar is None else request.grammar.problem
+        if problem is None:
+            self.scheduler.book(request, num_before, waited=emission.waited)
         if new_ids:
             self._tell(request, new_ids, text, emission)
         if request.finish_reason is not None:
             return
-        problem = None if request.grammar is None else request.grammar.problem
-        if problem:
+        if problem is not None:
             self._fail(request, grammar_failed(request.request_id, len(request.token_ids), problem))
         elif new_ids and emission.nonfinite:
             self._fail_nonfinite(request)

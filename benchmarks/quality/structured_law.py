@@ -105,7 +105,9 @@ def exact_law(directory: Path, params: SamplingParams) -> dict[tuple[int, ...], 
     while open_:
         prefixes = list(open_)
         with torch.inference_mode():
-            logits_BV = model(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])).logits[:, -1].double()
+            logits_BV = (
+                model(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])).logits[:, -1].double()
+            )
         probs_BV = _warped(logits_BV, [_allowed(prefix, texts) for prefix in prefixes], params)
         following: dict[tuple[int, ...], float] = {}
         for prefix, probs_V in zip(prefixes, probs_BV.tolist(), strict=True):
@@ -190,4 +192,6 @@ def draw_fits(
 def _rounds(settings: Sequence[SamplingParams], num_draws: int) -> Iterator[list[SamplingParams]]:
     per_round = min(num_draws, 1000)
     for number in range(num_draws // per_round):
-        yield [replace(one, n=per_round, seed=1_000_003 * number + which) for which, one in enumerate(settings)]
+        yield [
+            replace(one, n=per_round, seed=1_000_003 * number + which) for which, one in enumerate(settings)
+        ]
