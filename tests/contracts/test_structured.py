@@ -118,7 +118,7 @@ def test_the_mode_may_change_between_passes(toy: Path, expected: list[Completion
     assert len(observed) <= 4, "times of passes that wait for the host teach nothing about others"
 
 
-@pytest.mark.parametrize("options", [{"num_pages": 30}, {"num_pages": 30, "prefix_cache": False}])
+@pytest.mark.parametrize("options", [{"num_pages": 24}, {"num_pages": 24, "prefix_cache": False}])
 def test_preempted_answers_do_not_change(toy: Path, options: dict[str, Any]) -> None:
     sampled = _params(temperature=1.0, seed=5)
     wanted = build_engine(toy, "isd", stride=4).generate(PROMPTS, sampled)
@@ -269,7 +269,6 @@ def test_what_is_no_constraint_is_refused(given: Any) -> None:
     ("kind", "text"),
     [
         ("regex", "((("),
-        ("regex", "a{1,1000}{1,1000}{1,1000}{1,1000}"),
         ("json_schema", '{"type": "frob"}'),
         ("json_schema", '{"type": "object", "unevaluatedProperties": false}'),
         ("json_schema", '{"$ref": "http://example.org/schema"}'),
@@ -300,5 +299,5 @@ def test_checkpoints_decoders_and_installations_that_cannot(
     with pytest.raises(UserError, match="IDLM-0477.*decoder block"):
         build_engine(tmp_path / "block", "block", max_num_batched_tokens=64).generate([[1]], params)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"IDLM-0476.*idlm\[structured\]"):
+    with pytest.raises(UserError, match=r"(?s)IDLM-0476.*idlm\[structured\]"):
         GrammarCompiler(build_engine(toy, "ar").tokenizer, VOCAB, [EOS_ID]).grammar(DIGITS)
