@@ -7,7 +7,8 @@
 On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
 tokens 0..3 and 4..7, which transformers enumerates (law_harness.py). One process per case, all on the same
 GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
-device too. `structured`: also 1e5 answers of a schema of six tokens (structured_law.py); `draws=0` only those.
+device too. `structured`: also 1e5 answers of a schema of six tokens (structured_law.py); with `draws=0` only
+those.
 """
 
 from __future__ import annotations
@@ -228,7 +229,9 @@ def _structured_row(options: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         toy = structured_law.write_structured_toy(Path(home))
         for name in ("ar", "4-tree", "3-branch"):
-            decoder = {"stride": int(name[0]), "rejection_strategy": name[2:]} if name != "ar" else {}
+            decoder: dict[str, Any] = {}
+            if name != "ar":
+                decoder = {"stride": int(name[0]), "rejection_strategy": name[2:]}
             engine = structured_law.build_engine(
                 toy, "isd" if decoder else "ar", device=options["device"], graphs="on", **decoder
             )

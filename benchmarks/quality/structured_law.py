@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,11 @@ LANGUAGES: Mapping[Constraint, frozenset[str]] = {
 }
 """The texts of tokens that match. After an item of the second one, an answer may end or go on."""
 SCHEMA_TOY, REGEX_TOY = LANGUAGES
-WARPINGS = ({}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.5, "top_p": 0.8})
+WARPINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.6, "top_k": 3},
+    {"temperature": 1.5, "top_p": 0.8},
+)
 SETTINGS = tuple(
     SamplingParams(max_tokens=NUM_TOKENS, constraint=constraint, **warping)
     for constraint in LANGUAGES
