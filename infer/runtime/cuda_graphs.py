@@ -132,7 +132,6 @@ class StaticStep:
         self._step.runner.pool.flush()
         table = self._step.table
         shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
-        # Grammars are followed on the host, in the middle of a pass.
         graph = self._graph(shape, schedule) if self.captures and not schedule.grammars else None
         if graph is None:
             columns = self._columns(schedule, shape.num_sequences)

@@ -18,7 +18,6 @@ from idlm.infer.request import Request
 
 if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
-    from idlm.infer.structured.masks import PassGrammars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +147,7 @@ class Batch:
     answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for these two.
     `num_canvases` of one sequence at most (`Decoder.num_canvases`). `room`: rows of a pass that may drop
     some, which may make sequences wait; None: as many as the plan has. `grammars`: those of the sequences
-    that decode; None: there are none.
+    that decode (`masks.PassGrammars`); None: there are none.
     """
 
     lanes_B: Tensor
@@ -166,7 +165,7 @@ class Batch:
     num_canvases: int = 1
     num_wanted: int | None = None
     room: RowRoom | None = None
-    grammars: PassGrammars | None = None
+    grammars: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

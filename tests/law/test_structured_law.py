@@ -60,9 +60,9 @@ def test_the_law_of_a_schema_in_full(toy: Path, decoder: str, options: dict[str,
 
 def test_the_law_has_many_answers(toy: Path) -> None:
     """What is tested is not a few answers; and temperature and top-k come after the mask."""
-    laws = [exact_law(toy, params) for params in SETTINGS]
-    assert [len(law) > 50 for law in laws] == [True, True, False] * 2
-    assert all(sum(law.values()) == pytest.approx(1.0) for law in laws)
+    found = [exact_law(toy, params) for params in SETTINGS]
+    assert [len(law) > 50 for law in found] == [True, True, False] * 2
+    assert all(sum(law.values()) == pytest.approx(1.0) for law in found)
 
 
 def _no_mask_on_p(patch: pytest.MonkeyPatch) -> None:
