@@ -13,6 +13,7 @@ import pytest
 
 from idlm.contracts import Completion, Constraint, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.fingerprint import of_request
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.worker import Worker
@@ -285,6 +286,11 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is_queued(
             [[1], [2]], [SamplingParams(), SamplingParams(constraint={"kind": kind, "text": text})]
         )  # type: ignore[arg-type]
     assert_idle(engine)
+
+
+def test_records_of_answers_hold_the_constraint() -> None:
+    told = json.loads(json.dumps(of_request({}, SamplingParams(constraint=DIGITS, stop=("a",)))))
+    assert told == {"sampling.constraint": {"kind": "regex", "text": DIGITS.text}, "sampling.stop": ["a"]}
 
 
 def test_checkpoints_decoders_and_installations_that_cannot(
