@@ -5,9 +5,11 @@ This file imports neither torch nor numpy: the command lines import it before th
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from idlm.config.schema import option
 from idlm.errors import UserError
@@ -18,6 +20,62 @@ MAX_SAMPLES = 1 << 16
 """Largest `n`: all samples of a request are queued at once."""
 MAX_LOGPROBS = 1024
 """Largest `logprobs`: each step copies this many alternatives per row to the host."""
+
+
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+MAX_CONSTRAINT = 1 << 18
+"""Characters of a constraint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an answer must match as a whole. A token that no match has there is never drawn: its logit counts
+    as -inf before temperature and filters.
+
+    `text`: a JSON schema, nothing (`json_object`), a regular expression (that of Rust's crate), the JSON list
+    of the possible answers (`choice`), or a grammar in Lark's or llama.cpp's notation. A schema as a dict and
+    choices as a list are converted. Raises UserError IDLM-0474.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.text, dict | list | tuple):
+            object.__setattr__(self, "text", json.dumps(self.text, ensure_ascii=False))
+        problem = self._problem()
+        if problem:
+            fix = 'write {"kind": "regex", "text": "[0-9]+"}; kinds: ' + ", ".join(get_args(ConstraintKind))
+            raise UserError("IDLM-0474", f"constraint: {problem}", fix=fix)
+
+    def _problem(self) -> str:
+        """What is wrong; what the grammar engine finds is not known here."""
+        if self.kind not in get_args(ConstraintKind):
+            return f"kind={self.kind!r} is unknown"
+        if not isinstance(self.text, str) or len(self.text) > MAX_CONSTRAINT:
+            return f"text must be text of at most {MAX_CONSTRAINT} characters"
+        if any("\ud800" <= char <= "\udfff" for char in self.text):
+            return "text has half a surrogate pair, which is no character"
+        if (self.kind == "json_object") != (not self.text):
+            return f"kind={self.kind} takes {'no' if self.text else 'a'} text"
+        if self.kind not in ("json_schema", "choice"):
+            return ""
+        try:
+            value = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            return f"the text of kind={self.kind} is not JSON: {error}"
+        if self.kind == "json_schema":
+            return "" if isinstance(value, dict) else "a JSON schema is an object"
+        is_list = isinstance(value, list) and value and all(map(_is_text, value))
+        return "" if is_list else "choices are a list of texts that are not empty"
+
+
+def as_constraint(given: Any) -> Constraint | None:
+    """A constraint, or the mapping of its fields; None for None. Raises UserError IDLM-0474."""
+    if given is None or isinstance(given, Constraint):
+        return given
+    is_mapping = isinstance(given, Mapping) and "kind" in given and given.keys() <= {"kind", "text"}
+    return Constraint(**given) if is_mapping else Constraint(kind=given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +114,18 @@ class SamplingParams:
         hash=False,
         metadata={"help": "options of the decoder that a request may set (block: threshold, ...)"},
     )
+    constraint: Constraint | None = option(
+        "what the answer must match (ar, isd): {kind: regex, text: '[0-9]+'}; kinds: json_schema, "
+        "json_object, regex, choice, grammar",
+        None,
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, plain_value(getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        object.__setattr__(self, "constraint", as_constraint(self.constraint))
         if isinstance(self.decoder_options, dict):
             options = {name: plain_value(value) for name, value in self.decoder_options.items()}
             object.__setattr__(self, "decoder_options", options)

@@ -56,6 +56,7 @@ from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
@@ -211,6 +212,7 @@ def _assemble(
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
+        grammars=GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids),
     )
 
 

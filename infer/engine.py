@@ -24,6 +24,7 @@ from idlm.infer.build import build
 from idlm.infer.errors import (
     MIN_CONSECUTIVE_OOM,
     decoded_otherwise,
+    grammar_failed,
     is_out_of_memory,
     nonfinite_logits,
     out_of_memory,
@@ -254,6 +255,9 @@ class Engine:
 
     def _launch(self) -> bool:
         """Launch the next step without waiting for its results; False if no request can run."""
+        if any(one.grammar is not None and one.num_inflight for one in self.scheduler.running):
+            # A grammar must have seen all tokens before a pass tests the next ones.
+            self._collect(max_inflight=0)
         schedule = self.scheduler.next()
         if schedule is None:
             # Read all results first: preemption must not depend on which steps have finished.
@@ -285,7 +289,7 @@ class Engine:
             )
             for request, place, logprobs in step.prompt_logprobs():
                 request.add_prompt_logprobs(place, logprobs)
-            if self._stride_controller is not None and step.schedule.prompt_rows is None:
+            if self._stride_controller is not None and not step.schedule.is_eager:
                 load = Load.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())
             for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
@@ -311,9 +315,20 @@ class Engine:
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
-        self.scheduler.book(request, num_before, waited=emission.waited)
-        if not new_ids:
+        problem = None if request.grammar is None else request.grammar.problem
+        if problem is None:
+            self.scheduler.book(request, num_before, waited=emission.waited)
+        if new_ids:
+            self._tell(request, new_ids, text, emission)
+        if request.finish_reason is not None:
             return
+        if problem is not None:
+            self._fail(request, grammar_failed(request.request_id, len(request.token_ids), problem))
+        elif new_ids and emission.nonfinite:
+            self._fail_nonfinite(request)
+
+    def _tell(self, request: Request, new_ids: list[int], text: str, emission: Emission) -> None:
+        """Enter the event of new tokens, and finish the request if it is done."""
         request.num_steps += 1
         self._count_drafts(request, emission, len(new_ids))
         logprobs = emission.logprobs[: len(new_ids)]
@@ -322,8 +337,6 @@ class Engine:
         if is_done and request in self._texts:
             text += self._texts[request].finish()
         self._events.append(self._event(request, tuple(new_ids), text, logprobs))
-        if emission.nonfinite and not is_done:
-            self._fail_nonfinite(request)
 
     def _event(
         self, request: Request, new_ids: tuple[int, ...], text: str, logprobs: Iterable[TokenLogprob] = ()
@@ -348,6 +361,8 @@ class Engine:
         text = ""
         token_ids = [token_id for token_id in token_ids if not request.repeats(token_id)]
         for count, token_id in enumerate(token_ids, start=1):
+            if request.grammar is not None and not request.grammar.push([token_id]):
+                return token_ids[: count - 1], text
             request.push(token_id)
             if answer is not None and token_id not in request.stop_ids:
                 text += answer.push([token_id])

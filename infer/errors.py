@@ -52,6 +52,15 @@ def decoded_otherwise(request_id: str, num_tokens: int) -> UserError:
     )
 
 
+def grammar_failed(request_id: str, num_tokens: int, problem: str) -> UserError:
+    """The error of a request whose grammar says of no token that it may come next."""
+    return UserError(
+        "IDLM-0478",
+        f"request {request_id!r} failed: after {num_tokens} tokens its constraint allows no token: {problem}",
+        fix="simplify the constraint, and write it so that tokens of this checkpoint can spell every answer",
+    )
+
+
 def nonfinite_logits(request_id: str, num_tokens: int, *, dtype: torch.dtype) -> UserError:
     """The error of a request whose logits, in `dtype`, are not finite after `num_tokens` emitted tokens."""
     advice = "use dtype=bfloat16 or float32, which hold larger numbers, or " * (dtype == torch.float16)

@@ -21,6 +21,7 @@ from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import encode_prompt
 
@@ -58,6 +59,7 @@ class EngineParts:
     runner: PassRunner
     stack: AcceleratorStack | None
     step: Callable[[Schedule], StepResult]
+    grammars: GrammarCompiler
     ahead: WarmUp = WarmUp()
 
     @property
@@ -102,9 +104,24 @@ class EngineParts:
                 stop_ids=frozenset(stop_ids),
                 max_length=max_length,
                 num_canvases=self.decoder.num_canvases(params),
+                grammar=self._grammar(params),
             )
             for index in range(params.n)
         ]
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of one answer. Raises UserError IDLM-0477 if ranks would need it too, and what
+        `GrammarCompiler.grammar` raises.
+        """
+        if params.constraint is None:
+            return None
+        if self.settings.tensor_parallel > 1:
+            raise UserError(
+                "IDLM-0477",
+                "constraint: the ranks of tensor_parallel do not share a grammar",
+                fix="use tensor_parallel=1 for answers with a constraint",
+            )
+        return self.grammars.grammar(params.constraint)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt, through the chat template if the tokenizer has one.

@@ -6,11 +6,14 @@ import operator
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from idlm.contracts import Completion, SamplingParams, TokenLogprob
 from idlm.errors import UserError
 from idlm.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from idlm.infer.structured.grammar import Grammar
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,7 +28,7 @@ class Request:
     each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
     `tested` count drafts by position. `prompt_logprobs` are those of the prompt's tokens from the second one
-    on, as far as they are known.
+    on, as far as they are known. `grammar` is that of a constraint, after the tokens of the answer.
     """
 
     request_id: str
@@ -50,6 +53,7 @@ class Request:
     accepted: list[int] = field(default_factory=list)
     tested: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    grammar: Grammar | None = None
 
     @property
     def num_known(self) -> int:
@@ -104,9 +108,9 @@ class Request:
         return [*token_ids[: len(before)]] != before
 
     def push(self, token_id: int) -> None:
-        """Append one emitted token; sets `finish_reason` at a stop id or a length limit."""
+        """Append one emitted token; sets `finish_reason` at a stop id, a grammar's end or a length limit."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
+        if token_id in self.stop_ids or (self.grammar is not None and self.grammar.is_finished):
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.params.max_tokens or self.num_known >= self.max_length:
             self.finish_reason = "length"

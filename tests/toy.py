@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from idlm.semantics import Semantics
+from tests.small_tokenizers import save_byte_level
+
 ARCHITECTURES = ("Qwen3", "Qwen2", "Llama")
 
 
@@ -48,4 +51,13 @@ def write_toy_checkpoint(
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness / (0.3 * width**0.5))
     model.float().save_pretrained(directory)
+    return directory
+
+
+def write_spelling_toy(directory: Path) -> Path:
+    """Random weights that say they were converted, and a tokenizer whose tokens can spell any text."""
+    write_toy_checkpoint(directory, vocab_size=335)
+    save_byte_level(directory)
+    Semantics(mask_token_id=334, stride=4).save(directory)
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2}')
     return directory

@@ -2,11 +2,13 @@
 
     python -m benchmarks.law [draws=1000000] [device=cuda] [cases=2-cold,..,8-branch,adaptive]
                              [workers=0] [faults=true] [lanes=1024] [num_inflight_steps=2] [record=true]
+                             [structured=false]
 
 On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
 tokens 0..3 and 4..7, which transformers enumerates (law_harness.py). One process per case, all on the same
 GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
-device too.
+device too. `structured`: also 1e5 answers of a schema of six tokens (structured_law.py); with `draws=0` only
+those.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.options import parse_options
+from benchmarks.quality import structured_law
 from benchmarks.quality.law_harness import (
     NEUTRAL,
     NUM_TOKENS,
@@ -46,6 +49,7 @@ STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"
 LEVEL = 1e-6
 PER_REQUEST, AT_ONCE = 1000, 100_000
+STRUCTURED_DRAWS = 100_000
 FAULT_TESTS = {"cuda": "tests/gpu/engine/test_faults_gpu.py", "cpu": "tests/law/test_planted_faults.py"}
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {
@@ -56,6 +60,7 @@ DEFAULTS = {
     "faults": "true",
     "lanes": "1024",
     "num_inflight_steps": "2",
+    "structured": "false",
     "record": "true",
     "results": str(RESULTS),
 }
@@ -107,8 +112,9 @@ def measure(arguments: list[str]) -> int:
     names = options["cases"].split(",") if options["cases"] else case_names()
     if unknown := set(names) - set(case_names()):
         raise UserError("IDLM-0107", f"unknown cases {sorted(unknown)}", fix=f"use some of {case_names()}")
-    outcomes = _draw(options, names)
-    rows = _law_rows(options, outcomes)
+    rows = _law_rows(options, _draw(options, names)) if int(options["draws"]) else []
+    if options["structured"] == "true":
+        rows.append(_structured_row(options))
     if options["faults"] == "true":
         rows += _fault_rows(options["device"])
     if options["record"] == "true":
@@ -215,6 +221,27 @@ def _law_rows(options: dict[str, str], outcomes: list[Outcome]) -> list[dict[str
     }
     print(f"smallest p of {len(tails)} tests {min(tails):.3g}, after Bonferroni {corrected:.3g}")
     return [result_row("law", case, "p_value_min", corrected, "", gate_passed=gate)]
+
+
+def _structured_row(options: dict[str, str]) -> dict[str, Any]:
+    """The smallest tail probability of answers that match a schema, under two strategies and AR."""
+    found, start = [], time.perf_counter()
+    with tempfile.TemporaryDirectory() as home:
+        toy = structured_law.write_structured_toy(Path(home))
+        for name in ("ar", "4-tree", "3-branch"):
+            decoder: dict[str, Any] = {}
+            if name != "ar":
+                decoder = {"stride": int(name[0]), "rejection_strategy": name[2:]}
+            engine = structured_law.build_engine(
+                toy, "isd" if decoder else "ar", device=options["device"], graphs="on", **decoder
+            )
+            settings = structured_law.SETTINGS[:1]
+            found.append(structured_law.draw_fits(toy, engine, STRUCTURED_DRAWS, settings=settings))
+            print(f"structured {name:10s} p {found[-1].p_value:.3g}, acceptance {found[-1].acceptance:.3f}")
+    corrected = min(1.0, min(one.p_value for one in found) * len(found))
+    print(f"structured: {time.perf_counter() - start:.0f} s")
+    case = {"structured": True, "draws": STRUCTURED_DRAWS, "tokens": structured_law.NUM_TOKENS}
+    return result_row("law", case, "p_value_min", corrected, "", gate_passed=corrected > LEVEL)
 
 
 def _fault_rows(device: str) -> list[dict[str, Any]]:

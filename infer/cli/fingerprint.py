@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.checkpoint import ADAPTER_CONFIG, is_adapter
+from idlm.config.schema import plain
 from idlm.contracts import SamplingParams
 from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.config import EngineArguments
@@ -71,8 +72,7 @@ def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, 
 def of_request(common: RunConfig, params: SamplingParams) -> dict[str, Any]:
     """`common` and the sampling settings of one request, as JSON returns them."""
     changed = _changed(params, SamplingParams(), prefix="sampling.")
-    sampling = {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
-    return {**common, **sampling}
+    return {**common, **plain(changed)}
 
 
 def difference(there: RunConfig, here: RunConfig) -> str | None:

@@ -19,6 +19,7 @@ from idlm.infer.decoders.rejection import layouts
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.structured.masks import masked
 from idlm.kernels.sampling import draw, nonfinite
 from idlm.semantics import Semantics
 
@@ -35,6 +36,7 @@ class ArDecoder(Decoder):
     name: ClassVar[str] = "ar"
     Config: ClassVar[type] = ArConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {}
+    takes_constraints = True
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -61,9 +63,12 @@ class ArDecoder(Decoder):
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Draw one token for every sequence whose last known token was fed."""
-        probs = table.probs(wanted.logits(), plan.lanes_B, batch.filters)
         rows_B = torch.where(plan.samples_B, plan.first_logit_B, -1)
-        token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
+        logits_XV = wanted.logits()
+        with masked(batch.grammars, logits_XV, len(rows_B)):
+            probs = table.probs(logits_XV, plan.lanes_B, batch.filters)
+            token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
+            nonfinite_B = nonfinite(probs, rows_B[:, None])
         num_emitted_B = plan.samples_B.long()
         table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
         none_B = torch.zeros_like(num_emitted_B)
@@ -72,5 +77,5 @@ class ArDecoder(Decoder):
             num_emitted_B=num_emitted_B,
             num_accepted_B=none_B,
             num_tested_B=none_B,
-            nonfinite_B=nonfinite(probs, rows_B[:, None]),
+            nonfinite_B=nonfinite_B,
         )

@@ -53,6 +53,8 @@ class Decoder(ABC):
     """Options that its baseline takes over from the decoder that it is compared with."""
     default_max_tokens: ClassVar[int] = 512
     """`max_tokens` of a request that gives none."""
+    takes_constraints: ClassVar[bool] = False
+    """Whether each token is drawn after all tokens before it, from logits that `Batch.grammars` masks."""
     max_canvases: int = 1
     """Canvases that a pass feeds for one request at most."""
     exactness: str = "exact"
@@ -98,7 +100,14 @@ class Decoder(ABC):
         return
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
-        """Raise UserError for a request that the decoder cannot answer."""
+        """Raise UserError for a request that the decoder cannot answer: IDLM-0477 for a constraint."""
+        if params.constraint is not None and not self.takes_constraints:
+            raise UserError(
+                "IDLM-0477",
+                f"constraint: decoder {self.name} does not draw each token after all those before it, so it "
+                "is not known what a grammar allows there",
+                fix="leave constraint out, or use decoder=isd or decoder=ar with a token-causal checkpoint",
+            )
         self.kv_policy.check(params)
         self.configure(params.decoder_options)
 

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.layout import DraftLayout
 from idlm.infer.decoders.rejection import layouts, strategy_of
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
-from idlm.kernels.sampling import draft_probs, emit_and_draft, nonfinite, put, verify
+from idlm.infer.structured.masks import PassGrammars, masked
+from idlm.kernels.sampling import Verdict, draft_probs, draw, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ADAPTIVE_STRIDES = (2, 3, 4, 8)
@@ -52,6 +54,7 @@ class IsdDecoder(Decoder):
     name: ClassVar[str] = "isd"
     Config: ClassVar[type] = IsdConfig
     kv_policy = KVWritePolicy(has_drafts=True)
+    takes_constraints = True
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -145,9 +148,32 @@ class IsdDecoder(Decoder):
 
         p of the chain rows and q of the mask rows are both warped by each request's own settings.
         """
-        lanes_B, samples_B, num_masks = plan.lanes_B, plan.samples_B, self.num_masks
-        probs = table.probs(wanted.logits(), lanes_B, batch.filters)
+        lanes_B, num_masks, logits_XV = plan.lanes_B, self.num_masks, wanted.logits()
         uniforms_BD = table.uniforms(lanes_B, 2 * num_masks + 1)
+        drafts = None if batch.grammars is None else self._held_drafts(lanes_B)
+        with masked(batch.grammars, logits_XV, len(lanes_B), drafts):
+            verdict, nonfinite_B = self._verify(table, batch, plan, logits_XV, uniforms_BD)
+        if batch.grammars is not None and self.config.acceptance == "exact":
+            uniforms_BJ = uniforms_BD[:, num_masks + 1 :].contiguous()
+            self._draft_again(batch.grammars, table, batch, verdict, logits_XV, uniforms_BJ)
+        num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
+        table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
+        return StepOutcome(
+            token_ids_BJ=verdict.token_ids_BA,
+            num_emitted_B=verdict.num_emitted_B,
+            num_accepted_B=verdict.accepted_B,
+            num_tested_B=verdict.tested_B,
+            nonfinite_B=nonfinite_B,
+        )
+
+    def _verify(
+        self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor, uniforms_BD: Tensor
+    ) -> tuple[Verdict, Tensor]:
+        """Test the drafts, and draw the token after the accepted ones and the next drafts; the verdict, and
+        `StepOutcome.nonfinite_B`.
+        """
+        lanes_B, samples_B, num_masks = plan.lanes_B, plan.samples_B, self.num_masks
+        probs = table.probs(logits_XV, lanes_B, batch.filters)
         verdict = verify(
             probs,
             self.draft_probs,
@@ -171,14 +197,44 @@ class IsdDecoder(Decoder):
             takes_best=self.config.acceptance == "published",
         )
         put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=samples_B)
-        num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
-        table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
-        return StepOutcome(
-            token_ids_BJ=verdict.token_ids_BA,
-            num_emitted_B=verdict.num_emitted_B,
-            num_accepted_B=verdict.accepted_B,
-            num_tested_B=verdict.tested_B,
-            nonfinite_B=nonfinite(
-                probs, torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
-            ),
-        )
+        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
+        return verdict, nonfinite(probs, rows_BA)
+
+    def _held_drafts(self, lanes_B: Tensor) -> list[list[int]]:
+        """The drafts of each sequence that the pass tests; waits for the device."""
+        num_drafts_B = self.layout.tables.num_drafts_Y[self.draft_buffer_Z[lanes_B]]
+        told = torch.cat((num_drafts_B[:, None], self.drafts_ZJ[lanes_B]), dim=1).tolist()
+        return [drafts[:num_drafts] for num_drafts, *drafts in told]
+
+    def _draft_again(
+        self,
+        grammars: PassGrammars,
+        table: SequenceState,
+        batch: Batch,
+        verdict: Verdict,
+        logits_XV: Tensor,
+        uniforms_BJ: Tensor,
+    ) -> None:
+        """Replace the drafts of sequences with a grammar, one after the other, by draws from q with the mask
+        of all tokens before: few others would be accepted. Waits for the device for each.
+        """
+        counts_B1 = verdict.num_emitted_B[:, None]
+        told = torch.cat((counts_B1, verdict.token_ids_BA, verdict.draft_rows_BJ), dim=1).tolist()
+        width = verdict.token_ids_BA.shape[1]
+        branches = grammars.after([row[1 : 1 + row[0]] for row in told])
+        for depth in range(self.num_masks):
+            branches = branches.among([b for b in branches.places if told[b][1 + width + depth] >= 0])
+            if not branches.places:
+                return
+            places_b = to_device(branches.places, logits_XV.device)
+            lanes_b = batch.lanes_B[places_b]
+            logits_bV = branches.forbid(logits_XV[verdict.draft_rows_BJ[places_b, depth]])
+            probs = table.probs(logits_bV, lanes_b, batch.filters)
+            rows_b = torch.arange(len(lanes_b), device=logits_XV.device)
+            drafts_b = draw(probs, rows_b, uniforms_BJ[places_b, depth])
+            self.drafts_ZJ[lanes_b, depth] = drafts_b
+            rows_bJ = torch.full((len(lanes_b), self.num_masks), -1, device=logits_XV.device)
+            rows_bJ[:, depth] = rows_b
+            put(self.draft_probs, lanes_b, probs, rows_bJ, active_B=rows_b >= 0)
+            told_drafts = drafts_b.tolist()
+            branches = branches.pushed({b: [told_drafts[row]] for row, b in enumerate(branches.places)})

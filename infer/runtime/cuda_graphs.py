@@ -27,6 +27,7 @@ from idlm.infer.runtime.head_rows import head_bucket, head_buckets, row_room
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.state.batch import Batch, RowRoom, Schedule, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
+from idlm.infer.structured.masks import with_grammars
 
 Columns = list[list[int]]
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
@@ -131,11 +132,11 @@ class StaticStep:
         self._step.runner.pool.flush()
         table = self._step.table
         shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
-        # Graphs keep no hidden states of prompts.
-        graph = self._graph(shape, schedule) if self.captures and schedule.prompt_rows is None else None
+        graph = self._graph(shape, schedule) if self.captures and not schedule.is_eager else None
         if graph is None:
             columns = self._columns(schedule, shape.num_sequences)
-            return self._step(self._batch(shape, to_device(columns, self._device)), schedule.prompt_rows)
+            batch = self._batch(shape, to_device(columns, self._device))
+            return self._step(with_grammars(batch, schedule), schedule.prompt_rows)
         columns = self._columns(schedule, graph.columns_3B.shape[1])
         # In steady decoding nothing changes from pass to pass.
         if graph.columns != columns:

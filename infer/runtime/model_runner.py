@@ -31,6 +31,7 @@ from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
+from idlm.infer.structured.masks import with_grammars
 from idlm.kernels.linear import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
@@ -110,7 +111,7 @@ class EagerStep:
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass."""
         batch = schedule.batch(self.step.table.device, self.step.decoder.num_rows)
-        return self.step(batch, schedule.prompt_rows)
+        return self.step(with_grammars(batch, schedule), schedule.prompt_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

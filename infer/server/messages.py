@@ -113,7 +113,7 @@ def unpacker() -> msgpack.Unpacker:
 
 def params_message(params: SamplingParams) -> Message:
     """Sampling settings as plain data."""
-    return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    return dataclasses.asdict(params)
 
 
 def error_message(error: UserError) -> Message:

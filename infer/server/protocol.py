@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import SamplingParams
+from idlm.infer.server.constraints import ConstraintFields
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.messages import MAX_INTEGER
 
@@ -45,7 +46,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -86,7 +86,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(Body):
+class Sampling(Body, ConstraintFields):
     """What chats and completions have in common."""
 
     model: str | None = None
@@ -152,6 +152,7 @@ class Sampling(Body):
         given["stop"] = None if self.stop == "" else self.stop
         given["max_tokens"], given["logprobs"] = max_tokens, logprobs
         given["prompt_logprobs"] = prompt_logprobs
+        given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
         return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 

@@ -163,7 +163,7 @@ class Service:
         try:
             yield
         except UserError as error:
-            raise from_user_error(error, prompt_field=prompt_field) from error
+            raise body.named(from_user_error(error, prompt_field=prompt_field)) from error
 
     def _admit(self, body: ChatRequest | CompletionRequest, *, num_prompts: int) -> SamplingParams:
         """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from idlm.infer.request import Request
+
+if TYPE_CHECKING:
+    from idlm.infer.structured.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,20 @@ class Schedule:
     def is_greedy(self) -> bool:
         """Whether no request draws."""
         return all(request.params.temperature == 0 for request in self.requests)
+
+    @property
+    def grammars(self) -> dict[int, Grammar]:
+        """Grammars of requests that decode, by place."""
+        return {
+            place: request.grammar
+            for place, request in enumerate(self.requests)
+            if request.grammar is not None and self.samples[place]
+        }
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the pass cannot be a graph: those keep no hidden states of prompts, and wait for no grammar."""
+        return self.prompt_rows is not None or bool(self.grammars)
 
     @property
     def num_canvases(self) -> int:
@@ -160,7 +177,8 @@ class Batch:
     sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most, prompt and
     answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for these two.
     `num_canvases` of one sequence at most (`Decoder.num_canvases`). `room`: rows of a pass that may drop
-    some, which may make sequences wait; None: as many as the plan has.
+    some, which may make sequences wait; None: as many as the plan has. `grammars`: those of the sequences
+    that decode (`masks.PassGrammars`); None: there are none.
     """
 
     lanes_B: Tensor
@@ -178,6 +196,7 @@ class Batch:
     num_canvases: int = 1
     num_wanted: int | None = None
     room: RowRoom | None = None
+    grammars: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,10 +108,15 @@ class Running(Client):
 
 
 @contextlib.contextmanager
-def running(*arguments: str, api_key: str | None = None) -> Iterator[Running]:
+def running(*arguments: str, api_key: str | None = None, model: Path | None = None) -> Iterator[Running]:
     """A server, ready; when it ends it has drained, and its thread and engine process are gone."""
     words = [f"{name}={value}" for name, value in SETTINGS.items()]
-    words += [f"model={checkpoint()}", "decoder=isd", "decoder.stride=3", f"mask_token_id={SPARE_ROW}"]
+    words += [
+        f"model={model or checkpoint()}",
+        "decoder=isd",
+        "decoder.stride=3",
+        f"mask_token_id={SPARE_ROW}",
+    ]
     front = FrontEnd(*read_arguments("serve", ServeConfig, [*words, *arguments]), api_key=api_key)
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,160 @@
+"""Grammars of answers: compiled by llguidance, and followed token by token on the host.
+
+llguidance (Lark grammars, JSON schemas and regular expressions over bytes) says which tokens may come next as
+a bitmask over the vocabulary. It is imported when the first request has a constraint. Nothing here knows
+logits; `masks.py` applies the bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from idlm.contracts import Constraint
+from idlm.errors import UserError
+
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+"""Without a bound, a model that is not sure how to go on may write blanks for ever."""
+MAX_COMPILED = 32
+"""Compiled grammars that are kept for further requests."""
+
+
+class Grammar:
+    """The grammar of one answer, in the state after the tokens that the answer has so far. `matcher` is
+    llguidance's.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    def push(self, token_ids: Sequence[int]) -> bool:
+        """Append tokens; False if one of them does not fit, after which the state is unknown."""
+        is_taken: bool = self.matcher.consume_tokens(list(token_ids))
+        return is_taken
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing can follow: the answer matches, and either ended in a stop token or no longer
+        answer matches.
+        """
+        return bool(self.matcher.is_stopped())
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be said about the next token; None if all is well."""
+        return str(self.matcher.get_error()).partition("<state>")[0].strip() or None
+
+    def branch(self) -> Grammar:
+        """A copy that goes its own way: for drafts."""
+        return Grammar(self.matcher.deep_copy())
+
+
+class GrammarCompiler:
+    """Compiles constraints for one tokenizer (None: a checkpoint without one) and `vocab_size` rows of
+    logits. `eos_ids` end an answer that matches.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
+
+    def grammar(self, constraint: Constraint) -> Grammar:
+        """The constraint's grammar before the first token. Raises UserError IDLM-0474 for one that cannot be
+        compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
+        llguidance.
+        """
+        return self._compiled(constraint).branch()
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        llguidance, kind = _llguidance(), constraint.kind
+        vocabulary = self._vocabulary
+        try:
+            text = _source(constraint, llguidance)
+            is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, vocabulary)
+        except ValueError as error:
+            is_wrong, messages = True, [str(error)]
+        if not is_wrong:
+            grammar = Grammar(llguidance.LLMatcher(vocabulary, text, log_level=0))
+            grammar.matcher.compute_bitmask()
+            if not grammar.problem:
+                return grammar
+            messages = [f"{grammar.problem} (the vocabulary may lack what it begins with)"]
+        raise UserError(
+            "IDLM-0474",
+            f"constraint: this {kind} cannot be used: {' '.join(messages[0].split())}",
+            fix="correct its text; the documentation of llguidance says what it supports",
+        )
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
+        """The tokens for llguidance."""
+        tokenizer, vocab_size, eos_ids = self._tokenizer, self._vocab_size, self._eos_ids
+        if tokenizer is None or not eos_ids:
+            what = "tokenizer files" if tokenizer is None else "end-of-sequence token"
+            raise _unknown_tokens(f"the checkpoint has no {what}")
+        # llguidance takes the text of tokens from this step of the tokenizer, and knows the usual ones.
+        is_joined = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] == {"type": "Fuse"}
+        try:
+            if is_joined:
+                pieces = _Pieces(tokenizer, vocab_size, eos_ids)
+                return _llguidance().LLTokenizer(pieces, n_vocab=vocab_size, eos_token=eos_ids)
+            from_tokenizer = importlib.import_module("llguidance.hf").from_tokenizer
+            return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids)
+        except ValueError as error:
+            raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
+
+
+def _llguidance() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "IDLM-0476",
+            "constraint: answers that match a grammar need llguidance, which is not installed",
+            fix="install the extra: pip install 'idlm[structured]'",
+        ) from error
+
+
+def _source(constraint: Constraint, llguidance: Any) -> str:
+    """The constraint in llguidance's own format. Raises ValueError."""
+    text = constraint.text
+    match constraint.kind:
+        case "json_schema" | "json_object":
+            schema = text or '{"type": "object"}'
+            source = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        case "choice":
+            # JSON would escape characters beyond 16 bits as two, which Lark does not know.
+            choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+            source = llguidance.grammar_from("lark", f"start: {' | '.join(choices)}")
+        case kind:
+            source = llguidance.grammar_from(kind, text)
+    return str(source)
+
+
+def _unknown_tokens(problem: str) -> UserError:
+    fix = "leave constraint out, or complete the checkpoint's tokenizer"
+    return UserError("IDLM-0475", f"constraint: {problem}", fix=fix)
+
+
+class _Pieces:
+    """Tokens of a tokenizer that joins their texts as they are. The names are those that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        special = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._tokenizer, self.eos_token_id = tokenizer, eos_ids[0]
+        self.special_token_ids = sorted({*eos_ids, *tokenizer.all_special_ids, *special})
+        self.tokens = [b""] * vocab_size
+        for piece, token_id in tokenizer.get_vocab().items():
+            self.tokens[token_id] = piece.encode()
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of a text, up to what the vocabulary lacks."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        unknown = self._tokenizer.unk_token_id
+        return ids[: ids.index(unknown)] if unknown in ids else ids
