@@ -191,6 +191,11 @@ class Engine:
         """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""
         self._parts.samples(request_id, prompt, params)
 
+    def draft_counts(self, request_id: str) -> tuple[int, int]:
+        """Accepted and tested drafts of a request's unfinished samples so far."""
+        samples = self._active.get(request_id, ())
+        return sum(sum(each.accepted) for each in samples), sum(sum(each.tested) for each in samples)
+
     def abort(self, request_id: str) -> list[Completion]:
         """Stop a request, queued or running; returns its samples so far, [] for an unknown id."""
         completions = []
