@@ -1,5 +1,5 @@
-"""Arguments of the commands that build an engine: their typed configuration, and the engine that they ask for.
-Those of `idlm-chat` and `idlm-bench` are in `idlm.infer.clients`.
+"""Arguments of the commands that build an engine: their typed configuration, and the engine that they ask
+for. Those of `idlm-chat` and `idlm-bench` are in `idlm.infer.clients`.
 
 Decoders and accelerators own their options, so no schema here names them.
 """

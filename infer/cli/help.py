@@ -74,8 +74,8 @@ SERVE = CommandHelp(
 CHAT = CommandHelp(
     name="idlm-chat",
     usage="model=PATH | url=http://HOST:PORT [key=value ...]",
-    summary="A conversation with a checkpoint, or with any server that has OpenAI's interface. Tokens that one\n"
-    "forward pass accepted have one colour. Without a terminal each line of standard input is a turn.",
+    summary="A conversation with a checkpoint, or with any server that has OpenAI's interface. Tokens that\n"
+    "one forward pass accepted have one colour. In a pipe each line of standard input is a turn.",
     examples=(
         'idlm-chat model=outputs/qwen3_8b system="You are brief." sampling.temperature=0.7',
         "idlm-chat url=http://127.0.0.1:8000",
@@ -86,8 +86,8 @@ CHAT = CommandHelp(
 BENCH = CommandHelp(
     name="idlm-bench",
     usage="model=PATH | url=http://HOST:PORT [key=value ...]",
-    summary="Puts one load after another on a checkpoint, first with one token per pass (ar) and then with its\n"
-    "decoder, or on servers with OpenAI's interface, and prints throughput and latencies.",
+    summary="Puts one load after another on a checkpoint, first with one token per pass (ar) and then with\n"
+    "its decoder, or on servers with OpenAI's interface, and prints throughput and latencies.",
     examples=(
         "idlm-bench model=outputs/qwen3_8b concurrency=1,4,16 output=bench.jsonl plot=bench.svg",
         "idlm-bench model=outputs/qwen3_8b peer=vllm",

@@ -120,7 +120,7 @@ class ServerAnswerer:
             raise UserError(
                 "IDLM-0709",
                 f"the server gives no answer: {error}",
-                fix="correct the request or the settings that it names; a prompt that is too long needs /reset",
+                fix="correct the request or the settings that it names; /reset ends a conversation too long",
             ) from error
 
 

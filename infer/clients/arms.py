@@ -33,8 +33,8 @@ READY_SECONDS, STOP_SECONDS, POLL_SECONDS = 1800.0, 60.0, 0.1
 TAIL_CHARS = 2000
 ROUNDING = {"float32": 1e-3}
 ROUNDING_OF_16_BITS = 0.25
-"""Tokens whose log-probabilities are closer than this may change places when a batch has other rows: two steps
-of a 16-bit logit between 16 and 32."""
+"""Tokens whose log-probabilities are closer than this may change places when a batch has other rows: two
+steps of a 16-bit logit between 16 and 32."""
 
 
 class Greedy(NamedTuple):
@@ -168,8 +168,9 @@ def served_arm(name: str, program: Sequence[str], ready: str, **options: Any) ->
 
 @contextlib.contextmanager
 def launched(program: Sequence[str], ready: str, *, seconds: float = READY_SECONDS) -> Iterator[str]:
-    """Start a server, wait until its route `ready` answers, and yield its address; `{port}` in a word of
-    `program` stands for a free port. Raises UserError IDLM-0712 with the end of its output if it is not ready.
+    """Start a server, wait until its route `ready` answers, and yield its address; `{port}` in a word
+    of `program` stands for a free port. Raises UserError IDLM-0712 with the end of its output if it is not
+    ready.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -249,8 +250,8 @@ def vllm_program(config: BenchConfig) -> list[str]:
 
 
 def greedy_jobs(jobs: Sequence[Job], *, num: int, num_prompt_tokens: int, num_tokens: int) -> list[Job]:
-    """The first jobs as the parity gate asks them: the ends of their prompts backwards, so that no prefix cache
-    holds a prompt of the load.
+    """The first jobs as the parity gate asks them: the ends of their prompts backwards, so that no prefix
+    cache holds a prompt of the load.
     """
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
     return [Job(job.prompt[::-1][:num_prompt_tokens], params) for job in jobs[:num]]

@@ -154,7 +154,7 @@ def _engine_words(words: Sequence[str]) -> list[str]:
 
 
 def make_loads(config: BenchConfig) -> list[Load]:
-    """One load for each concurrency, or each rate of arrival; a load begins like those with fewer requests."""
+    """One load for each concurrency, or each rate of arrival."""
     closed: list[tuple[int | None, float | None]] = [(each, None) for each in config.concurrency]
     return [_make_load(config, *each) for each in [(None, rate) for rate in config.rate] or closed]
 

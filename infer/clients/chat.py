@@ -85,7 +85,7 @@ class Chat:
             try:
                 line = self._view.read()
                 if line.startswith("/"):
-                    if line.split()[0] == "/exit":
+                    if _first_word(line) == "/exit":
                         return int(num_failed > 0)
                     self._command(*line.rstrip().partition(" ")[::2])
                 elif line.strip():
@@ -102,7 +102,7 @@ class Chat:
                 self._view.note("")
 
     def _turn(self, text: str) -> None:
-        """Answer one turn. What there is of an answer that is stopped stays; a turn without one is forgotten."""
+        """Answer one turn. A part of an answer stays when it is stopped; a turn without any is forgotten."""
         check_text("this turn", text)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": text}]
@@ -110,8 +110,8 @@ class Chat:
         pieces = self._answerer.answer([*system, *asked], self._params, self._was_set)
         try:
             with closing(pieces):
-                for answer in self._view.show(pieces):
-                    pass
+                for text_so_far in self._view.show(pieces):
+                    answer = text_so_far
         finally:
             if answer:
                 self._messages = [*asked, {"role": "assistant", "content": answer}]
@@ -135,11 +135,11 @@ class Chat:
                 raise UserError(
                     "IDLM-0440",
                     f"{name} is not a command of the chat",
-                    fix=f"use {', '.join(usage.split()[0] for usage in COMMANDS)}, or put a space before a turn",
+                    fix=f"use {', '.join(map(_first_word, COMMANDS))}, or put a space before a turn",
                 )
 
     def _set(self, text: str) -> None:
-        names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in FIXED]
+        names = [each.name for each in dataclasses.fields(SamplingParams) if each.name not in FIXED]
         if text:
             name, equals, value = text.partition("=")
             name = name.strip().removeprefix("sampling.")
@@ -153,6 +153,10 @@ class Chat:
             self._params = dataclasses.replace(self._params, **{name: parse_value(name, value.strip())})
             self._was_set.add(name)
         self._view.note("  ".join(f"{name}={getattr(self._params, name)}" for name in names))
+
+
+def _first_word(text: str) -> str:
+    return text.split()[0]
 
 
 if __name__ == "__main__":

@@ -126,6 +126,6 @@ def check_unused(config: ChatConfig | BenchConfig, arguments: EngineArguments) -
     if config.url and given:
         raise UserError(
             "IDLM-0710",
-            f"{', '.join(given)} are settings of an engine, and url= names a server, which has its own",
+            f"url= names a server, which has settings of its own, and these are given: {', '.join(given)}",
             fix="leave them out, or give model=PATH in place of url=",
         )

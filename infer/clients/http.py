@@ -91,7 +91,9 @@ class Server:
 
     def chat_body(self, messages: Any, params: SamplingParams, always: Collection[str]) -> dict[str, Any]:
         """A streamed conversation, with the tokens of each chunk where the server counts them."""
-        options = {"include_usage": True} | {"continuous_usage_stats": True} * (self.owner in CHUNK_COUNTS)
+        options = {"include_usage": True}
+        if self.owner in CHUNK_COUNTS:
+            options["continuous_usage_stats"] = True
         body = {"model": self.model, "messages": messages, **sampling_fields(params, always)}
         return body | {"stream": True, "stream_options": options}
 

@@ -16,7 +16,7 @@ FIRST_ID = 3
 """Lower ids are special tokens of many vocabularies."""
 MIXED_PROMPT, MIXED_ANSWER = (32, 2048), (64, 768)
 """Least and most tokens of the mixed load."""
-WORDS = "Mia has five nuts and Tom finds six pens but Lea has more of them than both".split()
+WORDS = ("Mia", "has", "five", "nuts", "and", "Tom", "finds", "six", "pens", "but", "Lea", "has", "more")
 
 
 class Job(NamedTuple):
@@ -54,7 +54,9 @@ def make_jobs(
     dice: random.Random,
     is_chat: bool = False,
 ) -> list[Job]:
-    """Jobs with prompts of these lengths: token ids out of `ids`, or as many words. Seeds are their numbers."""
+    """Jobs with prompts of these lengths: token ids out of `ids`, or as many words. Seeds are
+    their numbers.
+    """
     jobs = []
     for seed, (length, max_tokens) in enumerate(lengths):
         prompt: list[int] | str = [dice.randrange(ids.start, ids.stop) for _ in range(length)]
