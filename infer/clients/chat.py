@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 COMMANDS = {
     "/reset": "start over; the system prompt stays",
     "/system TEXT": "set the system prompt; without a text there is none",
-    "/set NAME=VALUE": "change a sampling setting, such as temperature=0; without one all are shown",
-    "/help": "show these lines; a turn that begins with a slash needs a space before it",
-    "/exit": "end, as Ctrl-D does; Ctrl-C ends an answer, and what is there of it stays",
+    "/set NAME=VALUE": "change a sampling setting (temperature=0); alone it shows all",
+    "/help": "show these lines; a turn with a slash first needs a space before it",
+    "/exit": "end, as Ctrl-D does; Ctrl-C ends an answer and keeps what is there",
 }
 FIXED = ("n", "logprobs")
 
@@ -133,7 +133,7 @@ class Chat:
                 self._view.note("\n".join(f"{usage:<16} {what}" for usage, what in COMMANDS.items()))
             case _:
                 raise UserError(
-                    "IDLM-0440",
+                    "IDLM-0714",
                     f"{name} is not a command of the chat",
                     fix=f"use {', '.join(map(_first_word, COMMANDS))}, or put a space before a turn",
                 )
@@ -148,7 +148,7 @@ class Chat:
                 if equals and name not in FIXED:
                     what = schemas.unknown_key(SamplingParams, name)
                 raise UserError(
-                    "IDLM-0440", what, fix=f"write /set NAME=VALUE with one of {', '.join(names)}"
+                    "IDLM-0714", what, fix=f"write /set NAME=VALUE with one of {', '.join(names)}"
                 )
             self._params = dataclasses.replace(self._params, **{name: parse_value(name, value.strip())})
             self._was_set.add(name)

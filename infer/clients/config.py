@@ -23,7 +23,8 @@ API_KEY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(EngineSettings):
-    """`idlm-chat`. Raises UserError IDLM-0440 for several answers per turn."""
+    """`idlm-chat`. Raises UserError IDLM-0440 for several answers per turn, IDLM-0215 without the chat
+    template."""
 
     model: str | None = option(MODEL, None)
     url: str | None = option(
@@ -40,7 +41,7 @@ class ChatConfig(EngineSettings):
             raise UserError("IDLM-0440", "a chat has one answer per turn", fix="leave sampling.n out")
         if self.chat_template == "none":
             raise UserError(
-                "IDLM-0440",
+                "IDLM-0215",
                 "a chat needs the chat template, which chat_template=none leaves out",
                 fix="leave it out, or complete text with idlm-generate -p",
             )

@@ -1,12 +1,14 @@
 """What `idlm-chat` shows: on a terminal coloured answers above a status line, else plain text.
 
-Each forward pass has another colour than the one before, so that tokens that were accepted together show.
+Tokens that one forward pass emitted together have a colour, another one than the group before; single tokens
+have none. A server that does not count the tokens of its chunks has a colour for each.
 rich leaves colours out without a colour terminal and with NO_COLOR.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -126,7 +128,7 @@ class TerminalView:
     def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
         """See `View`."""
         figures, text, tail = Figures(), "", Text()
-        console = self._console
+        console, styles = self._console, itertools.cycle(STYLES)
         try:
             with Live(
                 console=console,
@@ -138,8 +140,7 @@ class TerminalView:
                 for piece in pieces:
                     figures.add(piece)
                     text += piece.text
-                    style = STYLES[figures.num_pieces % len(STYLES)]
-                    tail.append(piece.text.translate(CONTROLS), style)
+                    tail.append(piece.text.translate(CONTROLS), next_style(piece, styles))
                     *whole, tail = tail.wrap(console, console.width)
                     for line in whole:
                         console.print(line)
@@ -155,6 +156,11 @@ class TerminalView:
     def note(self, text: str, *, is_greeting: bool = False) -> None:
         """See `View`."""
         self._console.print(Text(text, "dim"))
+
+
+def next_style(piece: Piece, styles: Iterator[str]) -> str:
+    """The style of a piece: the next one for a group of tokens, none for a single one."""
+    return "" if piece.num_tokens is not None and piece.num_tokens < 2 else next(styles)
 
 
 def make_view(*, has_stats: bool) -> View:
