@@ -53,7 +53,7 @@ def bench(arguments: list[str]) -> int:
         from idlm.infer.cli.help import BENCH, print_command_help
 
         return print_command_help(BENCH, BenchConfig, arguments)
-    words = list(map(_with_brackets, arguments))
+    words = list(map(with_brackets, arguments))
     config, engine_arguments = read_arguments("bench", BenchConfig, words)
     check_unused(config, engine_arguments)
     _check_plot(config.plot)
@@ -67,7 +67,7 @@ def bench(arguments: list[str]) -> int:
     return int(any(row["num_error_requests"] for row in rows))
 
 
-def _with_brackets(argument: str) -> str:
+def with_brackets(argument: str) -> str:
     """`concurrency=1,4` as the list that it means."""
     key, equals, value = argument.partition("=")
     is_bare = equals and key in LISTS and not value.startswith("[") and value != "null"
