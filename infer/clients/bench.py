@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.cli import command
+from idlm.cli.help import show_default
 from idlm.cli.progress import Progress
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
 from idlm.infer.clients.config import BenchConfig, check_unused
 from idlm.infer.clients.loads import FIRST_ID, Job, Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.settings import EngineSettings
 
 if TYPE_CHECKING:
     from idlm.infer.clients.arms import Arm
@@ -36,7 +38,7 @@ PARITY = {"num": 4, "num_prompt_tokens": 64, "num_tokens": 32}
 
 
 class ArmPlan(NamedTuple):
-    """How an arm is opened, and its decoder if that is known before."""
+    """The name of an arm, and how it is opened."""
 
     name: str
     open: Callable[[], AbstractContextManager[Arm]]
@@ -103,9 +105,7 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
     for name, each in decoder_arms(config, arguments):
         opened: Any = partial(arms.engine_arm, name, each)
         if config.api == "http" or config.peer:
-            chosen = [f"decoder={each.decoder}"]
-            chosen += [f"decoder.{key}={value}" for key, value in each.options.items()]
-            program = arms.serve_program([*_engine_words(words), *chosen])
+            program = arms.serve_program(_engine_words(words, each))
             opened = partial(arms.served_arm, name, program, "/ready", **options)
         plans.append(ArmPlan(name, opened))
     if config.peer:
@@ -141,16 +141,19 @@ def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[
     return [(baseline.name, plain), *([] if is_same else [(decoder, asked)])]
 
 
-def _engine_words(words: Sequence[str]) -> list[str]:
-    """The arguments that a server understands, without those that differ between decoders."""
-    own = {field.name for field in dataclasses.fields(BenchConfig)} - {"model"}
-    own -= {field.name for field in dataclasses.fields(BenchConfig.__mro__[1])}
-    return [
+def _engine_words(words: Sequence[str], arguments: EngineArguments) -> list[str]:
+    """The arguments of a server with the decoder and the accelerators of `arguments`."""
+    own = {each.name for each in dataclasses.fields(BenchConfig)} - {"model"}
+    own -= {each.name for each in dataclasses.fields(EngineSettings)}
+    left_out = {"decoder", "sampling", *([] if arguments.settings["accelerators"] else ["accelerators"])}
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    kept = [
         word
-        for word in words
-        if (key := word.lstrip("+").partition("=")[0]) not in own
-        and key.partition(".")[0] not in ("decoder", "sampling")
+        for key, word in zip(keys, words, strict=True)
+        if key not in own and key.partition(".")[0] not in left_out
     ]
+    options = [f"decoder.{key}={show_default(value)}" for key, value in arguments.options.items()]
+    return [*kept, f"decoder={arguments.decoder}", *options]
 
 
 def make_loads(config: BenchConfig) -> list[Load]:
@@ -220,7 +223,7 @@ def measure(arm: Arm, load: Load) -> dict[str, Any]:
     """Figures of one load, after requests with short answers that warm the arm up."""
     from idlm.infer.clients.stats import aggregate
 
-    num = load.concurrency or len(load.jobs)
+    num = load.concurrency or MIN_REQUESTS
     short = [
         Job(job.prompt[::-1], dataclasses.replace(job.params, max_tokens=WARM_TOKENS))
         for job in load.jobs[:num]

@@ -102,7 +102,9 @@ class Server:
         asked: dict[str, Any] = {"prompt": job.prompt}
         if isinstance(job.prompt, str):
             asked = {"messages": [{"role": "user", "content": job.prompt}]}
-        body = {"model": self.model, **asked, **sampling_fields(job.params)}
+        # Seeds cost vLLM a random generator for each request; ours take none more.
+        params = job.params if self.owner == "idlm" else dataclasses.replace(job.params, seed=None)
+        body = {"model": self.model, **asked, **sampling_fields(params)}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         return "/chat/completions" if "messages" in asked else "/completions", body
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,12 @@ def test_a_request_names_what_is_not_the_default() -> None:
     params = SamplingParams(temperature=0, max_tokens=3, stop=("a",), logprobs=2, n=2)
     assert sampling_fields(params) == {"temperature": 0, "max_tokens": 3, "stop": ("a",)}
     assert sampling_fields(SamplingParams(), {"temperature"}) == {"temperature": 1.0}
+
+
+def test_a_server_needs_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "idlm.infer.clients.http")
+    assert refusal("url=http://127.0.0.1:1").code == "IDLM-0704"
 
 
 def test_streams_that_break_off_or_hold_errors_fail() -> None:
