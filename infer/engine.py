@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Generator, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -152,7 +152,7 @@ class Engine:
             raise
         return [done[key] for key in keys]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamEvent]:
         """Events of one prompt as steps finish; closing the iterator aborts the request.
 
         The request is checked and queued by this call, before the first event is read. Raises UserError like
@@ -162,9 +162,9 @@ class Engine:
         events = self._events_of(request_id, len(keys))
         # Enter the generator's `try`, so that closing an iterator that was never read aborts its request.
         next(events)
-        return cast(Iterator[StreamEvent], events)
+        return cast(Generator[StreamEvent], events)
 
-    def _events_of(self, request_id: str, num_samples: int) -> Iterator[StreamEvent | None]:
+    def _events_of(self, request_id: str, num_samples: int) -> Generator[StreamEvent | None]:
         try:
             yield None
             while num_samples:

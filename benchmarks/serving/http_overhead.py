@@ -58,7 +58,7 @@ def measure(arguments: list[str]) -> int:
     """Run both arms; the status is 1 if an answer is not complete."""
     options = parse_options(arguments, DEFAULTS)
     loads = make_loads(options)
-    settings = {name: options[name] for name in ("device", "dtype", "decoder")}
+    settings: dict[str, Any] = {name: options[name] for name in ("device", "dtype", "decoder")}
     settings["max_num_seqs"] = options["concurrency"]
     words = [f"{name}={value}" for name, value in settings.items()]
     with launched(

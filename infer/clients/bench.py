@@ -13,7 +13,7 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,15 +87,13 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
     """The arms, in order. Finds what can be wrong before a model is loaded."""
     from idlm.infer.clients import arms
 
-    options = {"api_key": config.api_key, "timeout": config.timeout}
+    options: dict[str, Any] = {"api_key": config.api_key, "timeout": config.timeout}
     if config.url:
         from idlm.infer.clients.http import Server
 
         servers = [Server(url, model=config.model, **options) for url in config.url]
-        return [
-            ArmPlan(server.place, partial(contextlib.nullcontext, arms.ServerArm(server.place, server)))
-            for server in servers
-        ]
+        running = [arms.ServerArm(server.place, server) for server in servers]
+        return [ArmPlan(arm.name, partial(_already_open, arm)) for arm in running]
     if config.max_num_seqs is None and config.concurrency and not config.rate:
         most = max(config.concurrency)
         config = dataclasses.replace(config, max_num_seqs=most)
@@ -114,6 +112,10 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
             ArmPlan(config.peer, partial(arms.served_arm, config.peer, program, "/health", **options))
         )
     return plans
+
+
+def _already_open(arm: Arm) -> AbstractContextManager[Arm]:
+    return nullcontext(arm)
 
 
 def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[str, EngineArguments]]:

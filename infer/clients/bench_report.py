@@ -27,8 +27,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = FILE_WIDTH
     table = Table(box=None, pad_edge=False)
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if place < 2 else "right", no_wrap=not console.is_terminal)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=not console.is_terminal)
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)

@@ -92,28 +92,24 @@ class BenchConfig(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
-        numbers = {
-            **{f"concurrency={each}": (each, 1) for each in self.concurrency},
-            **{f"rate={each}": (each, 1e-6) for each in self.rate},
-            **{
-                f"{name}={getattr(self, name)}": (getattr(self, name), least)
-                for name, least in {
-                    **dict.fromkeys(("scale", "input_tokens", "output_tokens", "num_requests"), 1),
-                    "vocab_size": 4,
-                    "timeout": 1e-3,
-                }.items()
-                if getattr(self, name) is not None
-            },
-        }
+        whole = ("scale", "input_tokens", "output_tokens", "num_requests")
+        checked: list[tuple[str, float | None, float]] = [
+            *(("concurrency", each, 1) for each in self.concurrency),
+            *(("rate", each, 1e-6) for each in self.rate),
+            *((name, getattr(self, name), 1) for name in whole),
+            *(("vocab_size", self.vocab_size, 4), ("timeout", self.timeout, 1e-3)),
+        ]
         problems = [
-            f"{shown} must be >= {least}"
-            for shown, (value, least) in numbers.items()
-            if not least <= value <= LARGEST_NUMBER
+            f"{name}={value} must be >= {least:g}"
+            for name, value, least in checked
+            if value is not None and not least <= value <= LARGEST_NUMBER
         ]
         if not (self.concurrency or self.rate):
             problems.append("concurrency=[] has no load")
         if self.peer and self.url:
             problems.append("peer= starts a server on a checkpoint, and url= names servers that run")
+        if self.peer_options and not self.peer:
+            problems.append("peer_options= needs peer=")
         if problems:
             raise UserError("IDLM-0706", "; ".join(problems), fix="correct the settings named")
 

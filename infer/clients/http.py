@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Generator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -113,7 +113,7 @@ class Server:
         with self.client() as client:
             return _content(client.post(path, json=body))
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The chunks of an answer. Raises RequestFailure, httpx.HTTPError. Closing it aborts the request."""
         with self.client() as client, client.stream("POST", path, json=body) as response:
             if response.status_code != httpx.codes.OK:

@@ -135,6 +135,7 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
         (["model=x", "concurrency=[]"], "IDLM-0101", "no load"),
         (["model=x", "num_requests=0", "scale=0"], "IDLM-0101", "scale=0"),
         (["url=http://127.0.0.1:1", "peer=vllm"], "IDLM-0101", "peer="),
+        (["model=x", "peer_options=--x"], "IDLM-0101", "needs peer="),
         (["url=http://127.0.0.1:1", "device=cpu"], "IDLM-0710", "device"),
         (["url=http://127.0.0.1:1", "decoder.stride=3"], "IDLM-0710", "decoder"),
         (["url=http://127.0.0.1:1"], "IDLM-0707", "idlm-serve"),
@@ -154,7 +155,7 @@ def test_vllm_gets_the_limits_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp
     config, _ = read_arguments(
         "bench",
         BenchConfig,
-        ["model=x", "max_num_seqs=9", "prefix_cache=false", "peer_options='--enforce-eager'"],
+        ["model=x", "peer=vllm", "max_num_seqs=9", "prefix_cache=false", "peer_options='--enforce-eager'"],
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="IDLM-0713"):
