@@ -11,8 +11,8 @@ from rich.table import Table
 
 RATE = "mean_output_throughput_tokens_per_s"
 HEADINGS = (
-    *("arm", "load", "at once", "requests", "failed", "tok/s", "over first", "tok/forward"),
-    *("TTFT ms p50", "p95", "p99", "TPOT ms p50", "ITL ms p50", "p95", "p99"),
+    *("arm", "load", "at once", "done", "failed", "tok/s", "x first", "tok/pass"),
+    *("TTFT p50", "p95", "p99", "TPOT p50", "ITL p50", "p95", "p99"),
 )
 FILE_WIDTH = 200
 
@@ -32,6 +32,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
+    console.print(
+        "tok/s: output tokens; x first: over the first arm; tok/pass: per forward pass; times in ms"
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -65,6 +68,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
+    loads = sorted({row["num_concurrency"] for row in rows})
     left, right = figure.subplots(1, 2)
     for number, name in enumerate(dict.fromkeys(row["arm"] for row in rows)):
         own = [row for row in rows if row["arm"] == name]
@@ -75,7 +79,8 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
             right.plot(places, values, line, marker="o", color=colour, label=f"{name} {metric.upper()}")
     is_open = rows[0]["arrival_requests_per_second"] is not None
     for axes, title in ((left, "output tokens/s"), (right, "median ms")):
-        axes.set(title=title, xlabel="arrivals/s" if is_open else "requests at a time", xscale="log")
+        axes.set(title=title, xlabel="arrivals/s" if is_open else "requests at a time", xscale="log", ylim=0)
+        axes.set_xticks(loads, [f"{load:g}" for load in loads])
+        axes.minorticks_off()
         axes.legend()
-    right.set_yscale("log")
     figure.savefig(path)

@@ -201,7 +201,7 @@ def test_bench_measures_ar_first_and_compares_answers(
     assert rows[0]["tokens_per_forward"] == 1 and rows[2]["over_first"] > 0
     assert figure.stat().st_size > 1000
     table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("arm ") and len(table) == 5
+    assert table[0].startswith("arm ") and len(table) == 6
 
 
 def test_bench_refuses_a_decoder_that_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
