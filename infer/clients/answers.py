@@ -104,7 +104,7 @@ class ServerAnswerer:
         """See `Answerer`. Raises UserError IDLM-0709 for what the server refuses."""
         import httpx
 
-        from idlm.infer.clients.http import RequestFailure, draft_counts
+        from idlm.infer.clients.http import RequestFailure, draft_counts, no_answer
 
         body, num_tokens = self._server.chat_body(messages, params, always), 0
         try:
@@ -117,11 +117,7 @@ class ServerAnswerer:
                         yield Piece(text, None if total is None else total - num_tokens, *draft_counts(usage))
                         num_tokens = num_tokens if total is None else total
         except (RequestFailure, httpx.HTTPError, LookupError, TypeError) as error:
-            raise UserError(
-                "IDLM-0709",
-                f"the server gives no answer: {error}",
-                fix="correct the request or the settings that it names; /reset ends a conversation too long",
-            ) from error
+            raise no_answer(error) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -84,9 +84,10 @@ def _greedy(done: Completion) -> Greedy:
     return Greedy(done.token_ids, tuple(_margin(token.top.values()) for token in done.logprobs))
 
 
-def _margin(logprobs: Any) -> float:
-    first, second, *_ = sorted(logprobs, reverse=True)
-    return float(first - second)
+def _margin(logprobs: Collection[float]) -> float:
+    """By how much the first exceeds the second; 0 if two tokens of one text have become one."""
+    first, second, *_ = *sorted(logprobs, reverse=True), max(logprobs)
+    return first - second
 
 
 class ServerArm:
@@ -97,7 +98,7 @@ class ServerArm:
         info = server.info
         self.case = {"api": "http", "server": server.owner, "model": server.model}
         self.case |= {key: info[key] for key in ("decoder", "exactness") if key in info}
-        self.rounding = ROUNDING.get((info.get("settings") or info).get("dtype", ""), ROUNDING_OF_16_BITS)
+        self.rounding = ROUNDING_OF_16_BITS
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
         """See `Arm`."""

@@ -40,6 +40,15 @@ class RequestFailure(Exception):
         self.status, self.message = status, message
 
 
+def no_answer(error: Exception) -> UserError:
+    """What a user is told of a request that failed."""
+    return UserError(
+        "IDLM-0709",
+        f"the server gives no answer: {error}",
+        fix="correct the request or the settings that it names; /reset ends a conversation too long",
+    )
+
+
 class Server:
     """A server at `url`, and one of its models: `model`, or its first.
 
@@ -109,9 +118,12 @@ class Server:
         return "/chat/completions" if "messages" in asked else "/completions", body
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer. Raises RequestFailure, httpx.HTTPError."""
-        with self.client() as client:
-            return _content(client.post(path, json=body))
+        """The whole answer. Raises UserError IDLM-0709 without one."""
+        try:
+            with self.client() as client:
+                return _content(client.post(path, json=body))
+        except (RequestFailure, httpx.HTTPError) as error:
+            raise no_answer(error) from error
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The chunks of an answer. Raises RequestFailure, httpx.HTTPError. Closing it aborts the request."""

@@ -12,7 +12,7 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
-from idlm.infer.clients.arms import Greedy, check_parity, vllm_program
+from idlm.infer.clients.arms import Greedy, _margin, check_parity, vllm_program
 from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.clients.generator import Record
@@ -173,6 +173,11 @@ def test_a_request_names_what_is_not_the_default() -> None:
     params = SamplingParams(temperature=0, max_tokens=3, stop=("a",), logprobs=2, n=2)
     assert sampling_fields(params) == {"temperature": 0, "max_tokens": 3, "stop": ("a",)}
     assert sampling_fields(SamplingParams(), {"temperature"}) == {"temperature": 1.0}
+
+
+def test_margins_are_between_the_two_likeliest() -> None:
+    assert _margin([-3.0, -1.0, -1.5]) == 0.5
+    assert _margin([-1.0]) == 0
 
 
 def test_a_server_needs_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
