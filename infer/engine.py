@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Generator, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -155,7 +155,7 @@ class Engine:
             raise
         return [done[key] for key in keys]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamEvent]:
         """Events of one prompt as steps finish; closing the iterator aborts the request.
 
         The request is checked and queued by this call, before the first event is read. Raises UserError like
@@ -165,9 +165,9 @@ class Engine:
         events = self._events_of(request_id, len(keys))
         # Enter the generator's `try`, so that closing an iterator that was never read aborts its request.
         next(events)
-        return cast(Iterator[StreamEvent], events)
+        return cast(Generator[StreamEvent], events)
 
-    def _events_of(self, request_id: str, num_samples: int) -> Iterator[StreamEvent | None]:
+    def _events_of(self, request_id: str, num_samples: int) -> Generator[StreamEvent | None]:
         try:
             yield None
             while num_samples:
@@ -193,6 +193,11 @@ class Engine:
     def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""
         self._parts.samples(request_id, prompt, params)
+
+    def draft_counts(self, request_id: str) -> tuple[int, int]:
+        """Accepted and tested drafts of a request's unfinished samples so far."""
+        samples = self._active.get(request_id, ())
+        return sum(sum(each.accepted) for each in samples), sum(sum(each.tested) for each in samples)
 
     def abort(self, request_id: str) -> list[Completion]:
         """Stop a request, queued or running; returns its samples so far, [] for an unknown id."""

@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,9 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.clients.generator import run_on_engine
+from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
+from idlm.infer.clients.stats import aggregate
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import DTYPES
 from idlm.semantics import Semantics
@@ -188,10 +190,12 @@ def _measure_engine(bench: _Bench, decoder: str, engine: Engine) -> None:
 
 def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str) -> None:
     """One load, and its rows."""
-    requests = _requests(bench, concurrency)
+    load = _load(bench, concurrency)
     before = engine.metrics()["graphs_captured_in_traffic"]
-    seconds, is_complete = _run(engine, requests, concurrency)
-    rate = sum(params.max_tokens or 0 for _, params in requests) / seconds
+    records = run_on_engine(engine, load, streams=False)
+    pairs = zip(records, load.jobs, strict=True)
+    is_complete = all(record.num_output_tokens == job.params.max_tokens for record, job in pairs)
+    rate = aggregate(records, load)["mean_output_throughput_tokens_per_s"]
     case = {
         "engine": "idlm",
         "decoder": decoder,
@@ -212,39 +216,13 @@ def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start:
     bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
 
 
-def _requests(bench: _Bench, concurrency: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts and parameters, the same for every decoder. The lengths of 512 requests are those that vLLM was
-    measured with.
-    """
-    dice, scale = random.Random(1), bench.scale
+def _load(bench: _Bench, concurrency: int) -> Load:
+    """Requests, the same for every decoder. The lengths of 512 are those that vLLM was measured with."""
+    dice = random.Random(1)
     num = int(bench.options["requests"] or REQUESTS.get(concurrency, 6 * concurrency))
-    vocab_size = MODELS[bench.options["model"]]["vocab_size"] - 1
-    lengths = [max(32, min(2048, int(dice.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
-    answers = [dice.randrange(64, 769) // scale for _ in range(num)]
-    prompts = [[dice.randrange(vocab_size) for _ in range(length)] for length in lengths]
-    return [
-        (prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
-        for seed, (prompt, max_tokens) in enumerate(zip(prompts, answers, strict=True))
-    ]
-
-
-def _run(
-    engine: Engine, requests: list[tuple[list[int], SamplingParams]], concurrency: int
-) -> tuple[float, bool]:
-    """Seconds to answer all requests, `concurrency` of them at a time, and whether all have their length."""
-    waiting = deque(enumerate(requests))
-    num_active, is_complete, start_time = 0, True, time.perf_counter()
-    while waiting or num_active:
-        while waiting and num_active < concurrency:
-            number, (prompt, params) = waiting.popleft()
-            engine.add_request(f"mixed-{number}", prompt, params)
-            num_active += 1
-        for event in engine.step():
-            if event.completion is not None:
-                num_active -= 1
-                params = requests[int(event.request_id.removeprefix("mixed-"))][1]
-                is_complete &= len(event.completion.token_ids) == params.max_tokens
-    return time.perf_counter() - start_time, is_complete
+    ids = range(MODELS[bench.options["model"]]["vocab_size"] - 1)
+    lengths = mixed_lengths(num, scale=bench.scale, dice=dice)
+    return Load("mixed", make_jobs(lengths, SamplingParams(ignore_eos=True), ids=ids, dice=dice), concurrency)
 
 
 def _regret(bench: _Bench, engine: Engine, concurrency: int) -> tuple[str, float, str]:

@@ -1,4 +1,4 @@
-"""`idlm-generate` beyond one prompt of -p: several prompts, files, standard input, outputs and the chat."""
+"""`idlm-generate` beyond one prompt of -p: several prompts, files, standard input and outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
-from idlm.infer.cli.chat import chat, check_system, with_system
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
 from idlm.infer.cli.progress import engine_name, print_stream
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
+from idlm.infer.cli.system import check_system, with_system
 
 if TYPE_CHECKING:
     from idlm.infer.cli.answers import AnswerProgress, AnswerRun
@@ -31,7 +31,7 @@ Reader = Callable[[], Iterator[PromptLine]]
 
 
 def answer_batch(config: GenerateConfig, arguments: EngineArguments) -> int:
-    """Answer the prompts, or chat if there are none; returns the exit status."""
+    """Answer the prompts; returns the exit status."""
     if config.resume and (config.input is None or config.output is None or config.overwrite):
         raise UserError(
             "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
@@ -40,8 +40,8 @@ def answer_batch(config: GenerateConfig, arguments: EngineArguments) -> int:
         return _run(config, arguments, _reader(config))
 
 
-def _reader(config: GenerateConfig) -> Reader | None:
-    """The prompts, or None for a chat. Finds every mistake that can be found without a model."""
+def _reader(config: GenerateConfig) -> Reader:
+    """The prompts. Finds every mistake that can be found without a model."""
     if config.system is not None and config.chat_template == "none":
         raise UserError(
             "IDLM-0458",
@@ -67,12 +67,12 @@ def _reader(config: GenerateConfig) -> Reader | None:
     elif sys.stdin is None or not sys.stdin.isatty():
         text = "" if sys.stdin is None else sys.stdin.read().rstrip("\r\n")
         source = partial(text_prompts, [text], config.sampling, place="stdin")
-    elif config.output is not None or config.sampling.n > 1:
-        raise UserError(
-            "IDLM-0440", "a chat has no output file and one answer per turn", fix="give -p TEXT or input=FILE"
-        )
     else:
-        return None
+        raise UserError(
+            "IDLM-0436",
+            "there is no prompt",
+            fix="give -p TEXT or input=FILE; idlm-chat is for conversations",
+        )
 
     def read() -> Iterator[PromptLine]:
         return with_system(source(), config.system)
@@ -81,13 +81,13 @@ def _reader(config: GenerateConfig) -> Reader | None:
     return read
 
 
-def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None) -> int:
+def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> int:
     """Load the engine and answer, while the output is locked. Returns status 1 when some requests failed;
     their records have an `error`.
     """
     earlier: ResumeState | None = None
     common: RunConfig = {}
-    if config.output is not None and read is not None:
+    if config.output is not None:
         from idlm.infer.cli.fingerprint import run_config
 
         common = run_config(config, arguments)
@@ -97,8 +97,6 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None
             return 0
     engine = arguments.load(is_shown=config.stats)
     check_system(engine.tokenizer, config.system)
-    if read is None:
-        return chat(engine, config)
     from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines, encode_line
 
     if config.input is None and config.output is None and len(config.prompt) <= 1 and config.sampling.n == 1:

@@ -1,5 +1,5 @@
-"""Arguments of `idlm-generate`, `idlm-eval` and `idlm-serve`: their typed configuration, and the engine that
-they ask for.
+"""Arguments of the commands that build an engine: their typed configuration, and the engine that they ask
+for. Those of `idlm-chat` and `idlm-bench` are in `idlm.infer.clients`.
 
 Decoders and accelerators own their options, so no schema here names them.
 """
@@ -20,6 +20,8 @@ from idlm.infer.settings import EngineSettings, as_options
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
 
+KEY_VARIABLE = "IDLM_API_KEY"
+"""Environment variable with the key of a server."""
 NEEDED_FILES = (
     *(("overwrite", "output"), ("carry_keys", "output")),
     *(("carry_keys", "input"), ("drop_last_turn", "input")),
@@ -57,9 +59,7 @@ class GenerateConfig(EngineSettings):
         "again; model, decoder and sampling must be the same",
         False,
     )
-    system: str | None = option(
-        "system prompt of the chat, of text prompts, and of messages without one", None
-    )
+    system: str | None = option("system prompt of text prompts, and of messages without one", None)
     stats: bool = option("show progress, tokens per forward, acceptance and speed on stderr", True)
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
@@ -143,7 +143,7 @@ class ServeConfig(EngineSettings):
             raise UserError("IDLM-0705", "; ".join(problems), fix="correct the settings named")
 
 
-AnyConfig = TypeVar("AnyConfig", GenerateConfig, EvaluateConfig, ServeConfig)
+AnyConfig = TypeVar("AnyConfig", bound=EngineSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def read_arguments(
             "IDLM-0441", f"decoder.{misplaced[0]} is not a decoder option", fix=f"write {misplaced[0]}=VALUE"
         )
     return config, EngineArguments(
-        model=str(config.model), decoder=decoder, settings=settings, options=options
+        model=str(getattr(config, "model", None)), decoder=decoder, settings=settings, options=options
     )
 
 
@@ -248,9 +248,9 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
     return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
 
 
-def check_paths(config: GenerateConfig | EvaluateConfig | ServeConfig) -> None:
-    """Raise UserError IDLM-0438 without model=, IDLM-0464 for an empty path, such as that of an unset shell
-    variable, and IDLM-0439 for an option of a file that is not given.
+def check_paths(config: EngineSettings) -> None:
+    """Raise UserError IDLM-0438 without model= (or url=, for clients), IDLM-0464 for an empty path, such as
+    that of an unset shell variable, and IDLM-0439 for an option of a file that is not given.
     """
     for name in ("model", "base", "input", "output"):
         value = getattr(config, name, None)
@@ -261,8 +261,10 @@ def check_paths(config: GenerateConfig | EvaluateConfig | ServeConfig) -> None:
     for name, file in NEEDED_FILES:
         if getattr(config, name, False) and getattr(config, file) is None:
             raise UserError("IDLM-0439", f"{name}=true needs {file}=, which is not given", fix="leave it out")
-    if config.model is None:
-        raise UserError("IDLM-0438", "no model given", fix="give model=PATH, a checkpoint directory")
+    is_client = hasattr(config, "url")
+    if not (getattr(config, "model", None) or getattr(config, "url", None)):
+        other = ", or url=http://HOST:PORT, a server" if is_client else ""
+        raise UserError("IDLM-0438", "no model given", fix=f"give model=PATH, a checkpoint directory{other}")
 
 
 def check_text(place: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`idlm-generate`: one prompt of -p is answered here; several, files and chats are in `batch.py`.
+"""`idlm-generate`: one prompt of -p is answered here; several and files are in `batch.py`.
 
 Modules that import torch are imported inside functions, so that help and configuration errors come at once.
 """

@@ -30,11 +30,10 @@ GENERATE = CommandHelp(
     name="idlm-generate",
     usage='model=PATH [-p "..."] [key=value ...]',
     summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p,\n"
-    "from a file of JSON lines (input=), or from standard input; on a terminal without any, a chat begins.",
+    "from a file of JSON lines (input=), or from standard input.",
     examples=(
         'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
         "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",
-        'idlm-generate model=outputs/qwen3_8b system="You are brief."     # a chat',
     ),
     keys=(
         *("model", "input", "output", "resume", "system"),
@@ -69,6 +68,34 @@ SERVE = CommandHelp(
     keys=(
         *("model", "host", "port", "served_model_name", "enable_thinking", "max_waiting"),
         *("sampling.temperature", "sampling.max_tokens", "max_num_seqs", "device"),
+    ),
+    flags=PLUGIN_FLAGS,
+)
+CHAT = CommandHelp(
+    name="idlm-chat",
+    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
+    summary="A conversation with a checkpoint, or with any server that has OpenAI's interface. Tokens that\n"
+    "one forward pass accepted have one colour. In a pipe each line of standard input is a turn.",
+    examples=(
+        'idlm-chat model=outputs/qwen3_8b system="You are brief." sampling.temperature=0.7',
+        "idlm-chat url=http://127.0.0.1:8000",
+    ),
+    keys=("model", "url", "system", "sampling.temperature", "sampling.max_tokens", "stats", "device"),
+    flags=PLUGIN_FLAGS,
+)
+BENCH = CommandHelp(
+    name="idlm-bench",
+    usage="model=PATH | url=http://HOST:PORT [key=value ...]",
+    summary="Puts one load after another on a checkpoint, first with one token per pass (ar) and then with\n"
+    "its decoder, or on servers with OpenAI's interface, and prints throughput and latencies.",
+    examples=(
+        "idlm-bench model=outputs/qwen3_8b concurrency=1,4,16 output=bench.jsonl plot=bench.svg",
+        "idlm-bench model=outputs/qwen3_8b peer=vllm",
+        "idlm-bench url=http://127.0.0.1:8000 load=fixed input_tokens=512 output_tokens=128 rate=2,4",
+    ),
+    keys=(
+        *("model", "url", "peer", "concurrency", "rate", "load", "num_requests", "output", "plot"),
+        *("sampling.temperature", "device"),
     ),
     flags=PLUGIN_FLAGS,
 )

@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, ServeConfig
+from idlm.infer.cli.config import KEY_VARIABLE, EngineArguments, ServeConfig
 from idlm.infer.server.app import create_app
 from idlm.infer.server.engine_client import EngineClient
 from idlm.infer.server.guard import TimedProtocol
@@ -25,7 +25,6 @@ from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.service import Service
 from idlm.log import get_logger
 
-KEY_VARIABLE = "IDLM_API_KEY"
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS, CLOSE_SECONDS = 15, 2
 LOG = get_logger(__name__)

@@ -7,6 +7,7 @@ comment before it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -24,6 +25,8 @@ from idlm.config.compose import compose, recipes
 from idlm.infer.cli.config import ServeConfig, read_arguments
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
+from idlm.infer.clients.bench import with_brackets
+from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.semantics import Semantics
 from idlm.train.config.schema import TrainConfig
 
@@ -36,6 +39,10 @@ PAGES = [
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
+CLIENTS = {"idlm-serve": ServeConfig, "idlm-chat": ChatConfig, "idlm-bench": BenchConfig}
+"""Commands that are composed by their schema."""
+OTHERS = ("genai-bench", "guidellm", "aiperf", "vllm")
+"""Programs of others, whose arguments no test here knows."""
 MARKS = ("needs: ", "run by hand: ")
 PLACEHOLDER = re.compile(r"<[\w .-]+>")
 PROGRAM = re.compile(r"(?:\.venv/bin/)?([\w.-]+)")
@@ -113,7 +120,7 @@ def with_small_model(words: list[str]) -> list[str]:
 
 
 def test_every_program_is_known_to_these_tests() -> None:
-    known = {"idlm-train", "idlm-generate", "idlm-eval", "idlm-serve", "make", "pip", "python", "echo"}
+    known = {"idlm-train", "idlm-generate", "idlm-eval", *CLIENTS, "make", "pip", "python", "echo", *OTHERS}
     assert not [shown(each) for each in EVERY if each not in LAUNCHES and program(each) not in known]
     assert len(named("idlm-train")) > 5 and len(named("idlm-generate")) > 5 and len(named("idlm-eval")) > 2
 
@@ -160,9 +167,10 @@ def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) ->
     assert "exact-match" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", named("idlm-serve"), ids=shown)
-def test_idlm_serve_composes(command: Command) -> None:
-    read_arguments("serve", ServeConfig, command.words[1:])
+@pytest.mark.parametrize("command", named(*CLIENTS), ids=shown)
+def test_servers_and_clients_compose(command: Command) -> None:
+    name, words = program(command), list(map(with_brackets, command.words[1:]))
+    read_arguments(name.removeprefix("idlm-"), CLIENTS[name], words)
 
 
 @pytest.mark.parametrize("command", named("make", "pip"), ids=shown)
@@ -218,5 +226,8 @@ def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
     wanted |= {*table_names(engine)} - {"decoder"}
     wanted |= {f"sampling.{name}" for name in table_names(sampling.partition("\n\n")[0])}
     assert len(wanted) > 30 and not sorted(name for name in wanted if not is_key(name, told))
+    bench = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("| bench option |")[2]
+    told = {field.name for field in dataclasses.fields(BenchConfig)}
+    assert {*table_names(bench.partition("\n\n")[0])} <= told
     train = describe(TrainConfig)
     assert not sorted(name for name in {*TRAIN_OPTION.findall(pages)} if not is_key(name, train))

@@ -72,17 +72,3 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, text: str, *, is_terminal: bool 
     stdin = io.StringIO(text)
     monkeypatch.setattr(stdin, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stdin", stdin)
-
-
-def give_chat(monkeypatch: pytest.MonkeyPatch, turns: list[str]) -> None:
-    """Make standard input a terminal that yields these lines, then the end of the file."""
-    give_stdin(monkeypatch, "", is_terminal=True)
-    script = iter(turns)
-
-    def scripted(_: str) -> str:
-        turn = next(script, None)
-        if turn is None:
-            raise EOFError
-        return turn
-
-    monkeypatch.setattr("builtins.input", scripted)

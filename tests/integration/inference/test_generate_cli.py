@@ -29,7 +29,6 @@ from tests.integration.inference.command_lines import (
     SHORT,
     TINY,
     answer,
-    give_chat,
     give_stdin,
     interrupt_after,
     read_lines,
@@ -228,31 +227,6 @@ def test_help_names_every_decoder_and_key(capsys: pytest.CaptureFixture[str]) ->
     assert all(
         key in out for key in ("decoder=isd", "decoder.stride=null", "sampling.temperature", "-p TEXT")
     )
-
-
-def test_a_chat_remembers_until_an_empty_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    give_chat(monkeypatch, [PROMPTS[0], "How many?", "", PROMPTS[1]])
-    assert generate(BASE) == 0
-    first = answer(PROMPTS[0]).text
-    messages = [
-        {"role": "user", "content": PROMPTS[0]},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "How many?"},
-    ]
-    second = answer(encode_messages(reference().tokenizer, messages)).text
-    assert capsys.readouterr().out.splitlines() == [first, second, answer(PROMPTS[1]).text]
-
-
-def test_a_chat_continues_after_a_turn_that_is_too_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    give_chat(monkeypatch, ["Lea has 9 shells. " * 60, PROMPTS[1]])
-    assert generate(BASE) == 0
-    captured = capsys.readouterr()
-    assert "IDLM-0412" in captured.err
-    assert captured.out == answer(PROMPTS[1]).text + "\n"
 
 
 def test_an_interrupted_run_keeps_what_is_finished_and_the_old_output(

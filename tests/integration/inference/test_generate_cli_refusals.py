@@ -257,10 +257,10 @@ def test_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("_no_model")
-@pytest.mark.parametrize("argument", ["output=out.jsonl", "sampling.n=2"])
-def test_a_chat_has_one_answer_and_no_file(monkeypatch: pytest.MonkeyPatch, argument: str) -> None:
+def test_a_terminal_without_a_prompt_is_told_about_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     give_stdin(monkeypatch, "", is_terminal=True)
-    assert _refusal([*BASE, argument]).code == "IDLM-0440"
+    refusal = _refusal(BASE)
+    assert refusal.code == "IDLM-0436" and "idlm-chat" in refusal.fix
 
 
 @pytest.mark.parametrize(

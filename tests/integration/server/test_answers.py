@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,14 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from benchmarks.serving import http_overhead
 from idlm.contracts import Completion, SamplingParams
+from idlm.infer.clients.generator import run_on_engine, run_on_server
+from idlm.infer.clients.http import Server
 from idlm.infer.server.messages import Event
 from idlm.infer.server.protocol import CompletionRequest
 from idlm.infer.server.replies import CompletionReply, TokenTexts
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.contracts.engines import clear_answers
-from tests.integration.server.servers import PATIENCE, PROMPT, Running, checkpoint, events, reference, running
+from tests.integration.server.servers import PATIENCE, PROMPT, Running, events, reference, running
 
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 SHORT = 12
@@ -282,19 +284,10 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
 
 
 def test_the_benchmark_of_http_counts_all_tokens(server: Running) -> None:
-    options = {
-        **http_overhead.DEFAULTS,
-        "device": "cpu",
-        "prompt": "6",
-        "rounds": "2",
-        "path": str(checkpoint()),
-    }
-    loads = http_overhead._loads({**options, "concurrency": "2"})
-    port = int(server.url.rpartition(":")[2])
-    arms = [
-        asyncio.run(http_overhead._over_http(port, loads, 2, 5)),
-        http_overhead._on_engine(options, loads, 2, 5),
-    ]
-    for rate, seconds, num_tokens in arms:
+    options = {**http_overhead.DEFAULTS, "prompt": "6", "answer": "5", "rounds": "2", "concurrency": "2"}
+    loads = http_overhead.make_loads(options)
+    runs = (partial(run_on_server, Server(server.url)), partial(run_on_engine, reference()))
+    for run in runs:
+        rate, seconds, num_tokens = http_overhead.measure_arm(run, loads)
         assert num_tokens == 2 * 2 * 5
         assert rate > 0 and seconds > 0

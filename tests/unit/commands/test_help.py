@@ -23,6 +23,8 @@ from idlm.infer.cli.config import EvaluateConfig, GenerateConfig, ServeConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.help import from_registry, from_sources, plugins_of
+from idlm.infer.clients.bench import bench
+from idlm.infer.clients.chat import chat
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.server.cli import serve
 from idlm.train.cli import main as train
@@ -33,11 +35,13 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
 from idlm.infer.cli import evaluate, generate
+from idlm.infer.clients import bench, chat
 from idlm.infer.server import cli as server
 from idlm.train.cli import main
 for name, arguments in json.loads(sys.argv[1]):
     sys.argv = [name, *arguments]
     mains = {{"idlm-generate": generate, "idlm-eval": evaluate, "idlm-serve": server}}
+    mains |= {{"idlm-chat": chat, "idlm-bench": bench}}
     status = mains[name].main() if name in mains else main()
     loaded = [module for module in {HEAVY} if module in sys.modules]
     assert not loaded, (name, arguments, loaded)
@@ -48,6 +52,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "idlm-generate": generate,
     "idlm-eval": run_evaluation,
     "idlm-serve": serve,
+    "idlm-chat": chat,
+    "idlm-bench": bench,
 }
 
 
@@ -60,6 +66,8 @@ def test_help_typos_and_missing_keys_do_not_import_torch() -> None:
         ("idlm-generate", ["model=x", "input=nowhere.jsonl"]),
         ("idlm-eval", ["num=3"]),
         ("idlm-serve", ["port=8001"]),
+        ("idlm-chat", ["url=http://127.0.0.1:1", "device=cpu"]),
+        ("idlm-bench", ["concurrency=1,2"]),
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(lines)],
@@ -88,7 +96,7 @@ def test_help_begins_with_what_a_newcomer_needs(name: str, capsys: pytest.Captur
     examples = text[text.index("\nExamples:") : text.index("\nMost used keys:")]
     assert examples.count(f"  {name} ") >= 2
     listed = text[text.index("\nAll keys") :]
-    own = {"idlm-train": "train.", "idlm-serve": "port"}.get(name, "output")
+    own = {"idlm-train": "train.", "idlm-serve": "port", "idlm-chat": "url"}.get(name, "output")
     assert all(f"\n{key}" in listed for key in (own, "output" if name == "idlm-train" else "sampling."))
 
 

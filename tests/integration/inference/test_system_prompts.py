@@ -1,4 +1,4 @@
-"""System prompts and the chat of `idlm-generate` (issue 13, line 18)."""
+"""System prompts of `idlm-generate` (issue 13, line 18)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.integration.inference.command_lines import (
     PROMPTS,
     TINY,
     answer,
-    give_chat,
     read_lines,
     reference,
     write_lines,
@@ -34,18 +33,6 @@ def _turn(text: str) -> dict[str, str]:
 
 def _answer(*messages: dict[str, str]) -> str:
     return answer(encode_messages(reference().tokenizer, messages)).text
-
-
-def test_a_chat_keeps_its_system_prompt_when_it_starts_over(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    give_chat(monkeypatch, [PROMPTS[0], "How many?", "", PROMPTS[1]])
-    assert generate([*BASE, f"system={SYSTEM}"]) == 0
-    first = _answer(FIRST, _turn(PROMPTS[0]))
-    said = {"role": "assistant", "content": first}
-    second = _answer(FIRST, _turn(PROMPTS[0]), said, _turn("How many?"))
-    third = _answer(FIRST, _turn(PROMPTS[1]))
-    assert capsys.readouterr().out.splitlines() == [first, second, third]
 
 
 def test_a_system_prompt_stands_before_a_prompt_of_the_command_line(
@@ -120,9 +107,3 @@ def test_a_system_prompt_without_the_template_is_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0458") as refusal:
         generate([*BASE, "chat_template=none", "-p", "x", f"system={SYSTEM}"])
     assert "chat_template=none" in refusal.value.message
-
-
-def test_the_documentation_describes_the_chat_and_its_system_prompt() -> None:
-    page = (TINY.parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
-    chat = page[page.index("### Chat") : page.index("### Files")]
-    assert all(words in chat for words in ("idlm-generate model=", "in a terminal", 'system="', "Ctrl-D"))

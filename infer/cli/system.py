@@ -1,20 +1,14 @@
-"""Conversations of `idlm-generate`: system prompts, and the chat on a terminal."""
+"""System prompts of `idlm-generate` and `idlm-chat`."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig, check_text, require_tokenizer
-from idlm.infer.cli.progress import print_stream
 from idlm.infer.cli.prompts import PromptLine
 from idlm.text.tokenizer import encode_messages
-
-if TYPE_CHECKING:
-    from idlm.infer.engine import Engine
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -63,29 +57,3 @@ def check_system(tokenizer: Any, system: str | None) -> None:
             "the checkpoint's chat template leaves system prompts out",
             fix="leave system= out, and put its text into the first turn",
         )
-
-
-def chat(engine: Engine, config: GenerateConfig) -> int:
-    """Read turns from the terminal until end of file."""
-    require_tokenizer(engine.tokenizer, "a chat")
-    print("chat: one line is one turn, an empty line starts over, Ctrl-D ends", file=sys.stderr)
-    beginning = [] if config.system is None else [{"role": "system", "content": config.system}]
-    messages = list(beginning)
-    while True:
-        try:
-            text = input("> ").strip()
-        except EOFError:
-            return 0
-        if not text:
-            messages = list(beginning)
-            continue
-        messages.append({"role": "user", "content": text})
-        try:
-            check_text("this turn", text)
-            prompt = encode_messages(engine.tokenizer, messages) if engine.tokenizer.chat_template else text
-            completion = print_stream(engine, prompt, config.sampling, has_stats=config.stats)
-        except UserError as error:
-            print(f"error {error}\n  an empty line starts over", file=sys.stderr)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": completion.text})

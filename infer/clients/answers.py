@@ -1,0 +1,140 @@
+"""Where `idlm-chat` gets its answers from: an engine of this process, or a server.
+
+Both yield a `Piece` for each forward pass that emits tokens.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import require_tokenizer
+from idlm.infer.cli.progress import engine_name
+from idlm.infer.cli.system import check_system
+from idlm.text.tokenizer import encode_messages
+
+if TYPE_CHECKING:
+    from idlm.infer.clients.http import Server
+    from idlm.infer.engine import Engine
+
+Messages = list[dict[str, str]]
+
+
+class Piece(NamedTuple):
+    """What one pass emitted, and the answer so far: its forward passes, and its drafts.
+
+    A server says the last three at the end of an answer only, and counts tokens per piece if it is one that
+    does; None is unknown.
+    """
+
+    text: str
+    num_tokens: int | None = None
+    num_forwards: int | None = None
+    num_accepted: int | None = None
+    num_tested: int | None = None
+
+
+class Answerer(Protocol):
+    """Answers conversations."""
+
+    name: str
+
+    def check_system(self, system: str | None) -> None:
+        """Raise UserError for a system prompt that it cannot honour."""
+
+    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
+        """Stream the next turn. `always`: settings that hold even if they are the defaults.
+
+        Raises UserError; KeyboardInterrupt after Ctrl-C, when the request has ended. Closing it aborts.
+        """
+        ...
+
+
+class EngineAnswerer:
+    """An engine of this process. Raises UserError IDLM-0215 without a chat template."""
+
+    def __init__(self, engine: Engine) -> None:
+        require_tokenizer(engine.tokenizer, "a chat")
+        if not engine.tokenizer.chat_template:
+            raise UserError(
+                "IDLM-0215",
+                "a chat needs a chat template, and the checkpoint's tokenizer has none",
+                fix="add chat_template to tokenizer_config.json, or complete text with idlm-generate -p",
+            )
+        self._engine, self.name = engine, f"{engine_name(engine)}, {engine.exactness}"
+
+    def check_system(self, system: str | None) -> None:
+        """See `Answerer`. Raises UserError IDLM-0458."""
+        check_system(self._engine.tokenizer, system)
+
+    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
+        """See `Answerer`. Ctrl-C waits for the end of a pass: the engine goes on afterwards."""
+        engine = self._engine
+        prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
+        with interrupt_flag() as is_asked, closing(engine.stream(prompt, params)) as events:
+            for event in events:
+                accepted, tested = engine.draft_counts(event.request_id)
+                done, num_forwards = event.completion, None
+                if done is not None:
+                    accepted, tested = sum(done.accepted_by_position), sum(done.tested_by_position)
+                    num_forwards = done.num_forwards
+                yield Piece(event.text, len(event.token_ids), num_forwards, accepted, tested)
+                if event.error is not None:
+                    raise event.error
+                if is_asked.is_set():
+                    raise KeyboardInterrupt
+
+
+class ServerAnswerer:
+    """A server with OpenAI's interface."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self.name = server, f"{server.model} at {server.place}"
+
+    def check_system(self, system: str | None) -> None:
+        """See `Answerer`: the server refuses it with the turn."""
+
+    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
+        """See `Answerer`. Raises UserError IDLM-0709 for what the server refuses."""
+        import httpx
+
+        from idlm.infer.clients.http import RequestFailure, draft_counts, no_answer
+
+        body, num_tokens = self._server.chat_body(messages, params, always), 0
+        try:
+            with closing(self._server.stream("/chat/completions", body)) as chunks:
+                for chunk in chunks:
+                    usage = chunk.get("usage") or {}
+                    text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                    total = usage.get("completion_tokens")
+                    if text or total is not None:
+                        yield Piece(text, None if total is None else total - num_tokens, *draft_counts(usage))
+                        num_tokens = num_tokens if total is None else total
+        except (RequestFailure, httpx.HTTPError, LookupError, TypeError) as error:
+            raise no_answer(error) from error
+
+
+@contextmanager
+def interrupt_flag() -> Iterator[threading.Event]:
+    """Inside, Ctrl-C sets a flag; a second one raises KeyboardInterrupt."""
+    is_asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if is_asked.is_set():
+            raise KeyboardInterrupt
+        is_asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield is_asked
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield is_asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,258 @@
+"""What `idlm-bench` compares: an engine of this process, servers that run, and servers that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments
+from idlm.infer.clients.config import BenchConfig
+from idlm.infer.clients.generator import OnDone, Record, run_on_engine, run_on_server
+from idlm.infer.clients.loads import Job, Load
+
+if TYPE_CHECKING:
+    from idlm.infer.clients.http import Server
+    from idlm.infer.engine import Engine
+
+READY_SECONDS, STOP_SECONDS, POLL_SECONDS = 1800.0, 60.0, 0.1
+TAIL_CHARS = 2000
+ROUNDING = {"float32": 1e-3}
+ROUNDING_OF_16_BITS = 0.25
+"""Tokens whose log-probabilities are closer than this may change places when a batch has other rows: two
+steps of a 16-bit logit between 16 and 32."""
+
+
+class Greedy(NamedTuple):
+    """A greedy answer, and by how much each token's log-probability exceeds the next one's."""
+
+    token_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+class Arm(Protocol):
+    """One of those that are compared. `case` is what its rows say about it."""
+
+    name: str
+    case: dict[str, Any]
+    rounding: float
+
+    def run(self, load: Load, *, on_done: OnDone) -> list[Record]:
+        """Put a load on it."""
+        ...
+
+    def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
+        """Greedy answers of its own, for the parity gate."""
+        ...
+
+
+class EngineArm:
+    """An engine of this process."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self._engine = name, engine
+        self.case = {"api": "engine", "decoder": engine.decoder.name, "exactness": engine.exactness}
+        self.rounding = ROUNDING.get(str(engine.model.dtype).removeprefix("torch."), ROUNDING_OF_16_BITS)
+
+    def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
+        """See `Arm`."""
+        return run_on_engine(self._engine, load, on_done=on_done)
+
+    def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
+        """See `Arm`."""
+        return list(
+            map(_greedy, self._engine.generate([job.prompt for job in jobs], [job.params for job in jobs]))
+        )
+
+
+def _greedy(done: Completion) -> Greedy:
+    assert done.logprobs is not None
+    return Greedy(done.token_ids, tuple(_margin(token.top.values()) for token in done.logprobs))
+
+
+def _margin(logprobs: Collection[float]) -> float:
+    """By how much the first exceeds the second; 0 if two tokens of one text have become one."""
+    first, second, *_ = *sorted(logprobs, reverse=True), max(logprobs)
+    return first - second
+
+
+class ServerArm:
+    """A server with OpenAI's interface."""
+
+    def __init__(self, name: str, server: Server) -> None:
+        self.name, self._server = name, server
+        info = server.info
+        self.case = {"api": "http", "server": server.owner, "model": server.model}
+        self.case |= {key: info[key] for key in ("decoder", "exactness") if key in info}
+        self.rounding = ROUNDING_OF_16_BITS
+
+    def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
+        """See `Arm`."""
+        return run_on_server(self._server, load, on_done=on_done)
+
+    def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
+        """See `Arm`. The server is one of ours: others return no token ids, or have other arithmetic."""
+        answers = []
+        for job in jobs:
+            path, body = self._server.load_body(job)
+            asked = {"logprobs": True, "top_logprobs": 2} if "messages" in body else {"logprobs": 2}
+            body |= asked | {"stream": False, "stream_options": None, "return_token_ids": True}
+            [choice] = self._server.post(path, body)["choices"]
+            logprobs = choice["logprobs"]
+            tops = logprobs.get("top_logprobs") or [
+                {each["token"]: each["logprob"] for each in token["top_logprobs"]}
+                for token in logprobs["content"]
+            ]
+            answers.append(Greedy(tuple(choice["token_ids"]), tuple(_margin(top.values()) for top in tops)))
+        return answers
+
+
+def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding: float) -> int:
+    """Number of tokens that were compared: those of greedy answers up to a choice that rounding decides.
+
+    Raises UserError IDLM-0711 for another difference.
+    """
+    num_compared = 0
+    for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
+        pairs = enumerate(zip(ours.token_ids, theirs.token_ids))
+        shorter = min(len(ours.token_ids), len(theirs.token_ids))
+        place = next((at for at, (a, b) in pairs if a != b), shorter)
+        is_whole = place == len(ours.token_ids) == len(theirs.token_ids)
+        if not is_whole and (place >= len(ours.margins) or ours.margins[place] > rounding):
+            raise UserError(
+                "IDLM-0711",
+                f"greedy answers differ from those of the first arm: prompt {number}, token {place}",
+                fix="this is a bug of idlm: report it with the command; its speed would mean nothing",
+            )
+        num_compared += place
+    return num_compared
+
+
+@contextlib.contextmanager
+def engine_arm(name: str, arguments: EngineArguments) -> Iterator[Arm]:
+    """An engine; afterwards its memory is free."""
+    engine = arguments.load()
+    try:
+        yield EngineArm(name, engine)
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def served_arm(name: str, program: Sequence[str], ready: str, **options: Any) -> Iterator[Arm]:
+    """A server that is started for it. `options` are those of `Server`."""
+    from idlm.infer.clients.http import Server
+
+    with launched(program, ready) as url:
+        yield ServerArm(name, Server(url, **options))
+
+
+@contextlib.contextmanager
+def launched(program: Sequence[str], ready: str, *, seconds: float = READY_SECONDS) -> Iterator[str]:
+    """Start a server, wait until its route `ready` answers, and yield its address; `{port}` in a word
+    of `program` stands for a free port. Raises UserError IDLM-0712 with the end of its output if it is not
+    ready.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        # A session of its own, so that its children end with it, and Ctrl-C is ours to handle.
+        process = subprocess.Popen(
+            [word.replace("{port}", str(port)) for word in program],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + seconds
+            while not _is_ready(f"{url}{ready}"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_CHARS))
+                    said = log.read().decode(errors="replace").strip()
+                    raise UserError(
+                        "IDLM-0712",
+                        f"{Path(program[0]).name} is not ready (status {process.poll()}); it said: {said}",
+                        fix="correct what it names",
+                    )
+                time.sleep(POLL_SECONDS)
+            yield url
+        finally:
+            _end(process)
+
+
+def _is_ready(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=10) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end; what is left of its session after a while is killed."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def serve_program(words: Sequence[str]) -> list[str]:
+    """The command of an `idlm-serve` with these arguments."""
+    return [sys.executable, "-m", "idlm.infer.server.cli", *words, "port={port}"]
+
+
+def vllm_program(config: BenchConfig) -> list[str]:
+    """The command of a vLLM server on the same checkpoint with the same limits. UserError IDLM-0713 without
+    vLLM.
+    """
+    found = shutil.which("vllm")
+    if found is None:
+        raise UserError(
+            "IDLM-0713",
+            "peer=vllm needs the command vllm, and there is none on the PATH",
+            fix="install vLLM in an environment of its own, and put its bin folder at the end of PATH",
+        )
+    options = {
+        "--dtype": config.dtype,
+        "--max-num-seqs": config.max_num_seqs,
+        "--max-model-len": config.max_length,
+        "--tensor-parallel-size": config.tensor_parallel,
+    }
+    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += [] if config.prefix_cache else ["--no-enable-prefix-caching"]
+    host = ["--host", "127.0.0.1", "--port", "{port}"]
+    return [found, "serve", str(config.model), *host, *words, *shlex.split(config.peer_options)]
+
+
+def greedy_jobs(jobs: Sequence[Job], *, num: int, num_prompt_tokens: int, num_tokens: int) -> list[Job]:
+    """The first jobs as the parity gate asks them: the ends of their prompts backwards, so that no prefix
+    cache holds a prompt of the load.
+    """
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
+    return [Job(job.prompt[::-1][:num_prompt_tokens], params) for job in jobs[:num]]

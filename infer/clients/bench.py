@@ -1,0 +1,253 @@
+"""`idlm-bench`: throughput and latencies of one load after another, of a checkpoint's decoder next to AR, or
+of servers.
+
+With a checkpoint the first arm decodes one token per pass (AR), and greedy answers of both decoders are
+compared before any load: a decoder that changes them is not measured. Modules that import torch or httpx are
+imported inside functions, so that help and configuration errors come at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from idlm.cli import command
+from idlm.cli.help import show_default
+from idlm.cli.progress import Progress
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments, read_arguments
+from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
+from idlm.infer.clients.config import BenchConfig, check_unused
+from idlm.infer.clients.loads import FIRST_ID, Job, Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from idlm.infer.clients.arms import Arm
+
+LISTS = ("concurrency", "rate", "url")
+MIN_REQUESTS, WARM_TOKENS = 16, 32
+PARITY = {"num": 4, "num_prompt_tokens": 64, "num_tokens": 32}
+"""Prompts of the parity gate, and the tokens of each prompt and answer."""
+
+
+class ArmPlan(NamedTuple):
+    """The name of an arm, and how it is opened."""
+
+    name: str
+    open: Callable[[], AbstractContextManager[Arm]]
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(bench)
+
+
+def bench(arguments: list[str]) -> int:
+    """Run the command; returns the exit status, which is 1 if a request failed."""
+    if command.asks_for_help(arguments):
+        from idlm.infer.cli.help import BENCH, print_command_help
+
+        return print_command_help(BENCH, BenchConfig, arguments)
+    words = list(map(with_brackets, arguments))
+    config, engine_arguments = read_arguments("bench", BenchConfig, words)
+    check_unused(config, engine_arguments)
+    _check_plot(config.plot)
+    with exclusive_output(config.output, overwrite=config.overwrite):
+        rows = _measure_all(config, plan_arms(config, engine_arguments, words))
+    from idlm.infer.clients.bench_report import plot, print_table
+
+    if config.plot is not None:
+        plot(rows, config.plot)
+    print_table(rows)
+    return int(any(row["num_error_requests"] for row in rows))
+
+
+def with_brackets(argument: str) -> str:
+    """`concurrency=1,4` as the list that it means."""
+    key, equals, value = argument.partition("=")
+    is_bare = equals and key in LISTS and not value.startswith("[") and value != "null"
+    return f"{key}=[{value}]" if is_bare else argument
+
+
+def _check_plot(plot: str | None) -> None:
+    if plot is not None and not (plot.endswith((".png", ".svg", ".pdf")) and Path(plot).parent.is_dir()):
+        raise UserError(
+            "IDLM-0442", f"cannot write plot={plot!r}", fix="name a .png, .svg or .pdf in an existing folder"
+        )
+
+
+def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[str]) -> list[ArmPlan]:
+    """The arms, in order. Finds what can be wrong before a model is loaded."""
+    from idlm.infer.clients import arms
+
+    options: dict[str, Any] = {"api_key": config.api_key, "timeout": config.timeout}
+    if config.url:
+        from idlm.infer.clients.http import Server
+
+        servers = [Server(url, model=config.model, **options) for url in config.url]
+        running = [arms.ServerArm(server.place, server) for server in servers]
+        return [ArmPlan(arm.name, partial(_already_open, arm)) for arm in running]
+    if config.max_num_seqs is None and config.concurrency and not config.rate:
+        most = max(config.concurrency)
+        config = dataclasses.replace(config, max_num_seqs=most)
+        arguments = dataclasses.replace(arguments, settings={**arguments.settings, "max_num_seqs": most})
+        words = [*words, f"max_num_seqs={most}"]
+    plans = []
+    for name, each in decoder_arms(config, arguments):
+        opened: Any = partial(arms.engine_arm, name, each)
+        if config.api == "http" or config.peer:
+            program = arms.serve_program(_engine_words(words, each))
+            opened = partial(arms.served_arm, name, program, "/ready", **options)
+        plans.append(ArmPlan(name, opened))
+    if config.peer:
+        program = arms.vllm_program(config)
+        plans.append(
+            ArmPlan(config.peer, partial(arms.served_arm, config.peer, program, "/health", **options))
+        )
+    return plans
+
+
+def _already_open(arm: Arm) -> AbstractContextManager[Arm]:
+    return nullcontext(arm)
+
+
+def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[str, EngineArguments]]:
+    """The decoder with one token per pass, and then the one asked for if it is another one."""
+    from idlm.infer.cli.evaluate import AUTO, choose_baseline
+    from idlm.infer.decoders.base import choose_decoder
+    from idlm.infer.models.loader import read_outline
+
+    semantics = read_outline(
+        arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
+    ).semantics
+    decoder = choose_decoder(arguments.decoder, semantics).name
+    asked = dataclasses.replace(arguments, decoder=decoder)
+    baseline = choose_baseline(AUTO, semantics)
+    if baseline is None:
+        return [(decoder, asked)]
+    baseline = baseline.beside(decoder, arguments.options)
+    plain = dataclasses.replace(
+        arguments,
+        decoder=baseline.decoder,
+        options=baseline.options,
+        settings={**arguments.settings, "accelerators": {}},
+    )
+    is_same = baseline.is_decoder(decoder, arguments.options) and not arguments.settings["accelerators"]
+    return [(baseline.name, plain), *([] if is_same else [(decoder, asked)])]
+
+
+def _engine_words(words: Sequence[str], arguments: EngineArguments) -> list[str]:
+    """The arguments of a server with the decoder and the accelerators of `arguments`."""
+    own = {each.name for each in dataclasses.fields(BenchConfig)} - {"model"}
+    own -= {each.name for each in dataclasses.fields(EngineSettings)}
+    left_out = {"decoder", "sampling", *([] if arguments.settings["accelerators"] else ["accelerators"])}
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    kept = [
+        word
+        for key, word in zip(keys, words, strict=True)
+        if key not in own and key.partition(".")[0] not in left_out
+    ]
+    options = [f"decoder.{key}={show_default(value)}" for key, value in arguments.options.items()]
+    return [*kept, f"decoder={arguments.decoder}", *options]
+
+
+def make_loads(config: BenchConfig) -> list[Load]:
+    """One load for each concurrency, or each rate of arrival."""
+    closed: list[tuple[int | None, float | None]] = [(each, None) for each in config.concurrency]
+    return [_make_load(config, *each) for each in [(None, rate) for rate in config.rate] or closed]
+
+
+def _make_load(config: BenchConfig, concurrency: int | None, rate: float | None) -> Load:
+    num = config.num_requests or max(MIN_REQUESTS, 2 * (concurrency or 0))
+    dice = random.Random(config.seed)
+    lengths, scenario = [(config.input_tokens, config.output_tokens)] * num, "mixed"
+    if config.load == "mixed":
+        lengths = mixed_lengths(num, scale=config.scale, dice=dice)
+    else:
+        scenario = f"D({config.input_tokens},{config.output_tokens})"
+    jobs = make_jobs(
+        lengths,
+        dataclasses.replace(config.sampling, ignore_eos=config.ignore_eos),
+        ids=range(FIRST_ID, config.vocab_size),
+        # Other prompts than those of the other loads, whose KV may still be in a prefix cache.
+        dice=random.Random(f"{config.seed} {concurrency} {rate}"),
+        is_chat=config.endpoint == "chat",
+    )
+    arrivals = [] if rate is None else poisson_arrivals(num, rate, dice=random.Random(config.seed))
+    return Load(scenario, jobs, concurrency, rate, arrivals)
+
+
+def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str, Any]]:
+    """All loads on all arms, one arm after another; returns the rows, which are also written."""
+    loads, rows, first = make_loads(config), list[dict[str, Any]](), list[Any]()
+    with contextlib.ExitStack() as stack:
+        output: AnswerFile | None = None
+        if config.output is not None:
+            output = stack.enter_context(answer_file(config.output))
+        for plan in plans:
+            with plan.open() as arm:
+                parity = check_gate(arm, loads[0], first)
+                for load in loads:
+                    row = {"arm": arm.name, **arm.case, "parity_tokens": parity, **measure(arm, load)}
+                    row["over_first"] = _over_first(row, rows)
+                    rows.append(row)
+                    if output is not None:
+                        output.write({**row, "client": _fingerprint()})
+    return rows
+
+
+def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
+    """Compare greedy answers of an arm of ours with those of the first arm, kept in `first`; returns how many
+    tokens were compared. None for an arm that makes no such promise: another server, another way of decoding
+    than ar and isd, a lossy setting.
+    """
+    from idlm.infer.clients.arms import check_parity, greedy_jobs
+
+    can_tell = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
+    if not first:
+        is_plain = can_tell and arm.case["decoder"] == "ar"
+        first.append(arm.greedy(greedy_jobs(load.jobs, **PARITY)) if is_plain else None)
+        return None
+    if first[0] is None or not can_tell:
+        return None
+    answers = arm.greedy(greedy_jobs(load.jobs, **PARITY))
+    return check_parity(first[0], answers, rounding=arm.rounding)
+
+
+def measure(arm: Arm, load: Load) -> dict[str, Any]:
+    """Figures of one load, after requests with short answers that warm the arm up."""
+    from idlm.infer.clients.stats import aggregate
+
+    num = load.concurrency or MIN_REQUESTS
+    short = [
+        Job(job.prompt[::-1], dataclasses.replace(job.params, max_tokens=WARM_TOKENS))
+        for job in load.jobs[:num]
+    ]
+    arm.run(Load("warm-up", short, concurrency=num), on_done=lambda _: None)
+    rate = f"{load.rate:g}/s" if load.concurrency is None else f"C={load.concurrency}"
+    with Progress(f"{arm.name} {rate}", total=len(load.jobs)) as progress:
+        return aggregate(arm.run(load, on_done=progress.update), load)
+
+
+def _over_first(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+    """Output tokens per second over those of the first arm under this load."""
+    rate = "mean_output_throughput_tokens_per_s"
+    same = [each for each in rows if each["num_concurrency"] == row["num_concurrency"]]
+    return row[rate] / same[0][rate] if same and same[0][rate] else None
+
+
+def _fingerprint() -> dict[str, Any]:
+    from idlm.fingerprint import run_fingerprint
+
+    return run_fingerprint()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

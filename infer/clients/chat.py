@@ -1,0 +1,163 @@
+"""`idlm-chat`: a conversation on a terminal or through pipes, with an engine of this process or a server.
+
+Modules that import torch or httpx are imported inside functions, so that help and configuration errors come
+at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from idlm.cli import command
+from idlm.config import schema as schemas
+from idlm.config.compose import parse_value
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments, check_text, read_arguments
+from idlm.infer.clients.config import ChatConfig, check_unused
+
+if TYPE_CHECKING:
+    from idlm.infer.clients.answers import Answerer
+    from idlm.infer.clients.view import View
+
+COMMANDS = {
+    "/reset": "start over; the system prompt stays",
+    "/system TEXT": "set the system prompt; without a text there is none",
+    "/set NAME=VALUE": "change a sampling setting (temperature=0); alone it shows all",
+    "/help": "show these lines; a turn with a slash first needs a space before it",
+    "/exit": "end, as Ctrl-D does; Ctrl-C ends an answer and keeps what is there",
+}
+FIXED = ("n", "logprobs")
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(chat)
+
+
+def chat(arguments: list[str]) -> int:
+    """Run the command; returns the exit status, which is 1 if a turn that came through a pipe failed."""
+    if command.asks_for_help(arguments):
+        from idlm.infer.cli.help import CHAT, print_command_help
+
+        return print_command_help(CHAT, ChatConfig, arguments)
+    config, engine_arguments = read_arguments("chat", ChatConfig, arguments)
+    check_unused(config, engine_arguments)
+    answerer = _answerer(config, engine_arguments)
+    answerer.check_system(config.system)
+    from idlm.infer.clients.view import make_view
+
+    return Chat(answerer, make_view(has_stats=config.stats), config.sampling, config.system).run()
+
+
+def _answerer(config: ChatConfig, arguments: EngineArguments) -> Answerer:
+    if config.url is not None:
+        from idlm.infer.clients.http import Server
+
+        server = Server(config.url, api_key=config.api_key, model=config.model)
+        from idlm.infer.clients.answers import ServerAnswerer
+
+        return ServerAnswerer(server)
+    engine = arguments.load(is_shown=config.stats)
+    from idlm.infer.clients.answers import EngineAnswerer
+
+    return EngineAnswerer(engine)
+
+
+class Chat:
+    """One conversation: its turns, its system prompt and its sampling settings."""
+
+    def __init__(
+        self, answerer: Answerer, view: View, params: SamplingParams, system: str | None = None
+    ) -> None:
+        self._answerer, self._view, self._params, self._system = answerer, view, params, system
+        self._messages: list[dict[str, str]] = []
+        self._was_set: set[str] = set()
+
+    def run(self) -> int:
+        """Read lines until the input ends or one says so; returns the exit status."""
+        self._view.note(f"{self._answerer.name}; /help lists commands, Ctrl-D ends", is_greeting=True)
+        num_failed = 0
+        while True:
+            try:
+                line = self._view.read()
+                if line.startswith("/"):
+                    if _first_word(line) == "/exit":
+                        return int(num_failed > 0)
+                    self._command(*line.rstrip().partition(" ")[::2])
+                elif line.strip():
+                    self._turn(line.strip())
+            except EOFError:
+                return int(num_failed > 0)
+            except UserError as error:
+                self._view.note(f"error {error}")
+                num_failed += not self._view.is_terminal
+            except KeyboardInterrupt as interrupt:
+                # SIGTERM ends the command everywhere, Ctrl-C where there is no terminal to go on.
+                if isinstance(interrupt, command.Terminated) or not self._view.is_terminal:
+                    raise
+                self._view.note("")
+
+    def _turn(self, text: str) -> None:
+        """Answer one turn. A part of an answer stays when it is stopped; a turn without any is forgotten."""
+        check_text("this turn", text)
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        asked = [*self._messages, {"role": "user", "content": text}]
+        answer = ""
+        pieces = self._answerer.answer([*system, *asked], self._params, self._was_set)
+        try:
+            with closing(pieces):
+                for text_so_far in self._view.show(pieces):
+                    answer = text_so_far
+        finally:
+            if answer:
+                self._messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _command(self, name: str, text: str) -> None:
+        """A line that begins with a slash. Raises UserError for what it cannot do."""
+        match name:
+            case "/reset":
+                self._messages.clear()
+                self._view.note("the conversation starts over")
+            case "/system":
+                system = text.strip() or None
+                self._answerer.check_system(system)
+                self._system = system
+                self._view.note("the system prompt is set" if system else "there is no system prompt")
+            case "/set":
+                self._set(text.strip())
+            case "/help":
+                self._view.note("\n".join(f"{usage:<16} {what}" for usage, what in COMMANDS.items()))
+            case _:
+                raise UserError(
+                    "IDLM-0714",
+                    f"{name} is not a command of the chat",
+                    fix=f"use {', '.join(map(_first_word, COMMANDS))}, or put a space before a turn",
+                )
+
+    def _set(self, text: str) -> None:
+        names = [each.name for each in dataclasses.fields(SamplingParams) if each.name not in FIXED]
+        if text:
+            name, equals, value = text.partition("=")
+            name = name.strip().removeprefix("sampling.")
+            if name not in names or not equals:
+                what = f"{name} cannot be set here" if name in FIXED else f"cannot read {text!r}"
+                if equals and name not in FIXED:
+                    what = schemas.unknown_key(SamplingParams, name)
+                raise UserError(
+                    "IDLM-0714", what, fix=f"write /set NAME=VALUE with one of {', '.join(names)}"
+                )
+            self._params = dataclasses.replace(self._params, **{name: parse_value(name, value.strip())})
+            self._was_set.add(name)
+        self._view.note("  ".join(f"{name}={getattr(self._params, name)}" for name in names))
+
+
+def _first_word(text: str) -> str:
+    return text.split()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Loads: requests whose lengths are drawn, and the times at which they arrive. The same numbers give the same
+load, for every arm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from idlm.contracts import SamplingParams
+
+FIRST_ID = 3
+"""Lower ids are special tokens of many vocabularies."""
+MIXED_PROMPT, MIXED_ANSWER = (32, 2048), (64, 768)
+"""Least and most tokens of the mixed load."""
+WORDS = ("Mia", "has", "five", "nuts", "and", "Tom", "finds", "six", "pens", "but", "Lea", "has", "more")
+
+
+class Job(NamedTuple):
+    """One request: token ids, or a text for the chat template, and what is asked for it."""
+
+    prompt: list[int] | str
+    params: SamplingParams
+
+
+class Load(NamedTuple):
+    """Jobs, and how they come: `concurrency` at a time (closed loop), else at `arrivals`, in seconds from the
+    start (open loop). `scenario` is genai-bench's name: D(input,output) for fixed lengths.
+    """
+
+    scenario: str
+    jobs: list[Job]
+    concurrency: int | None = None
+    rate: float | None = None
+    arrivals: Sequence[float] = ()
+
+
+def mixed_lengths(num: int, *, scale: int = 1, dice: random.Random) -> list[tuple[int, int]]:
+    """Tokens of prompts (log-normal) and answers (uniform), divided by `scale`."""
+    (least, most), (shortest, longest) = MIXED_PROMPT, MIXED_ANSWER
+    prompts = [max(least, min(most, int(dice.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
+    answers = [dice.randrange(shortest, longest + 1) // scale for _ in range(num)]
+    return [(max(prompt, 1), max(answer, 1)) for prompt, answer in zip(prompts, answers)]
+
+
+def make_jobs(
+    lengths: Sequence[tuple[int, int]],
+    params: SamplingParams,
+    *,
+    ids: range,
+    dice: random.Random,
+    is_chat: bool = False,
+) -> list[Job]:
+    """Jobs with prompts of these lengths: token ids out of `ids`, or as many words. Seeds are
+    their numbers.
+    """
+    jobs = []
+    for seed, (length, max_tokens) in enumerate(lengths):
+        prompt: list[int] | str = [dice.randrange(ids.start, ids.stop) for _ in range(length)]
+        if is_chat:
+            prompt = " ".join(dice.choice(WORDS) for _ in range(length))
+        jobs.append(Job(prompt, dataclasses.replace(params, max_tokens=max_tokens, seed=seed)))
+    return jobs
+
+
+def poisson_arrivals(num: int, rate: float, *, dice: random.Random) -> list[float]:
+    """Times of `num` arrivals at `rate` per second; the first one is at once."""
+    gaps = (dice.expovariate(rate) for _ in range(num - 1))
+    return list(itertools.accumulate(gaps, initial=0.0))

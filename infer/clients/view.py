@@ -1,0 +1,170 @@
+"""What `idlm-chat` shows: on a terminal coloured answers above a status line, else plain text.
+
+Tokens that one forward pass emitted together have a colour, another one than the group before; single tokens
+have none. A server that does not count the tokens of its chunks has a colour for each.
+rich leaves colours out without a colour terminal and with NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from idlm.infer.clients.answers import Piece
+
+STYLES = ("cyan", "green", "yellow", "magenta")
+REFRESHES_PER_SECOND = 12
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that would let an answer command the terminal."""
+
+
+class View(Protocol):
+    """Where lines come from and answers go to."""
+
+    is_terminal: bool
+
+    def read(self) -> str:
+        """The next line. Raises EOFError after the last one."""
+        ...
+
+    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """Show an answer as it comes; yields all of it so far after each piece."""
+        ...
+
+    def note(self, text: str, *, is_greeting: bool = False) -> None:
+        """Say something that is no answer."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts of one answer."""
+
+    num_tokens: int | None = 0
+    num_pieces: int = 0
+    last: Piece = Piece("")
+    start: float = field(default_factory=time.perf_counter)
+
+    def add(self, piece: Piece) -> None:
+        """Count one more piece."""
+        counted = self.num_tokens is not None and piece.num_tokens is not None
+        self.num_tokens = (self.num_tokens or 0) + (piece.num_tokens or 0) if counted else None
+        self.num_pieces += 1
+        self.last = piece
+
+    def line(self) -> str:
+        """The status line. Until a server says how many passes there were, each piece counts as one."""
+        seconds = time.perf_counter() - self.start
+        if self.num_tokens is None:
+            return f"{self.num_pieces} chunks  {self.num_pieces / seconds:.0f} chunks/s"
+        num_forwards = self.last.num_forwards or self.num_pieces or 1
+        parts = [f"{self.num_tokens} tokens", f"{self.num_tokens / num_forwards:.2f} tokens/forward"]
+        if self.last.num_tested and self.last.num_accepted is not None:
+            parts.append(f"acceptance {self.last.num_accepted / self.last.num_tested:.2f}")
+        return "  ".join([*parts, f"{self.num_tokens / seconds:.0f} tokens/s"])
+
+
+class PlainView:
+    """Text without colours: for pipes and files. Notes go to standard error."""
+
+    is_terminal = False
+
+    def __init__(self, *, has_stats: bool) -> None:
+        self._has_stats = has_stats
+
+    def read(self) -> str:
+        """See `View`."""
+        # None: the command was started with standard input closed.
+        line = "" if sys.stdin is None else sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """See `View`."""
+        figures, text = Figures(), ""
+        try:
+            for piece in pieces:
+                figures.add(piece)
+                text += piece.text
+                shown = piece.text.translate(CONTROLS) if sys.stdout.isatty() else piece.text
+                print(shown, end="", flush=True)
+                yield text
+        finally:
+            if figures.num_pieces:
+                print(flush=True)
+        if self._has_stats:
+            self.note(figures.line())
+
+    def note(self, text: str, *, is_greeting: bool = False) -> None:
+        """See `View`."""
+        if not is_greeting:
+            print(text, file=sys.stderr)
+
+
+class TerminalView:
+    """A terminal. Whole lines of an answer are printed; the last line and the status are drawn anew."""
+
+    is_terminal = True
+
+    def __init__(self, console: Console, *, has_stats: bool) -> None:
+        self._console, self._has_stats = console, has_stats
+        with contextlib.suppress(ImportError):
+            # Lines can be edited and recalled.
+            import readline  # noqa: F401
+
+    def read(self) -> str:
+        """See `View`."""
+        return input("> ")
+
+    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """See `View`."""
+        figures, text, tail = Figures(), "", Text()
+        console, styles = self._console, itertools.cycle(STYLES)
+        try:
+            with Live(
+                console=console,
+                transient=True,
+                refresh_per_second=REFRESHES_PER_SECOND,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            ) as live:
+                for piece in pieces:
+                    figures.add(piece)
+                    text += piece.text
+                    tail.append(piece.text.translate(CONTROLS), next_style(piece, styles))
+                    *whole, tail = tail.wrap(console, console.width)
+                    for line in whole:
+                        console.print(line)
+                    status = Text(figures.line() if self._has_stats else "", "dim")
+                    live.update(Group(tail, status))
+                    yield text
+        finally:
+            if figures.num_pieces:
+                console.print(tail)
+        if self._has_stats:
+            console.print(Text(figures.line(), "dim"))
+
+    def note(self, text: str, *, is_greeting: bool = False) -> None:
+        """See `View`."""
+        self._console.print(Text(text, "dim"))
+
+
+def next_style(piece: Piece, styles: Iterator[str]) -> str:
+    """The style of a piece: the next one for a group of tokens, none for a single one."""
+    return "" if piece.num_tokens is not None and piece.num_tokens < 2 else next(styles)
+
+
+def make_view(*, has_stats: bool) -> View:
+    """A terminal's view if both input and output are one."""
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        return TerminalView(Console(highlight=False), has_stats=has_stats)
+    return PlainView(has_stats=has_stats)

@@ -1,0 +1,273 @@
+"""`idlm-chat` and `idlm-bench` with an engine of this process, with a server, and with another server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import ServeConfig, read_arguments
+from idlm.infer.clients.answers import Answerer, EngineAnswerer, Piece, ServerAnswerer
+from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program
+from idlm.infer.clients.bench import bench, check_gate, make_loads, measure, plan_arms
+from idlm.infer.clients.chat import Chat, chat
+from idlm.infer.clients.config import BenchConfig
+from idlm.infer.clients.http import Server
+from idlm.text.tokenizer import encode_messages
+from tests.contracts.engines import clear_answers
+from tests.integration.server.servers import (
+    PATIENCE,
+    PROMPT,
+    SETTINGS,
+    SPARE_ROW,
+    Client,
+    checkpoint,
+    reference,
+)
+from tests.interrupts import ctrl_c_raises
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9)
+SHORT = ["sampling.temperature=0", "sampling.max_tokens=9"]
+ENGINE = [
+    *(f"{name}={value}" for name, value in SETTINGS.items()),
+    *(f"model={checkpoint()}", f"mask_token_id={SPARE_ROW}", "decoder=isd", "decoder.stride=3"),
+]
+SMALL = ["load=fixed", "input_tokens=8", "output_tokens=6", "num_requests=3"]
+FAKE_VLLM = f"""#!{sys.executable}
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        self.wfile.write(json.dumps({{"data": [{{"id": sys.argv[2], "owned_by": "vllm"}}]}}).encode())
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200); self.end_headers()
+        usage = {{"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}}
+        for chunk in ({{"choices": [{{"text": "a"}}]}}, {{"choices": [], "usage": usage}}):
+            self.wfile.write(f"data: {{json.dumps(chunk)}}\\n\\n".encode())
+        self.wfile.write(b"data: [DONE]\\n\\n")
+    def log_message(self, *_):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Client]:
+    """A server as `idlm-bench` starts one."""
+    with launched(serve_program(ENGINE), "/ready", seconds=PATIENCE) as url:
+        client = Client(url, None)
+        yield client
+        client.client.close()
+
+
+@pytest.fixture(scope="module")
+def answerers(server: Client) -> dict[str, Answerer]:
+    return {"engine": EngineAnswerer(reference()), "server": ServerAnswerer(Server(server.url))}
+
+
+class ScriptedView:
+    """A terminal with prepared lines. Ctrl-C comes after `interrupt_at` pieces of an answer."""
+
+    is_terminal = True
+
+    def __init__(self, *lines: str, interrupt_at: int = 0) -> None:
+        self._lines, self._interrupt_at = iter(lines), interrupt_at
+        self.answers, self.notes = list[str](), list[str]()
+        self.pieces: list[Piece] = []
+
+    def read(self) -> str:
+        line = next(self._lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        self.answers.append("")
+        for number, piece in enumerate(pieces, start=1):
+            self.pieces.append(piece)
+            self.answers[-1] += piece.text
+            yield self.answers[-1]
+            if number == self._interrupt_at:
+                self._interrupt_at = 0
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def note(self, text: str, *, is_greeting: bool = False) -> None:
+        self.notes.append(text)
+
+
+def expected(*texts: str, system: str | None = None, params: SamplingParams = GREEDY) -> Completion:
+    """The greedy answer to turns that alternate between user and assistant; rounding decides none of it."""
+    roles = ("user", "assistant")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    turns = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    [done] = clear_answers(reference(), [encode_messages(reference().tokenizer, [*first, *turns])], params)
+    return done
+
+
+@pytest.mark.parametrize("kind", ["engine", "server"])
+def test_a_chat_keeps_its_turns_and_obeys_its_commands(kind: str, answerers: dict[str, Answerer]) -> None:
+    view = ScriptedView(
+        *(PROMPT, "How many?", "/set foo=1", "/nonsense", "/reset", PROMPT),
+        *("/system Tom has 4 nuts.", "/reset", PROMPT, "/set max_tokens=2", "Lea has 3 hats. " * 60, PROMPT),
+        *("/help", "/exit", "not read"),
+    )
+    assert Chat(answerers[kind], view, GREEDY).run() == 0
+    first, third = expected(PROMPT).text, expected(PROMPT, system="Tom has 4 nuts.").text
+    second = expected(PROMPT, first, "How many?").text
+    assert view.answers[:4] == [first, second, first, third]
+    assert len(view.answers[-1]) < len(third)
+    notes = "\n".join(view.notes)
+    for words in ("unknown key 'foo'", "/nonsense is not a command", "max_tokens=2", "starts over"):
+        assert words in notes
+    assert re.search(r"IDLM-0(412|709).*tokens", notes), "a turn too long is refused, and the chat goes on"
+
+
+@pytest.mark.parametrize("kind", ["engine", "server"])
+def test_pieces_are_passes(kind: str, answerers: dict[str, Answerer]) -> None:
+    view = ScriptedView(PROMPT)
+    Chat(answerers[kind], view, GREEDY).run()
+    done = expected(PROMPT)
+    assert sum(piece.num_tokens or 0 for piece in view.pieces) == len(done.token_ids)
+    last = view.pieces[-1]
+    assert (last.num_forwards, last.num_accepted, last.num_tested) == (
+        done.num_forwards,
+        sum(done.accepted_by_position),
+        sum(done.tested_by_position),
+    )
+
+
+@pytest.mark.parametrize("kind", ["engine", "server"])
+def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
+    kind: str, answerers: dict[str, Answerer], server: Client
+) -> None:
+    view = ScriptedView(PROMPT, "How many?", interrupt_at=2)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with ctrl_c_raises():
+        assert Chat(answerers[kind], view, params).run() == 0
+    part, second = view.answers
+    assert 0 < len(part) < len(second)
+    assert second == expected(PROMPT, part, "How many?", params=params).text
+    assert not reference().has_work
+    server.wait_until_idle()
+
+
+def test_a_chat_through_pipes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: Client
+) -> None:
+    for where in (ENGINE, [f"url={server.url}"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n\n/reset\n{PROMPT}"))
+        assert chat([*where, *SHORT]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.splitlines() == [expected(PROMPT).text] * 2
+        assert "tokens/forward" in captured.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/nonsense\n"))
+    assert chat([f"url={server.url}"]) == 1
+
+
+def test_a_checkpoint_without_a_template_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference().tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match="IDLM-0215"):
+        EngineAnswerer(reference())
+
+
+def test_bench_measures_ar_first_and_compares_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, figure = tmp_path / "out.jsonl", tmp_path / "out.svg"
+    files = [f"output={output}", f"plot={figure}"]
+    assert bench([*ENGINE, *SMALL, "concurrency=1,2", *files]) == 0
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["arm"], row["num_concurrency"]) for row in rows] == [
+        ("ar", 1),
+        ("ar", 2),
+        ("isd", 1),
+        ("isd", 2),
+    ]
+    assert all(row["num_error_requests"] == 0 and row["num_completed_requests"] == 3 for row in rows)
+    assert all(row["stats"]["num_output_tokens"]["sum"] == 18 for row in rows)
+    assert [row["parity_tokens"] is None for row in rows] == [True, True, False, False]
+    assert rows[0]["tokens_per_forward"] == 1 and rows[2]["over_first"] > 0
+    assert figure.stat().st_size > 1000
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("arm ") and len(table) == 6
+
+
+def test_bench_refuses_a_decoder_that_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = EngineArm.greedy
+
+    def wrong(arm: EngineArm, jobs: Any) -> list[Greedy]:
+        answers = greedy(arm, jobs)
+        assert all(len(each.token_ids) == len(each.margins) for each in answers)
+        change = int(arm.name == "isd")
+        ids = answers[0].token_ids
+        return [Greedy((ids[0] + change, *ids[1:]), (9.0,) * len(ids)), *answers[1:]]
+
+    monkeypatch.setattr(EngineArm, "greedy", wrong)
+    with pytest.raises(UserError, match=r"IDLM-0711.*prompt 0, token 0"):
+        bench([*ENGINE, *SMALL, "concurrency=1"])
+
+
+def test_bench_of_a_server_counts_what_fails(server: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"url={server.url}"
+    assert bench([url, "load=fixed", "input_tokens=8", "output_tokens=6", "num_requests=4", "rate=40"]) == 0
+    assert bench([url, *SMALL, "endpoint=chat", "concurrency=2"]) == 0
+    capsys.readouterr()
+    assert bench([url, *SMALL, "input_tokens=500", "concurrency=2"]) == 1
+    captured = capsys.readouterr()
+    assert "3 of 3 requests failed; the first one: status 400" in captured.err
+    assert captured.out.splitlines()[1].split()[3:5] == ["0", "3"]
+
+
+def test_servers_of_ours_pass_the_gate_too(server: Client, tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    arms = plan_arms(
+        *read_arguments("bench", BenchConfig, [f"url=[{server.url},{server.url}]", f"output={output}"]), []
+    )
+    load, first = make_loads(read_arguments("bench", BenchConfig, ["model=x", *SMALL])[0])[0], list[Any]()
+    with arms[1].open() as arm:
+        jobs_of_ar = EngineArm("ar", reference())
+        jobs_of_ar.case["decoder"] = "ar"
+        assert check_gate(jobs_of_ar, load, first) is None
+        num_compared = check_gate(arm, load, first)
+    assert num_compared is not None and num_compared > 0
+
+
+def test_vllm_runs_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "vllm"
+    fake.write_text(FAKE_VLLM)
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{tmp_path}")
+    words = [*ENGINE, *SMALL, "concurrency=[2]", "peer=vllm"]
+    config, arguments = read_arguments("bench", BenchConfig, words)
+    *_, plan = plan_arms(config, arguments, words)
+    with plan.open() as arm:
+        row = measure(arm, make_loads(config)[0])
+    assert (arm.name, arm.case["server"], row["num_completed_requests"]) == ("vllm", "vllm", 3)
+    assert row["stats"]["num_output_tokens"]["sum"] == 18 and row["tokens_per_forward"] is None
+    fake.write_text("#!/bin/sh\necho no GPU >&2\nexit 3\n")
+    with pytest.raises(UserError, match=r"(?s)IDLM-0712.*status 3.*no GPU"), plan.open():
+        pass
+
+
+def test_a_server_of_ours_gets_the_engines_arguments() -> None:
+    bench_words = [*ENGINE, *SMALL, "concurrency=[2]", "api=http", "sampling.temperature=0"]
+    config, arguments = read_arguments("bench", BenchConfig, bench_words)
+    for plan, decoder in zip(plan_arms(config, arguments, bench_words), ("ar", "isd"), strict=True):
+        _, program, ready = plan.open.args  # type: ignore[attr-defined]
+        words = [word.replace("{port}", "0") for word in program[3:]]
+        served, engine = read_arguments("serve", ServeConfig, words)
+        assert (plan.name, ready, engine.decoder) == (decoder, "/ready", decoder)
+        assert engine.options == ({"stride": 3} if decoder == "isd" else {})
+        assert served.options() == {**config.options(), "max_num_seqs": 4}

@@ -1,0 +1,206 @@
+"""Loads, figures and the parity gate of `idlm-bench`, and what its options mean."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import read_arguments
+from idlm.infer.clients.arms import Greedy, _margin, check_parity, vllm_program
+from idlm.infer.clients.bench import bench, make_loads
+from idlm.infer.clients.config import BenchConfig, ChatConfig
+from idlm.infer.clients.generator import Record
+from idlm.infer.clients.http import ChunkReader, RequestFailure, sampling_fields
+from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.stats import aggregate, stat_field
+
+GENAI_BENCH = {
+    *("scenario", "num_concurrency", "batch_size", "iteration_type", "run_duration", "requests_per_second"),
+    *(f"mean_{name}_throughput_tokens_per_s" for name in ("output", "input", "total_tokens")),
+    *("error_codes_frequency", "error_rate", "num_error_requests", "num_completed_requests", "num_requests"),
+    "stats",
+}
+"""Fields of `aggregated_metrics` in a result of genai-bench 0.0.5."""
+
+
+def refusal(*arguments: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        bench(list(arguments))
+    return caught.value
+
+
+def test_percentiles_interpolate() -> None:
+    found = stat_field([4.0, 1.0, 3.0, 2.0])
+    assert (found["min"], found["max"], found["mean"], found["sum"]) == (1, 4, 2.5, 10)
+    assert (found["p25"], found["p50"], found["p75"]) == (1.75, 2.5, 3.25)
+    assert found["stddev"] == pytest.approx(1.25**0.5)
+    assert found["p99"] == pytest.approx(3.97)
+    assert set(stat_field([]).values()) == {None}
+
+
+def test_figures_have_the_names_and_formulas_of_genai_bench() -> None:
+    good = Record(
+        1.0, times=[1.5, 2.0, 3.0], end=3.0, num_input_tokens=10, num_output_tokens=7, num_forwards=4
+    )
+    good.num_accepted, good.num_tested = 3, 6
+    single = Record(2.0, times=[2.5], end=2.5, num_input_tokens=5, num_output_tokens=1)
+    bad = Record(2.0, end=6.0, error="status 429: wait", error_code=429)
+    row = aggregate([good, single, bad], Load("mixed", [], concurrency=2))
+    assert set(row) >= GENAI_BENCH
+    assert row["run_duration"] == 5.0
+    assert row["mean_output_throughput_tokens_per_s"] == pytest.approx(8 / 5)
+    assert row["mean_total_tokens_throughput_tokens_per_s"] == pytest.approx(23 / 5)
+    assert (row["num_requests"], row["num_completed_requests"], row["num_error_requests"]) == (3, 2, 1)
+    assert row["error_codes_frequency"] == {"429": 1} and row["first_error"] == "status 429: wait"
+    stats = row["stats"]
+    assert (stats["ttft"]["min"], stats["ttft"]["max"]) == (0.5, 0.5)
+    assert stats["tpot"]["sum"] == pytest.approx(1.5 / 6), "one token has no time between tokens"
+    assert stats["output_inference_speed"]["sum"] == pytest.approx(4)
+    assert (stats["itl"]["min"], stats["itl"]["max"]) == (0.5, 1.0)
+    # The server of `single` counts no passes.
+    assert row["tokens_per_forward"] == pytest.approx(7 / 4) and row["acceptance_rate"] == 0.5
+
+
+def test_a_load_without_one_answer_has_figures() -> None:
+    row = aggregate([Record(1.0, end=2.0, error="no")], Load("mixed", [], rate=3.0))
+    assert row["error_rate"] == 1 and row["stats"]["ttft"]["p50"] is None
+    assert row["tokens_per_forward"] is None
+    assert (row["num_concurrency"], row["arrival_requests_per_second"]) == (3.0, 3.0)
+
+
+def test_the_mixed_load_is_that_of_the_recorded_runs() -> None:
+    """The draws of `benchmarks.serve` before it shared this code, so that its rows can be compared."""
+    dice = random.Random(1)
+    lengths = mixed_lengths(3, dice=dice)
+    jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=range(99), dice=dice)
+    plain = random.Random(1)
+    prompts = [max(32, min(2048, int(plain.lognormvariate(5.9, 0.8)))) for _ in range(3)]
+    answers = [plain.randrange(64, 769) for _ in range(3)]
+    assert lengths == list(zip(prompts, answers, strict=True))
+    assert [job.prompt for job in jobs] == [
+        [plain.randrange(99) for _ in range(length)] for length in prompts
+    ]
+    assert [(job.params.max_tokens, job.params.seed) for job in jobs] == list(zip(answers, range(3)))
+
+
+def test_loads_of_the_options() -> None:
+    words = [
+        "model=x",
+        "load=fixed",
+        "input_tokens=3",
+        "output_tokens=5",
+        "concurrency=[1,20]",
+        "vocab_size=9",
+    ]
+    config, _ = read_arguments("bench", BenchConfig, words)
+    one, many = make_loads(config)
+    assert (one.scenario, one.concurrency, len(one.jobs), len(many.jobs)) == ("D(3,5)", 1, 16, 40)
+    assert all(len(job.prompt) == 3 and job.params.max_tokens == 5 for job in many.jobs)
+    assert {token for job in many.jobs for token in job.prompt} <= {*range(3, 9)}
+    assert [job.prompt for job in one.jobs] != [job.prompt for job in many.jobs[:16]], "prefix caches"
+    config, _ = read_arguments("bench", BenchConfig, [*words, "rate=[50]", "endpoint=chat"])
+    [opened] = make_loads(config)
+    assert opened.concurrency is None and isinstance(opened.jobs[0].prompt, str)
+    assert len(opened.jobs[0].prompt.split()) == 3
+    assert list(opened.arrivals) == sorted(opened.arrivals) and opened.arrivals[0] == 0
+
+
+def test_arrivals_have_their_rate() -> None:
+    arrivals = poisson_arrivals(4001, 50.0, dice=random.Random(3))
+    assert arrivals[-1] == pytest.approx(80, rel=0.1)
+
+
+def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
+    first = [Greedy((5, 6, 7), (1.0, 0.01, 1.0)), Greedy((8,), (2.0,))]
+    assert check_parity(first, first, rounding=1e-3) == 4
+    near = [Greedy((5, 9, 9), (1.0, 1.0, 1.0)), first[1]]
+    assert check_parity(first, near, rounding=0.1) == 2
+    for other in (near, [Greedy((5, 6, 9), (1.0,) * 3), first[1]], [Greedy((5,), (1.0,)), first[1]]):
+        with pytest.raises(UserError, match="IDLM-0711"):
+            check_parity(first, other, rounding=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], "IDLM-0438", "url=http"),
+        (["model=x", "concurrency=0,1"], "IDLM-0101", "concurrency=0"),
+        (["model=x", "rate=0"], "IDLM-0101", "rate=0"),
+        (["model=x", "concurrency=[]"], "IDLM-0101", "no load"),
+        (["model=x", "num_requests=0", "scale=0"], "IDLM-0101", "scale=0"),
+        (["url=http://127.0.0.1:1", "peer=vllm"], "IDLM-0101", "peer="),
+        (["model=x", "peer_options=--x"], "IDLM-0101", "needs peer="),
+        (["url=http://127.0.0.1:1", "device=cpu"], "IDLM-0710", "device"),
+        (["url=http://127.0.0.1:1", "decoder.stride=3"], "IDLM-0710", "decoder"),
+        (["url=http://127.0.0.1:1"], "IDLM-0707", "idlm-serve"),
+        (["url=127.0.0.1:1"], "IDLM-0707", "http://HOST"),
+        (["model=x", "plot=there/is/none.png"], "IDLM-0442", "plot="),
+        (["model=x", "plot=figure"], "IDLM-0442", ".svg"),
+        (["model=x", "overwrite=true"], "IDLM-0439", "output="),
+        (["model=x", "peer=sglang"], "IDLM-0101", "vllm"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], code: str, said: str) -> None:
+    error = refusal(*words)
+    assert error.code == code and said in str(error)
+
+
+def test_vllm_gets_the_limits_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config, _ = read_arguments(
+        "bench",
+        BenchConfig,
+        ["model=x", "peer=vllm", "max_num_seqs=9", "prefix_cache=false", "peer_options='--enforce-eager'"],
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="IDLM-0713"):
+        vllm_program(config)
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    program = vllm_program(config)
+    assert program[1:3] == ["serve", "x"] and program[-1] == "--enforce-eager"
+    assert "--no-enable-prefix-caching" in program and "--max-model-len" not in program
+    assert program[program.index("--max-num-seqs") + 1] == "9"
+
+
+def test_a_request_names_what_is_not_the_default() -> None:
+    assert sampling_fields(SamplingParams()) == {}
+    params = SamplingParams(temperature=0, max_tokens=3, stop=("a",), logprobs=2, n=2)
+    assert sampling_fields(params) == {"temperature": 0, "max_tokens": 3, "stop": ("a",)}
+    assert sampling_fields(SamplingParams(), {"temperature"}) == {"temperature": 1.0}
+
+
+def test_margins_are_between_the_two_likeliest() -> None:
+    assert _margin([-3.0, -1.0, -1.5]) == 0.5
+    assert _margin([-1.0]) == 0
+
+
+def test_a_server_needs_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "idlm.infer.clients.http")
+    assert refusal("url=http://127.0.0.1:1").code == "IDLM-0704"
+
+
+def test_streams_that_break_off_or_hold_errors_fail() -> None:
+    reader = ChunkReader()
+    assert reader.read(": comment") is None and reader.read("") is None
+    assert reader.read('data: {"choices": []}') == {"choices": []}
+    with pytest.raises(RequestFailure, match="DONE"):
+        reader.check_end()
+    assert reader.read("data: [DONE]") is None
+    reader.check_end()
+    failures: list[Any] = ['{"error": {"message": "engine lost"}}', "{", "[]"]
+    for failure, words in zip(failures, ("engine lost", "holds", "holds"), strict=True):
+        with pytest.raises(RequestFailure, match=words):
+            reader.read(f"data: {failure}")
+
+
+@pytest.mark.parametrize("word", ["sampling.n=2", "chat_template=none"])
+def test_a_chat_has_one_answer_and_a_template(word: str) -> None:
+    with pytest.raises(UserError, match="a chat (has one answer|needs the chat template)"):
+        read_arguments("chat", ChatConfig, ["model=x", word])
