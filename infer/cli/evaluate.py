@@ -12,8 +12,10 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
@@ -22,35 +24,17 @@ from idlm.infer.cli.config import EngineArguments, EvaluateConfig, read_argument
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.progress import engine_name
 from idlm.infer.cli.prompts import PromptLine
-from idlm.semantics import Semantics
+from idlm.infer.evaluation.arms import AUTO, Arm, choose_baseline, read_arms, with_options_of
+from idlm.infer.evaluation.statistics import paired_difference, share_interval
 
 if TYPE_CHECKING:
     from idlm.infer.cli.answers import AnswerProgress
     from idlm.infer.engine import Engine
     from idlm.tasks import Task, TaskSample, Verdict
 
-AUTO = "auto"
 NUM_SEEDS = 2**63
-
-
-class Baseline(NamedTuple):
-    """What is compared with: its name in the table, a decoder and the options of that decoder."""
-
-    name: str
-    decoder: str
-    options: dict[str, Any]
-
-    def beside(self, decoder: str, options: dict[str, Any]) -> Baseline:
-        """Itself, with the options of the compared decoder that it keeps."""
-        from idlm.infer.decoders.base import DECODERS
-
-        kept = DECODERS.get(self.decoder).baseline_keeps if decoder == self.decoder else ()
-        return self._replace(options={key: options[key] for key in kept if key in options} | self.options)
-
-    def is_decoder(self, decoder: str, options: dict[str, Any]) -> bool:
-        """Whether a decoder with these options is this baseline; None stands for an option's default."""
-        given, own = ({k: v for k, v in each.items() if v is not None} for each in (options, self.options))
-        return self.name == decoder or (decoder, given) == (self.decoder, own)
+DEFAULT_NUM = 200
+"""Prompts of a generated task."""
 
 
 def main() -> int:
@@ -73,10 +57,8 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
     why.
     """
-    from idlm.tasks import TASKS
-
-    task = TASKS.get(config.task)(level=config.level)
-    samples = _check(config, task)
+    task = load_task(config)
+    samples, arms = _check(config, task), read_arms(config.compare)
     params = config.sampling
     name, evaluation, baseline = _evaluate(arguments, task, samples, params, baseline=config.baseline)
     results = {name: evaluation}
@@ -84,19 +66,44 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
         baseline = baseline.beside(name, arguments.options)
     if baseline is not None and baseline.is_decoder(name, arguments.options):
         print(f"baseline={baseline.name} is the decoder itself, so there is no comparison", file=sys.stderr)
-    elif baseline is not None:
-        params = dataclasses.replace(params, decoder_options={}, tau=0.0)
-        plain = EngineArguments(
-            model=arguments.model,
-            decoder=baseline.decoder,
-            settings=arguments.settings | {"accelerators": {}},
-            options=baseline.options,
-        )
-        results = {baseline.name: _evaluate(plain, task, samples, params)[1], **results}
+        baseline = None
+    params = dataclasses.replace(params, decoder_options={}, tau=0.0)
+    if baseline is not None:
+        results = {
+            baseline.name: _evaluate(baseline.arguments(arguments), task, samples, params)[1],
+            **results,
+        }
+    for arm in arms:
+        compared = with_options_of(arm, name, arguments.options).arguments(arguments)
+        results[arm.name] = _evaluate(compared, task, samples, params)[1]
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
     return int(any(result.num_failed for result in results.values()))
+
+
+def load_task(config: EvaluateConfig) -> Task:
+    """The task of `task=`: generated, or read from the file `data=`. UserError for an unknown name, a file
+    that is missing or is not the task's, and one that it does not take.
+    """
+    from idlm.infer.evaluation.file_tasks import FILE_TASKS
+    from idlm.tasks import TASKS
+
+    name, is_file_task = config.task, config.task in FILE_TASKS.names()
+    if is_file_task and config.data is not None:
+        task: Task = FILE_TASKS.get(name).load(name, config.data, allow_code=config.allow_code)
+        return task
+    if is_file_task or config.data is not None:
+        if not is_file_task:
+            TASKS.get(name)
+        raise UserError(
+            "IDLM-0485",
+            f"task={name} {'reads a file of problems' if is_file_task else 'makes its problems itself'}, "
+            f"and data={config.data}",
+            fix="give data=FILE" if is_file_task else "leave data= out",
+        )
+    generated: Task = TASKS.get(name)(level=config.level)
+    return generated
 
 
 def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
@@ -105,9 +112,14 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
 
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
-    if config.num < 1:
-        raise UserError("IDLM-0443", f"num={config.num} prompts", fix="give num >= 1")
-    return task_samples(task, config.split, config.num)
+    records = getattr(task, "records", None)
+    most = DEFAULT_NUM if records is None else len(records)
+    num = most if config.num is None else config.num
+    if num < 1 or (records is not None and num > most):
+        raise UserError(
+            "IDLM-0443", f"num={num} prompts", fix=f"give num in [1, {most}]" if records else "give num >= 1"
+        )
+    return task_samples(task, config.split, num)
 
 
 def _evaluate(
@@ -117,7 +129,7 @@ def _evaluate(
     params: SamplingParams,
     *,
     baseline: str | None = None,
-) -> tuple[str, Evaluation, Baseline | None]:
+) -> tuple[str, Evaluation, Arm | None]:
     """Return the name of the engine's decoder and accelerators, its figures, and the baseline, which is
     checked before anything is decoded. The engine's memory is free again afterwards, so that the next one can
     size its own.
@@ -140,46 +152,29 @@ def _evaluate(
     return name, result, chosen
 
 
-def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
-    """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
-    the decoder does not fit the checkpoint.
-    """
-    from idlm.infer.decoders.base import DECODERS, fitting_decoders
-
-    if given is None:
-        return None
-    if given == AUTO:
-        for name in fitting_decoders(semantics):
-            options = DECODERS.get(name).baseline
-            if options is not None:
-                values = [str(value) for value in options.values() if value is not None]
-                label = ":".join((name, *values)) if values or not options else f"{name}:one by one"
-                return Baseline(label, name, dict(options))
-        return None
-    name, chosen = given, DECODERS.get(given)
-    try:
-        chosen(chosen.Config(), semantics)
-    except UserError as error:
-        raise UserError(
-            error.code,
-            f"baseline={name} does not fit the checkpoint: {error.message}",
-            fix="leave baseline out (auto: one token per pass), or give baseline=null for none",
-        ) from error
-    return Baseline(name, name, {})
-
-
 def table(results: dict[str, Evaluation]) -> str:
-    """Plain text, one line per decoder."""
+    """Plain text, one line per decoder, with 95 % confidence intervals; then each one's difference to the
+    first, over the same prompts.
+    """
     width = max(10, *map(len, results))
     lines = [
-        f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'acceptance':>10} {'TPF':>6} "
-        f"{'tokens/s':>9}"
+        f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'95%-interval':>13} {'acceptance':>10} "
+        f"{'TPF':>6} {'tokens/s':>9}"
     ]
     for name, result in results.items():
         acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.3f}"
+        share = share_interval(result.scores)
         lines.append(
-            f"{name:<{width}} {result.exactness:<9} {result.exact_match:>11.3f} {acceptance:>10} "
+            f"{name:<{width}} {result.exactness:<9} {result.exact_match:>11.3f} "
+            f"{f'{share.low:.3f}-{share.high:.3f}':>13} {acceptance:>10} "
             f"{result.tokens_per_forward:>6.2f} {result.tokens_per_second:>9.0f}"
+        )
+    (first, reference), *others = results.items()
+    for name, result in others:
+        difference = paired_difference(result.scores, reference.scores)
+        lines.append(
+            f"{name} - {first}: {difference.value:+.3f} in exact match, 95% interval "
+            f"{difference.low:+.3f} to {difference.high:+.3f}, {result.num_prompts} prompts in pairs"
         )
     return "\n".join(lines)
 
@@ -187,14 +182,15 @@ def table(results: dict[str, Evaluation]) -> str:
 def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
     from idlm.infer.cli.answers import figures
 
-    prompts = [sample.prompt for sample in samples for _ in range(n)]
+    asked = [sample for sample in samples for _ in range(n)]
     with answer_file(output) as answers:
         for name, result in results.items():
-            for prompt, done, verdict in zip(prompts, result.completions, result.verdicts, strict=True):
+            for sample, done, verdict in zip(asked, result.completions, result.verdicts, strict=True):
                 answers.write(
                     {
                         "decoder": name,
-                        "prompt": prompt,
+                        "prompt": sample.prompt,
+                        "reference": sample.response,
                         "verdict": dataclasses.asdict(verdict),
                         "completion": figures(done),
                     }
@@ -225,6 +221,13 @@ class Evaluation:
     def num_failed(self) -> int:
         """Answers that ended with an error."""
         return sum(done.error is not None for done in self.completions)
+
+    @property
+    def scores(self) -> list[float]:
+        """For each prompt, the share of its answers that are correct."""
+        n = len(self.verdicts) // self.num_prompts
+        correct = [verdict.correct for verdict in self.verdicts]
+        return [sum(correct[start : start + n]) / n for start in range(0, len(correct), n)]
 
     @property
     def tokens_per_forward(self) -> float:
@@ -288,7 +291,9 @@ def evaluate(
     completions = [done for _, done in AnswerRun(engine, iter(lines), progress=progress)]
     seconds = time.perf_counter() - start
     prompts = [sample.prompt for sample in samples for _ in range(params.n)]
-    verdicts = [_verdict(task, prompt, done) for prompt, done in zip(prompts, completions, strict=True)]
+    # Threads, for tasks that check an answer in a process of its own.
+    with ThreadPoolExecutor(getattr(task, "num_workers", 1)) as pool:
+        verdicts = list(pool.map(partial(_verdict, task), prompts, completions))
     errors = [done.error for done in completions if done.error is not None]
     if errors:
         failed = f"{len(errors)} of {len(completions)} answers failed and count as wrong"

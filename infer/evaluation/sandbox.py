@@ -8,7 +8,6 @@ who judges. Paper: arXiv 2604.11035, appendix H.4 (a sandboxed subprocess with a
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import subprocess
@@ -133,11 +132,6 @@ def _refuse(why: str) -> NoReturn:
     raise UserError(
         "IDLM-0480",
         f"programs are not run, because the sandbox for them cannot be built here: {why}",
-        fix="allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; in Docker, a seccomp profile that "
-        "permits unshare and mount), use Linux 5.14 or newer on x86-64, or take another task",
+        fix="allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; in Docker, a seccomp profile "
+        "that permits unshare and mount), use Linux 5.14 or newer on x86-64, or take another task",
     )
-
-
-def num_workers() -> int:
-    """Programs that run at a time."""
-    return max(1, os.cpu_count() or 1)
