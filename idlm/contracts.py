@@ -34,13 +34,18 @@ class SamplingParams:
     min_p: float = option("drop tokens below this fraction of the highest probability; 0 is off", 0.0)
     seed: int | None = option("random stream of each prompt; null draws a fresh one", None)
     max_tokens: int | None = option(
-        "longest answer; null: 512, and 128 with decoder=full, whose answers have this many places", None
+        "longest answer; null: 512, and 128 with decoder=full, whose answers have this many places; 0 only "
+        "with prompt_logprobs",
+        None,
     )
     stop: tuple[str, ...] = option("strings that end the answer", ())
     stop_token_ids: tuple[int, ...] = option("token ids that end the answer", ())
     ignore_eos: bool = option("continue past the end-of-sequence token", False)
     logprobs: int | None = option(
         "also return the model's own log-probabilities, with this many alternatives per token", None
+    )
+    prompt_logprobs: int | None = option(
+        "also return those of the prompt's tokens, with this many alternatives per token", None
     )
     n: int = option("answers per prompt", 1)
     tau: float = option(
@@ -75,23 +80,24 @@ class SamplingParams:
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Each field, whether its value is allowed, and what is allowed."""
-        has_seed, has_logprobs = self.seed is not None, self.logprobs is not None
-        options = self.decoder_options
+        has_seed, options, scores = self.seed is not None, self.decoder_options, self.prompt_logprobs
+        least_tokens = 1 if scores is None else 0
         return (
             ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
             ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
             ("top_k", _is_int(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
             ("min_p", is_number(self.min_p, 0, 1), "in [0, 1]"),
             ("seed", not has_seed or _is_int(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
-            ("max_tokens", self.max_tokens is None or _is_int(self.max_tokens, 1), "an integer >= 1"),
+            (
+                "max_tokens",
+                self.max_tokens is None or _is_int(self.max_tokens, least_tokens),
+                f"an integer >= {least_tokens}",
+            ),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
             ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
-            (
-                "logprobs",
-                not has_logprobs or _is_int(self.logprobs, 0, MAX_LOGPROBS),
-                f"an integer in [0, {MAX_LOGPROBS}]",
-            ),
+            ("logprobs", _is_count(self.logprobs), f"an integer in [0, {MAX_LOGPROBS}]"),
+            ("prompt_logprobs", _is_count(scores), f"an integer in [0, {MAX_LOGPROBS}]"),
             ("n", _is_int(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
             ("tau", is_number(self.tau, 0), "a finite number >= 0 (0 is exact)"),
             ("decoder_options", isinstance(options, dict) and all(map(_is_text, options)), "a dict by name"),
@@ -123,15 +129,20 @@ def _is_int(value: object, least: int, most: float = LARGEST_NUMBER) -> bool:
     return isinstance(value, int) and is_number(value, least, most)
 
 
+def _is_count(num_top: object) -> bool:
+    """Whether it is None or a number of alternatives."""
+    return num_top is None or _is_int(num_top, 0, MAX_LOGPROBS)
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (nats) of an emitted token under the model's own distribution, before temperature.
+    """Log-probability (nats) of a token under the model's own distribution, before temperature.
 
-    `top` holds those of the most likely tokens, as many as `SamplingParams.logprobs` asks for.
+    `top` holds those of the most likely tokens, as many as were asked for, the likeliest first.
     """
 
     token_id: int
@@ -150,6 +161,8 @@ class Completion:
     `tested_by_position[j]` drafts at position j+1 were tested and `accepted_by_position[j]` accepted; drafts
     after a stop do not count. `exactness` is "exact" if the answer follows the distribution that its decoder
     stands for (ar, isd: the AR model's; block: that of the unmasking procedure), else "lossy".
+    `prompt_logprobs`, if they were asked for and of the first sample (`index` 0) only, has an entry for each
+    token of the prompt; the first one, which nothing precedes, is None.
     """
 
     request_id: str
@@ -165,6 +178,7 @@ class Completion:
     seed: int | None = None
     exactness: str = "exact"
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
 
     @property

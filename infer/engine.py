@@ -43,7 +43,8 @@ from idlm.text.detokenizer import Detokenizer
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
-    `logprobs` holds one entry per token if the request asked for them. `error` is set if the answer is not
+    `logprobs` holds one entry per token if the request asked for them. The first event has the
+    `prompt_logprobs` of `Completion`. `error` is set if the answer is not
     complete: IDLM-0448 (out of memory), IDLM-0457 (nonfinite logits) or IDLM-0473 (decoded otherwise after a
     preemption).
     """
@@ -55,6 +56,7 @@ class StreamEvent:
     completion: Completion | None
     error: UserError | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class Engine:
@@ -264,6 +266,7 @@ class Engine:
         if self._stride_controller is not None:
             schedule.mode = self._stride_controller.choose(Load.of(schedule))
         self._rooms.choose(schedule)
+        schedule.prompt_rows = schedule.find_prompt_rows()
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
         return True
@@ -280,7 +283,9 @@ class Engine:
                 ],
                 step.widths,
             )
-            if self._stride_controller is not None:
+            for request, place, logprobs in step.prompt_logprobs():
+                request.add_prompt_logprobs(place, logprobs)
+            if self._stride_controller is not None and step.schedule.prompt_rows is None:
                 load = Load.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())
             for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
@@ -300,6 +305,10 @@ class Engine:
             again = decoded_otherwise(request.request_id, len(request.token_ids))
             self._fail(request, again, invalidate=True)
             return
+        if request.params.max_tokens == 0:
+            request.finish_reason = "length"
+            self._events.append(self._event(request, (), ""))
+            return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
         self.scheduler.book(request, num_before, waited=emission.waited)
@@ -312,19 +321,24 @@ class Engine:
         is_done = request.finish_reason is not None
         if is_done and request in self._texts:
             text += self._texts[request].finish()
-        completion = self._finish(request) if is_done else None
-        self._events.append(
-            StreamEvent(
-                request_id=request.request_id,
-                index=request.index,
-                token_ids=tuple(new_ids),
-                text=text,
-                completion=completion,
-                logprobs=tuple(logprobs),
-            )
-        )
+        self._events.append(self._event(request, tuple(new_ids), text, logprobs))
         if emission.nonfinite and not is_done:
             self._fail_nonfinite(request)
+
+    def _event(
+        self, request: Request, new_ids: tuple[int, ...], text: str, logprobs: Iterable[TokenLogprob] = ()
+    ) -> StreamEvent:
+        """The event of new tokens, with the completion if they finish the request."""
+        is_first = len(request.token_ids) == len(new_ids)
+        return StreamEvent(
+            request_id=request.request_id,
+            index=request.index,
+            token_ids=new_ids,
+            text=text,
+            completion=None if request.finish_reason is None else self._finish(request),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=request.all_prompt_logprobs() if is_first else None,
+        )
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
         """Append emitted tokens up to the one that stops the answer; returns those tokens and their text.

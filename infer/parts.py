@@ -125,7 +125,7 @@ class EngineParts:
         what the runner raises for such a canvas.
         """
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
-        num_new, num_canvases = answer_length(params), self.decoder.num_canvases(params)
+        num_new, num_canvases = max(1, answer_length(params)), self.decoder.num_canvases(params)
         longest, num_slots = min(context, len(prompt_ids) + num_new), self.pool.num_pages * page_size
         self.runner.check_canvas(longest, longest - len(prompt_ids), num_canvases)
         needed = self.scheduler.slots_needed(longest, longest, num_canvases)
@@ -158,9 +158,11 @@ def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) ->
             f"request {request_id!r}: stop_token_ids {outside[:5]} are not in the vocabulary [0, {num_rows})",
             fix="give ids of the checkpoint's own tokenizer",
         )
-    if params.logprobs is not None and params.logprobs > num_rows:
-        raise UserError(
-            "IDLM-0411",
-            f"request {request_id!r}: logprobs={params.logprobs}, but the vocabulary has {num_rows} tokens",
-            fix=f"give logprobs <= {num_rows}",
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        num_top = getattr(params, name)
+        if num_top is not None and num_top > num_rows:
+            raise UserError(
+                "IDLM-0411",
+                f"request {request_id!r}: {name}={num_top}, but the vocabulary has {num_rows} tokens",
+                fix=f"give {name} <= {num_rows}",
+            )

@@ -24,7 +24,8 @@ class Request:
     `max_length` bounds prompt and answer together; a pass feeds `num_canvases` of them (full diffusion),
     each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
-    `tested` count drafts by position.
+    `tested` count drafts by position. `prompt_logprobs` are those of the prompt's tokens from the second one
+    on, as far as they are known.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_forwards: int = 0
     num_steps: int = 0
     accepted: list[int] = field(default_factory=list)
@@ -65,6 +67,27 @@ class Request:
         if end <= num_prompt:
             return self.prompt_ids[start:end]
         return self.prompt_ids[start:] + self.token_ids[max(start - num_prompt, 0) : end - num_prompt]
+
+    @property
+    def num_unscored(self) -> int:
+        """Number of prompt tokens whose log-probabilities are asked for and not known yet. Only the first of
+        a request's samples computes them.
+        """
+        if self.params.prompt_logprobs is None or self.index > 0:
+            return 0
+        return len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
+
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
+        """Note those of the tokens from `start` on, some of which may be known: they were computed again."""
+        num_known = 1 + len(self.prompt_logprobs)
+        assert start <= num_known, f"{start=} {num_known=}"
+        self.prompt_logprobs += logprobs[num_known - start :]
+
+    def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """See `Completion.prompt_logprobs`."""
+        if self.params.prompt_logprobs is None or self.index > 0:
+            return None
+        return (None, *self.prompt_logprobs)
 
     def repeats(self, token_id: int) -> bool:
         """Whether an emitted token was emitted before; counts it."""
@@ -115,6 +138,7 @@ class Request:
             seed=self.params.seed,
             exactness=exactness,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=self.all_prompt_logprobs(),
             error=None if error is None else f"{error.code}: {error.message}",
         )
 

@@ -230,6 +230,9 @@ class Scheduler:
         if cache is None:
             return self.pool.reserve(lane, num_slots)
         most = self._kv_policy.num_reusable(request.num_known)
+        if request.num_unscored:
+            # Only rows that are computed have log-probabilities of their next tokens.
+            most = min(most, len(request.prompt_logprobs))
         shared = cache.chain(self._page_keys(request, most // size)[: most // size])
         if not self.pool.reserve(lane, num_slots, shared):
             return False

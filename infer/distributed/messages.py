@@ -14,7 +14,7 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.state.batch import RowRoom, Schedule, lane_of
+from idlm.infer.state.batch import PromptRows, RowRoom, Schedule, lane_of
 
 Message = dict[str, Any]
 PARAMS = (
@@ -24,6 +24,7 @@ PARAMS = (
     "min_p",
     "seed",
     "logprobs",
+    "prompt_logprobs",
     "tau",
     "max_tokens",
     "decoder_options",
@@ -63,6 +64,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "mode": schedule.mode,
         "num_wanted": schedule.num_wanted,
         "room": None if schedule.room is None else dataclasses.asdict(schedule.room),
+        "prompt_rows": None if schedule.prompt_rows is None else dataclasses.asdict(schedule.prompt_rows),
     }
 
 
@@ -92,6 +94,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         mode=message["mode"],
         num_wanted=message["num_wanted"],
         room=None if message["room"] is None else RowRoom(**message["room"]),
+        prompt_rows=None if message["prompt_rows"] is None else PromptRows(**message["prompt_rows"]),
     )
 
 

@@ -131,10 +131,11 @@ class StaticStep:
         self._step.runner.pool.flush()
         table = self._step.table
         shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
-        graph = self._graph(shape, schedule) if self.captures else None
+        # Graphs keep no hidden states of prompts.
+        graph = self._graph(shape, schedule) if self.captures and schedule.prompt_rows is None else None
         if graph is None:
             columns = self._columns(schedule, shape.num_sequences)
-            return self._step(self._batch(shape, to_device(columns, self._device)))
+            return self._step(self._batch(shape, to_device(columns, self._device)), schedule.prompt_rows)
         columns = self._columns(schedule, graph.columns_3B.shape[1])
         # In steady decoding nothing changes from pass to pass.
         if graph.columns != columns:

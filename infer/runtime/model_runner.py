@@ -3,15 +3,15 @@ cache and kernels; `sparse_pass.py` does so for sparse passes.
 
 Nothing here waits for the device, and with `Batch.num_rows` given no shape depends on the contents of
 tensors, so a pass runs as it is or in a CUDA graph.
-Shapes: R rows, X wanted rows, N query heads, K KV heads (top-k tokens in `StepResult`), H head dim, B
-sequences, J tokens that a pass can emit, V vocabulary.
+Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, B sequences, J tokens that a pass can
+emit.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -22,10 +22,11 @@ from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, MemoryPlan, Transient
 from idlm.infer.models.loader import LoadedModel, Outline
+from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.sparse.view import AttentionLists
-from idlm.infer.state.batch import Batch, RowRoom, Schedule, StepOutcome, StepPlan
+from idlm.infer.state.batch import Batch, PromptRows, RowRoom, Schedule, StepPlan
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
@@ -43,14 +44,14 @@ class StepResult:
     the numbers of rows that it asked for, as in `ActiveBlocks` (wanted, fed, kept; 0: the decoder or the
     runner does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token
     ids. `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the
-    emitted tokens, and ids and logprobs of the most likely tokens.
+    emitted tokens. `prompt_logprobs`: those of tokens of prompts, in the order of `PromptRows`; None if no
+    request asks.
     """
 
     counts_BJ: Tensor
     widths: RowRoom
-    logprobs_BJ: Tensor | None = None
-    top_ids_BJK: Tensor | None = None
-    top_logprobs_BJK: Tensor | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Step:
     table: SequenceState
     runner: PassRunner
 
-    def __call__(self, batch: Batch) -> StepResult:
+    def __call__(self, batch: Batch, prompt_rows: PromptRows | None = None) -> StepResult:
         """Feed `batch`, commit the outcome into the table, and report it."""
         plan = self.decoder.plan(self.table, batch)
         wanted = self.runner.forward(plan)
@@ -71,10 +72,17 @@ class Step:
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
         counts = (outcome.nonfinite_B, *_room(batch, plan), outcome.num_emitted_B, *drafts)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
-        result = StepResult(counts_BJ=counts_BJ, widths=_widths(plan, wanted))
-        if batch.num_top is None:
-            return result
-        return _with_logprobs(result, wanted.logits(), plan, outcome, num_top=batch.num_top)
+        scored = prompt_scored = None
+        if batch.num_top is not None:
+            scored = emitted_logprobs(wanted.logits(), plan, outcome, num_top=batch.num_top)
+        if prompt_rows is not None:
+            prompt_scored = prompt_logprobs(wanted, plan, self.table, prompt_rows)
+        return StepResult(
+            counts_BJ=counts_BJ,
+            widths=_widths(plan, wanted),
+            logprobs=scored,
+            prompt_logprobs=prompt_scored,
+        )
 
 
 def _room(batch: Batch, plan: StepPlan) -> list[Tensor]:
@@ -101,7 +109,8 @@ class EagerStep:
 
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass."""
-        return self.step(schedule.batch(self.step.table.device, self.step.decoder.num_rows))
+        batch = schedule.batch(self.step.table.device, self.step.decoder.num_rows)
+        return self.step(batch, schedule.prompt_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,31 +309,3 @@ class PagedKV:
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""
         return self.cache.attend(number, q_RNH, self.plan, scale=self.scale)
-
-
-def _with_logprobs(
-    result: StepResult, logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *, num_top: int
-) -> StepResult:
-    """Add log-probabilities under the model's own distribution, before temperature and truncation."""
-    token_ids_BJ = outcome.token_ids_BJ
-    offsets_J = torch.arange(token_ids_BJ.shape[1], device=token_ids_BJ.device)
-    rows_BJ = (plan.first_logit_B[:, None] + offsets_J).clamp(max=len(logits_XV) - 1)
-    logits_BJV = logits_XV[rows_BJ]
-    probs_BJV = torch.log_softmax(logits_BJV.double(), dim=-1)
-    top_ids_BJK = _likeliest(logits_BJV, min(num_top, probs_BJV.shape[-1]))
-    return replace(
-        result,
-        logprobs_BJ=probs_BJV.gather(-1, token_ids_BJ[..., None])[..., 0],
-        top_ids_BJK=top_ids_BJK,
-        top_logprobs_BJK=probs_BJV.gather(-1, top_ids_BJK),
-    )
-
-
-def _likeliest(logits_BJV: Tensor, num: int) -> Tensor:
-    """Ids of the `num` largest logits, the lower id first among equal ones. topk promises no order of ties,
-    so it sorts keys without ties: an integer that orders as the fp32 logit does, then the id.
-    """
-    bits_BJV = (logits_BJV.float() + 0.0).view(torch.int32)  # + 0.0: -0 is 0.
-    keys_BJV = (bits_BJV ^ ((bits_BJV >> 31) & 0x7FFFFFFF)).long() << 32
-    keys_BJV -= torch.arange(logits_BJV.shape[-1], device=logits_BJV.device)
-    return keys_BJV.topk(num, dim=-1).indices

@@ -120,8 +120,9 @@ class InflightStep:
         result = worker.launch(schedule)
         self.widths = result.widths
         self._counts = _to_host(result.counts_BJ)
-        logprobs = (result.logprobs_BJ, result.top_ids_BJK, result.top_logprobs_BJK)
-        self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
+        self._logprobs = [_to_host(tensor) for tensor in result.logprobs or ()]
+        self._prompt_rows = schedule.prompt_rows
+        self._prompt_logprobs = [_to_host(tensor) for tensor in result.prompt_logprobs or ()]
         self._event = _mark(worker.device)
         self._check = worker.check
         self._seconds = time.perf_counter() - launch_time
@@ -159,10 +160,27 @@ class InflightStep:
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,
-                    logprobs=[] if wanted is None else _read(wanted, b, token_ids, logprobs),
+                    logprobs=[]
+                    if wanted is None
+                    else _read(wanted, token_ids, [values_BJ[b] for values_BJ in logprobs]),
                 )
             )
         return emissions
+
+    def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprob]]]:
+        """Requests, and log-probabilities of tokens of their prompts, from which place on. After
+        `emissions`.
+        """
+        rows, found = self._prompt_rows, []
+        if rows is None:
+            return []
+        values, end = [tensor.tolist() for tensor in self._prompt_logprobs], 0
+        for request, place, count in zip(self.requests, rows.starts, rows.counts, strict=True):
+            own, end = [each[end : end + count] for each in values], end + count
+            num_top, token_ids = request.params.prompt_logprobs, request.prompt_ids[place + 1 :][:count]
+            if count and num_top is not None:
+                found.append((request, place + 1, _read(num_top, token_ids, own)))
+        return found
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
@@ -181,13 +199,9 @@ def _to_host(result: Tensor) -> Tensor:
     return on_host.copy_(result, non_blocking=True)
 
 
-def _read(num_top: int, b: int, token_ids: list[int], results: list[Any]) -> list[TokenLogprob]:
-    chosen_BJ, top_ids_BJK, top_BJK = results
+def _read(num_top: int, token_ids: list[int], results: list[Any]) -> list[TokenLogprob]:
+    """`Logprobs` of these tokens as lists, which may be longer."""
     return [
-        TokenLogprob(
-            token_id=token_id,
-            logprob=chosen_BJ[b][j],
-            top=dict(zip(top_ids_BJK[b][j][:num_top], top_BJK[b][j][:num_top], strict=True)),
-        )
-        for j, token_id in enumerate(token_ids)
+        TokenLogprob(token_id=token_id, logprob=logprob, top=dict(zip(ids[:num_top], top, strict=False)))
+        for token_id, logprob, ids, top in zip(token_ids, *results, strict=False)
     ]

@@ -31,6 +31,17 @@ class RowRoom:
         return self.fed >= other.fed and self.kept >= other.kept and self.head >= other.head
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """Rows of a pass whose log-probabilities of the prompt's next token are asked for: `counts[b]` rows of
+    request b, from its first one on, which is known token `starts[b]`. `num_top`: as in `Batch`.
+    """
+
+    starts: list[int]
+    counts: list[int]
+    num_top: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """One pass as the scheduler decides it: its requests, oldest first, and what happens before it.
@@ -40,7 +51,8 @@ class Schedule:
     pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
     ones lose their KV, and `resumed` ones get (part of) it back.
     `mode`: which of the decoder's modes lays the pass out. Rows that the pass is likely to need (`RowRooms`;
-    None: unknown): `room`, if it may drop rows, else `num_wanted` of the head.
+    None: unknown): `room`, if it may drop rows, else `num_wanted` of the head. `prompt_rows`: None if no
+    request of the pass asks for log-probabilities of its prompt.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -55,6 +67,7 @@ class Schedule:
     num_lookahead_tokens: int = 1
     num_wanted: int | None = None
     room: RowRoom | None = None
+    prompt_rows: PromptRows | None = None
 
     @property
     def num_top(self) -> int | None:
@@ -99,6 +112,19 @@ class Schedule:
             is_greedy=self.is_greedy,
             num_canvases=self.num_canvases,
         )
+
+    def find_prompt_rows(self) -> PromptRows | None:
+        """`prompt_rows`, before the pass is launched."""
+        asked = [request.params.prompt_logprobs for request in self.requests if request.num_unscored]
+        if not asked:
+            return None
+        counts = [0] * len(self.requests)
+        for b, (request, num_feed) in enumerate(zip(self.requests, self.num_feed, strict=True)):
+            if request.num_unscored:
+                counts[b] = max(0, min(num_feed, len(request.prompt_ids) - 1 - request.num_computed))
+        starts = [request.num_computed for request in self.requests]
+        num_top = max(number or 0 for number in asked)
+        return PromptRows(starts=starts, counts=counts, num_top=num_top) if any(counts) else None
 
     def certain_rows(self) -> list[int]:
         """Of what is fed, for each request, the rows that the device has not stored yet for sure."""

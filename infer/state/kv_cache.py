@@ -126,12 +126,21 @@ class KVWritePolicy:
                 f"tau={params.tau} relaxes the acceptance of drafts, and this decoder has none",
                 fix="leave tau out (0), or use decoder=isd",
             )
-        if params.logprobs is not None and self.kind != "append":
+        if self.kind == "append":
+            return
+        if params.logprobs is not None:
             raise UserError(
                 "IDLM-0449",
                 f"logprobs={params.logprobs}: diffusion cannot report log-probabilities, because a token is "
                 "emitted some passes after it was drawn, when its distribution is gone",
                 fix="leave logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
+            )
+        if params.prompt_logprobs is not None:
+            raise UserError(
+                "IDLM-0449",
+                f"prompt_logprobs={params.prompt_logprobs}: the rows of this decoder's prompts see tokens "
+                "behind them, so they have no log-probabilities of the next one",
+                fix="leave prompt_logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
             )
 
 

@@ -96,7 +96,7 @@ class WantedRows:
     def logits(self) -> Tensor:
         """Logits [X, V] of all wanted rows; computed once."""
         if self._logits_XV is None:
-            self._logits_XV = self._logits_of(self.rows_X)
+            self._logits_XV = self.logits_of(self.rows_X)
         return self._logits_XV
 
     def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
@@ -129,9 +129,10 @@ class WantedRows:
         parts = []
         for start, stop in pairwise(ends):
             rows = slice(start, stop)
-            parts.append(propose(self._logits_of(self.rows_X[rows]), rows))
+            parts.append(propose(self.logits_of(self.rows_X[rows]), rows))
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
     @torch.inference_mode()
-    def _logits_of(self, rows_Y: Tensor) -> Tensor:
+    def logits_of(self, rows_Y: Tensor) -> Tensor:
+        """Logits [Y, V] of any rows of the pass."""
         return self.head(self.hidden_RD[rows_Y])

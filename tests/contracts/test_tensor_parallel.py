@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ def test_draws_and_logprobs(pair: TensorParallelGroup, foreseeing: Path) -> None
         SamplingParams(temperature=0.9, top_p=0.95, seed=2**62 + k, max_tokens=16, logprobs=k, n=2)
         for k in range(3)
     ]
+    params[2] = replace(params[2], prompt_logprobs=1)
     prompts = prompts_of([3, 9, 20], vocab_size=CYCLE)
     one = build_engine(foreseeing, "isd", stride=3).generate(prompts, params)
     engine = group_engine(pair, foreseeing, "isd", stride=3, **AS_ON_A_GPU)
@@ -139,7 +141,11 @@ def test_draws_and_logprobs(pair: TensorParallelGroup, foreseeing: Path) -> None
         assert mine.token_ids == other.token_ids
         assert mine.logprobs is not None
         assert other.logprobs is not None
-        for found, expected in zip(mine.logprobs, other.logprobs, strict=True):
+        pairs = [*zip(mine.logprobs, other.logprobs, strict=True)]
+        assert (mine.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        pairs += zip((mine.prompt_logprobs or ())[1:], (other.prompt_logprobs or ())[1:], strict=True)
+        for found, expected in pairs:
+            assert found is not None and expected is not None
             assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
 
 

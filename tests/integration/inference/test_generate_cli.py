@@ -137,6 +137,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
         assert set(record) == {
             *("prompt", "request_id", "index", "text", "token_ids", "finish_reason", "num_prompt_tokens"),
             *("num_forwards", "accepted_by_position", "tested_by_position", "seed", "exactness", "logprobs"),
+            "prompt_logprobs",
             *("num_cached_tokens", "tokens_per_forward", "acceptance_rate", "error"),
             *("decoder", "accelerators", "run_config"),
         }

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
-from idlm.infer.runtime import model_runner
-from idlm.infer.state.batch import RowRoom
+from idlm.infer.runtime.logprobs import emitted_logprobs, likeliest
 from idlm.kernels.experts import Routing, route
 from idlm.kernels.prefix_ranking import select_largest
 from idlm.kernels.sampling import draw, judged_draws, row_probs
@@ -69,21 +68,17 @@ def test_of_equally_confident_places_the_left_one_is_decided_first(device: str, 
     assert chosen_BW[0].nonzero()[:, 0].tolist() == [3, 4, 5]
 
 
-def test_of_equal_logprobs_the_lower_id_is_reported_first(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_equal_logprobs_the_lower_id_is_reported_first(device: str) -> None:
     logits_V = ties_in_the_middle(1000, device)
     logits_V[5], logits_V[6] = 0.0, -0.0
     plan: Any = SimpleNamespace(first_logit_B=torch.zeros(1, dtype=torch.int64, device=device))
     outcome: Any = SimpleNamespace(token_ids_BJ=torch.zeros(1, 1, dtype=torch.int64, device=device))
-    counts = model_runner.StepResult(counts_BJ=outcome.token_ids_BJ, widths=RowRoom(fed=1, kept=1, head=1))
-    told = model_runner._with_logprobs(counts, logits_V[None], plan, outcome, num_top=20)
-    assert told.top_ids_BJK is not None and told.top_logprobs_BJK is not None
-    assert told.top_ids_BJK.flatten().tolist() == [40, 41, 700, *range(42, 59)]
-    everything = model_runner._likeliest(logits_V[None, None], 1000).flatten().tolist()
+    told = emitted_logprobs(logits_V[None], plan, outcome, num_top=20)
+    assert told.top_ids.flatten().tolist() == [40, 41, 700, *range(42, 59)]
+    everything = likeliest(logits_V[None, None], 1000).flatten().tolist()
     assert everything == (-logits_V).argsort(stable=True).tolist()
     law_V = torch.log_softmax(logits_V.double(), -1)
-    assert torch.equal(told.top_logprobs_BJK.flatten(), law_V[told.top_ids_BJK.flatten()])
+    assert torch.equal(told.top.flatten(), law_V[told.top_ids.flatten()])
 
 
 def test_of_equal_slots_an_accelerator_keeps_the_first_at_any_prefix(device: str) -> None:
