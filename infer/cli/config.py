@@ -75,6 +75,14 @@ class EvaluateConfig(EngineSettings):
         "ledger",
     )
     data: str | None = option("the task's problems, as published: JSON lines (or .gz) or a JSON list", None)
+    harness: Literal["idlm", "lm_eval"] = option(
+        "lm_eval runs a task of lm-eval on the file data=, with its own prompts and metrics (extra: eval)",
+        "idlm",
+    )
+    fewshot_data: str | None = option(
+        "harness=lm_eval: the file of the examples in a prompt; null is none, unless the task writes them",
+        None,
+    )
     allow_code: bool = option("run programs that the model writes, in a sandbox (humaneval, mbpp)", False)
     level: str = option("level of a generated task", "tiny")
     split: str = option("train, validation or test, of a generated task", "test")
@@ -246,7 +254,7 @@ def check_paths(config: GenerateConfig | EvaluateConfig | ServeConfig) -> None:
     """Raise UserError IDLM-0438 without model=, IDLM-0464 for an empty path, such as that of an unset shell
     variable, and IDLM-0439 for an option of a file that is not given.
     """
-    for name in ("model", "base", "input", "output", "data"):
+    for name in ("model", "base", "input", "output", "data", "fewshot_data"):
         value = getattr(config, name, None)
         if value is not None and not value.strip():
             raise UserError(

@@ -7,7 +7,6 @@ Modules that import torch are imported inside functions, so that help and config
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 import time
 import warnings
@@ -24,7 +23,7 @@ from idlm.infer.cli.config import EngineArguments, EvaluateConfig, read_argument
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.progress import engine_name
 from idlm.infer.cli.prompts import PromptLine
-from idlm.infer.evaluation.arms import AUTO, Arm, choose_baseline, read_arms, with_options_of
+from idlm.infer.evaluation.arms import AUTO, read_arms, run_arms
 from idlm.infer.evaluation.statistics import paired_difference, share_interval
 
 if TYPE_CHECKING:
@@ -57,25 +56,20 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
     why.
     """
+    if config.harness == "lm_eval":
+        from idlm.infer.evaluation.lm_eval_run import run_lm_eval
+
+        return run_lm_eval(config, arguments)
     task = load_task(config)
-    samples, arms = _check(config, task), read_arms(config.compare)
-    params = config.sampling
-    name, evaluation, baseline = _evaluate(arguments, task, samples, params, baseline=config.baseline)
-    results = {name: evaluation}
-    if baseline is not None:
-        baseline = baseline.beside(name, arguments.options)
-    if baseline is not None and baseline.is_decoder(name, arguments.options):
-        print(f"baseline={baseline.name} is the decoder itself, so there is no comparison", file=sys.stderr)
-        baseline = None
-    params = dataclasses.replace(params, decoder_options={}, tau=0.0)
-    if baseline is not None:
-        results = {
-            baseline.name: _evaluate(baseline.arguments(arguments), task, samples, params)[1],
-            **results,
-        }
-    for arm in arms:
-        compared = with_options_of(arm, name, arguments.options).arguments(arguments)
-        results[arm.name] = _evaluate(compared, task, samples, params)[1]
+    samples = _check(config, task)
+
+    def work(engine: Engine, params: SamplingParams) -> Evaluation:
+        from idlm.infer.cli.answers import AnswerProgress
+
+        with AnswerProgress(engine_name(engine), total=len(samples) * params.n) as progress:
+            return evaluate(engine, task, samples, params, progress=progress)
+
+    results = run_arms(arguments, config.sampling, work, baseline=config.baseline, compare=config.compare)
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
@@ -112,6 +106,7 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
 
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
+    read_arms(config.compare)
     records = getattr(task, "records", None)
     most = DEFAULT_NUM if records is None else len(records)
     num = most if config.num is None else config.num
@@ -120,36 +115,6 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
             "IDLM-0443", f"num={num} prompts", fix=f"give num in [1, {most}]" if records else "give num >= 1"
         )
     return task_samples(task, config.split, num)
-
-
-def _evaluate(
-    arguments: EngineArguments,
-    task: Task,
-    samples: Sequence[TaskSample],
-    params: SamplingParams,
-    *,
-    baseline: str | None = None,
-) -> tuple[str, Evaluation, Arm | None]:
-    """Return the name of the engine's decoder and accelerators, its figures, and the baseline, which is
-    checked before anything is decoded. The engine's memory is free again afterwards, so that the next one can
-    size its own.
-    """
-    import torch
-
-    from idlm.infer.cli.answers import AnswerProgress
-
-    engine = arguments.load()
-    try:
-        chosen, name = choose_baseline(baseline, engine.semantics), engine_name(engine)
-        with AnswerProgress(name, total=len(samples) * params.n) as progress:
-            result = evaluate(engine, task, samples, params, progress=progress)
-    finally:
-        engine.close()
-    del engine
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return name, result, chosen
 
 
 def table(results: dict[str, Evaluation]) -> str:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from idlm.config.compose import parse_value
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
+from idlm.infer.cli.progress import engine_name
 from idlm.semantics import Semantics
 
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine
+
 AUTO = "auto"
+T = TypeVar("T")
 
 
 class Arm(NamedTuple):
@@ -94,3 +104,54 @@ def read_arms(texts: Sequence[str]) -> list[Arm]:
 def with_options_of(arm: Arm, decoder: str, options: dict[str, Any]) -> Arm:
     """An arm of `compare=` that has the compared decoder also has its other options."""
     return arm._replace(options=options | arm.options) if arm.decoder == decoder else arm
+
+
+def run_arms(
+    arguments: EngineArguments,
+    params: SamplingParams,
+    work: Callable[[Engine, SamplingParams], T],
+    *,
+    baseline: str | None,
+    compare: Sequence[str],
+) -> dict[str, T]:
+    """What `work` returns for each decoder, by its name: the baseline first, then the given decoder with its
+    accelerators, then those of `compare`. The baseline is checked before anything is decoded.
+    """
+    arms = read_arms(compare)
+
+    def first(engine: Engine) -> tuple[str, Arm | None, T]:
+        chosen = choose_baseline(baseline, engine.semantics)
+        return engine_name(engine), chosen, work(engine, params)
+
+    name, base, own = with_engine(arguments, first)
+    base = None if base is None else base.beside(name, arguments.options)
+    if base is not None and base.is_decoder(name, arguments.options):
+        print(f"baseline={base.name} is the decoder itself, so there is no comparison", file=sys.stderr)
+        base = None
+    others = dataclasses.replace(params, decoder_options={}, tau=0.0)
+    results = {name: own}
+    if base is not None:
+        compared = base.arguments(arguments)
+        results = {base.name: with_engine(compared, partial(work, params=others)), **results}
+    for arm in arms:
+        compared = with_options_of(arm, name, arguments.options).arguments(arguments)
+        results[arm.name] = with_engine(compared, partial(work, params=others))
+    return results
+
+
+def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
+    """What `work` returns for an engine, whose memory is free again afterwards, so that the next one can size
+    its own.
+    """
+    import torch
+
+    engine = arguments.load()
+    try:
+        result = work(engine)
+    finally:
+        engine.close()
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
