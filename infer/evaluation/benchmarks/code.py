@@ -15,7 +15,9 @@ from idlm.infer.evaluation.sandbox import Program, Sandbox
 from idlm.tasks import Verdict
 
 
-class _CodeTask(FileTask):
+class CodeTask(FileTask):
+    """What is right is decided by running it."""
+
     num_workers: ClassVar = max(1, os.cpu_count() or 1)
     sandbox: Sandbox
 
@@ -29,7 +31,7 @@ class _CodeTask(FileTask):
                 fix="give allow_code=true: they run in a sandbox without network and without your files",
             )
         task = super().load(name, path, allow_code=allow_code)
-        assert isinstance(task, _CodeTask)
+        assert isinstance(task, CodeTask)
         task.sandbox = Sandbox()
         return task
 
@@ -46,7 +48,7 @@ class _CodeTask(FileTask):
 
 
 @FILE_TASKS.register("humaneval")
-class HumanEval(_CodeTask):
+class HumanEval(CodeTask):
     """164 functions to complete; pass@1."""
 
     fields: ClassVar = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
@@ -70,7 +72,7 @@ class HumanEval(_CodeTask):
 
 
 @FILE_TASKS.register("mbpp")
-class Mbpp(_CodeTask):
+class Mbpp(CodeTask):
     """Short functions with three asserts each: problems 11 to 510, the test split (257 sanitized ones)."""
 
     fields: ClassVar = {"prompt|text": str, "code": str, "test_list": list, "task_id": int}
@@ -79,7 +81,11 @@ class Mbpp(_CodeTask):
     def normalised(cls, record: Record) -> Record:
         """Both published files: `prompt` and `test_imports`, or `text` and `test_setup_code`."""
         setup = [*record.get("test_imports", ()), record.get("test_setup_code", "")]
-        return {**record, "prompt": record.get("prompt", record.get("text")), "setup": "\n".join(setup)}
+        return {
+            **record,
+            "prompt": record.get("prompt", record.get("text")),
+            "setup": "\n".join(filter(None, setup)),
+        }
 
     @classmethod
     def is_wanted(cls, record: Record) -> bool:
