@@ -1,5 +1,5 @@
 """`idlm-eval`: exact match, acceptance and tokens per forward of a decoder on a task whose answers a program
-can check, next to those of a baseline.
+can check, next to those of a baseline and of other decoders.
 
 Modules that import torch are imported inside functions, so that help and configuration errors come at once.
 """
@@ -61,7 +61,7 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
 
         return run_lm_eval(config, arguments)
     task = load_task(config)
-    samples = _check(config, task)
+    samples = check_samples(config, task)
 
     def work(engine: Engine, params: SamplingParams) -> Evaluation:
         from idlm.infer.cli.answers import AnswerProgress
@@ -100,7 +100,7 @@ def load_task(config: EvaluateConfig) -> Task:
     return generated
 
 
-def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
+def check_samples(config: EvaluateConfig, task: Task) -> list[TaskSample]:
     """Return the samples, after finding every mistake that can be found without a model."""
     from idlm.infer.decoders.base import DECODERS
 
