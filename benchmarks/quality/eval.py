@@ -23,6 +23,7 @@ from idlm.contracts import SamplingParams
 from idlm.infer.cli.config import EvaluateConfig
 from idlm.infer.cli.evaluate import check_samples, evaluate, load_task
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.file_tasks import FileTask
 from idlm.tasks import Task, TaskSample
 
 OPTIONS = {
@@ -87,7 +88,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def timed(
-    engine: Engine, task: Task, samples: list[TaskSample], params: SamplingParams
+    engine: Engine, task: Task | FileTask, samples: list[TaskSample], params: SamplingParams
 ) -> tuple[float, float, int]:
     """Seconds in the engine's steps and outside them, and how many answers failed."""
     inside, step = 0.0, engine.step

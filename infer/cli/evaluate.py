@@ -29,6 +29,7 @@ from idlm.infer.evaluation.statistics import paired_difference, share_interval
 if TYPE_CHECKING:
     from idlm.infer.cli.answers import AnswerProgress
     from idlm.infer.engine import Engine
+    from idlm.infer.evaluation.file_tasks import FileTask
     from idlm.tasks import Task, TaskSample, Verdict
 
 NUM_SEEDS = 2**63
@@ -76,7 +77,7 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     return int(any(result.num_failed for result in results.values()))
 
 
-def load_task(config: EvaluateConfig) -> Task:
+def load_task(config: EvaluateConfig) -> Task | FileTask:
     """The task of `task=`: generated, or read from the file `data=`. UserError for an unknown name, a file
     that is missing or is not the task's, and one that it does not take.
     """
@@ -85,8 +86,7 @@ def load_task(config: EvaluateConfig) -> Task:
 
     name, is_file_task = config.task, config.task in FILE_TASKS.names()
     if is_file_task and config.data is not None:
-        task: Task = FILE_TASKS.get(name).load(name, config.data, allow_code=config.allow_code)
-        return task
+        return FILE_TASKS.get(name).load(name, config.data, allow_code=config.allow_code)
     if is_file_task or config.data is not None:
         if not is_file_task:
             TASKS.get(name)
@@ -100,7 +100,7 @@ def load_task(config: EvaluateConfig) -> Task:
     return generated
 
 
-def check_samples(config: EvaluateConfig, task: Task) -> list[TaskSample]:
+def check_samples(config: EvaluateConfig, task: Task | FileTask) -> list[TaskSample]:
     """Return the samples, after finding every mistake that can be found without a model."""
     from idlm.infer.decoders.base import DECODERS
 
@@ -223,14 +223,14 @@ class Evaluation:
         return self.num_tokens / self.seconds
 
 
-def task_samples(task: Task, split: str, num: int) -> list[TaskSample]:
+def task_samples(task: Task | FileTask, split: str, num: int) -> list[TaskSample]:
     """The first `num` samples of a split."""
     return [task.sample(index, split) for index in range(num)]
 
 
 def evaluate(
     engine: Engine,
-    task: Task,
+    task: Task | FileTask,
     samples: Sequence[TaskSample],
     params: SamplingParams,
     *,
@@ -279,7 +279,7 @@ def evaluate(
     )
 
 
-def _verdict(task: Task, prompt: str, done: Completion) -> Verdict:
+def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Verdict:
     verdict = task.check(prompt, done.text)
     if done.error is None:
         return verdict

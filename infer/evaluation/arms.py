@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from idlm.config.compose import parse_value
@@ -130,12 +129,16 @@ def run_arms(
         base = None
     others = dataclasses.replace(params, decoder_options={}, tau=0.0)
     results = {name: own}
+
+    def use(engine: Engine) -> T:
+        return work(engine, others)
+
     if base is not None:
         compared = base.arguments(arguments)
-        results = {base.name: with_engine(compared, partial(work, params=others)), **results}
+        results = {base.name: with_engine(compared, use), **results}
     for arm in arms:
         compared = with_options_of(arm, name, arguments.options).arguments(arguments)
-        results[arm.name] = with_engine(compared, partial(work, params=others))
+        results[arm.name] = with_engine(compared, use)
     return results
 
 

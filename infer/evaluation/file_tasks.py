@@ -133,4 +133,5 @@ def _has(record: Any, field: str, kind: type) -> bool:
     values = [record[name] for name in field.split("|") if name in record]
     if not values or not isinstance(values[0], kind):
         return False
-    return kind is not list or all(isinstance(item, str) for item in values[0])
+    found: Any = values[0]
+    return kind is not list or all(isinstance(item, str) for item in found)

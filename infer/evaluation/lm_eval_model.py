@@ -29,7 +29,7 @@ TASK = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
 INCLUDE = re.compile(r"^include:\s*(\S+)", re.MULTILINE)
 
 
-class EngineLM(TemplateLM):  # type: ignore[misc]
+class EngineLM(TemplateLM):
     """The model interface of lm-eval."""
 
     def __init__(self, requests: EngineRequests) -> None:
@@ -71,7 +71,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of the engine's `max_length`."""
-        longest = self._requests.engine.settings.max_length - 2
+        longest = self._requests.engine.table.max_length - 2
         windows = [
             list(
                 map(

@@ -101,10 +101,10 @@ def table(results: dict[str, ArmResult]) -> str:
             lines.append(f"{name:<{width}} {key:<32} {value:>7.3f} {interval:>13} {speed}".rstrip())
     first, *others = results
     for name in others:
-        for key, mine in scores[name].items():
-            gap = paired_difference(mine, scores[first][key])
+        for pair, mine in scores[name].items():
+            gap = paired_difference(mine, scores[first][pair])
             lines.append(
-                f"{name} - {first}: {gap.value:+.3f} in {','.join(key)}, 95% interval {gap.low:+.3f} to "
+                f"{name} - {first}: {gap.value:+.3f} in {','.join(pair)}, 95% interval {gap.low:+.3f} to "
                 f"{gap.high:+.3f}, {len(mine)} problems in pairs"
             )
     return "\n".join(lines)

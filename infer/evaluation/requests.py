@@ -66,7 +66,7 @@ class EngineRequests:
         """For each (context, continuation), the continuation's log-likelihood in nats under the model's own
         distribution, and whether greedy decoding writes it. A context that is too long loses its beginning.
         """
-        longest = self.engine.settings.max_length - 1
+        longest = self.engine.table.max_length - 1
         tokens = [[*context, *continuation][-longest:] for context, continuation in pairs]
         lines = [self._line(number, ids, SCORE) for number, ids in enumerate(tokens)]
         return [

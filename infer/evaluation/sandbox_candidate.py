@@ -16,7 +16,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterator": iter,
+}
 OBJECTS: list[Any] = []
 """What is no plain data stays here; the checker holds its number and can only give it back."""
 
@@ -83,11 +89,23 @@ def unpack(data: Any, objects: list[Any] | None = None) -> Any:
 
 
 class _Text(importlib.abc.InspectLoader):
+    """Loads a module from a text."""
+
     def __init__(self, text: str) -> None:
         self._text = text
 
     def get_source(self, fullname: str) -> str:
         return self._text
+
+
+def run_text(name: str, text: str, given: dict[str, Any]) -> types.ModuleType:
+    """Run a text as the module `name`, which begins with the names `given`."""
+    module, loader = types.ModuleType(name), _Text(text)
+    module.__dict__.update(given)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader)
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
 
 
 def serve() -> None:
@@ -101,11 +119,7 @@ def serve() -> None:
         message = json.loads(line)
         try:
             if "code" in message:
-                loader = _Text(message["code"])
-                sys.modules["candidate"] = module
-                module.__spec__ = importlib.machinery.ModuleSpec("candidate", loader)
-                loader.exec_module(module)
-                value: Any = None
+                module, value = run_text("candidate", message["code"], {}), None
             else:
                 args, kwargs = unpack(message["args"], OBJECTS)
                 value = getattr(module, message["call"])(*args, **kwargs)

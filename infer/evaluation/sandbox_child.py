@@ -9,15 +9,11 @@ plain data (`sandbox_candidate.py`), so no object of the candidate takes part in
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import types
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -66,27 +62,6 @@ class Candidate:
         return reply.get("value")
 
 
-class _Text(importlib.abc.InspectLoader):
-    """Loads a module from a text."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-
-def run_text(name: str, text: str, given: dict[str, Any]) -> types.ModuleType:
-    """Run a text as the module `name`, which begins with the names `given`."""
-    loader = _Text(text)
-    module = types.ModuleType(name)
-    module.__dict__.update(given)
-    sys.modules[name] = module
-    module.__spec__ = importlib.machinery.ModuleSpec(name, loader)
-    loader.exec_module(module)
-    return module
-
-
 def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
     """Run the test text against the candidate; what it raises is the reason of a failure."""
 
@@ -101,7 +76,7 @@ def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
             name: lambda *args, _as=known_as, **kwargs: candidate.call(_as, args, kwargs)
             for name, known_as in request["functions"].items()
         }
-        run_text("test", request["test"], stubs)
+        wire.run_text("test", request["test"], stubs)
     except Timeout:
         return {"passed": False, "reason": f"no result after {request['seconds']:g} s"}
     except RuntimeError as error:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 SANDBOX_ID = 65534
-"""User and group inside: nobody."""
+"""User and group inside, which own no file."""
 NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x02000000
 """User, mount, network, process, IPC, host name and cgroup: CLONE_NEW*."""
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
@@ -130,15 +130,17 @@ def enter_root(shown: Sequence[str], *, scratch_bytes: int) -> None:
     _call("umount", _libc.umount2(b".", MNT_DETACH))
     os.chdir("/")
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    path, size = b"/", ctypes.c_size_t(len(attributes))
-    step = "mount_setattr (needs Linux 5.12)"
-    _call(step, _libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, size))
+    size = ctypes.c_size_t(len(attributes))
+    done = _libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size)
+    _call("mount_setattr (needs Linux 5.12)", done)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={scratch_bytes},nr_inodes=1024,mode=1777")
     os.chdir("/tmp")
 
 
 def drop_privileges(limits: Mapping[str, int]) -> None:
-    """Become nobody, for ever, under `limits` by name (`AS`, `NPROC`, ...) and the filter of system calls."""
+    """Become a user without privileges, for ever, under `limits` by name (`AS`, `NPROC`, ...) and the filter
+    of system calls.
+    """
     if os.geteuid() != SANDBOX_ID:
         os.setgroups([])
         os.setresgid(SANDBOX_ID, SANDBOX_ID, SANDBOX_ID)

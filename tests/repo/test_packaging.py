@@ -103,7 +103,7 @@ def packages(extra: str | None) -> set[str]:
 
 
 def test_20_every_extra_installs_for_code_that_exists() -> None:
-    assert set(PROJECT["optional-dependencies"]) == {"gpu", "flash-attn", "serve", "docs", "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {"gpu", "flash-attn", "serve", "eval", "docs", "dev"}
 
 
 def test_20_peft_is_needed_by_tests_alone() -> None:

@@ -91,7 +91,7 @@ def test_likelihood_of_what_greedy_decoding_writes() -> None:
 
 
 def test_a_context_that_is_too_long_loses_its_beginning() -> None:
-    asked, longest = _requests(), reference().settings.max_length - 1
+    asked, longest = _requests(), reference().table.max_length - 1
     context = asked.encode(" ".join(PROMPTS * 9))
     assert len(context) > longest
     end = context[-2:]

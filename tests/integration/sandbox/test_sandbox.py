@@ -21,11 +21,14 @@ import pytest
 from idlm.errors import UserError
 from idlm.infer.evaluation import sandbox as module
 from idlm.infer.evaluation.sandbox import Limits, Outcome, Program, Sandbox
-from tests.integration.sandbox import escapes
+from tests.integration.sandbox import escapes, escapes_inside
 
-TEXT = Path(escapes.__file__).read_text(encoding="utf-8")
-ATTEMPTS = sorted(name for name in vars(escapes) if name.startswith("try_"))
-FORGERIES = sorted(name for name in vars(escapes) if name.startswith("give_"))
+PARTS = (escapes, escapes_inside)
+TEXT, INSIDE = (Path(str(part.__file__)).read_text(encoding="utf-8") for part in PARTS)
+TEXT += INSIDE.replace("from __future__ import annotations", "")
+NAMES = sorted(name for part in PARTS for name in vars(part))
+ATTEMPTS = [name for name in NAMES if name.startswith("try_")]
+FORGERIES = [name for name in NAMES if name.startswith("give_")]
 LIMITS = Limits(seconds=60)
 SHORT = Limits(seconds=1, memory=128 << 20)
 SLEEP = f"98765.{os.getpid()}"
