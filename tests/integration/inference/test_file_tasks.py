@@ -76,7 +76,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
     def counting(box: Sandbox, program: Program, **options: Any) -> Outcome:
         programs.append(program)
-        return run(box, program, **options)
+        return run(box, program, **{"seconds": 60.0, **options})
 
     monkeypatch.setattr(Sandbox, "run", counting)
     try:

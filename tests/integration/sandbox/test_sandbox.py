@@ -93,9 +93,9 @@ def _code(world: dict[str, Any]) -> str:
 
 
 def _run(
-    code: str, test: str = "f()", functions: tuple[str, ...] = ("f",), limits: Limits = SHORT
+    code: str, test: str = "f()", functions: tuple[str, ...] = ("f",), limits: Limits = LIMITS
 ) -> Outcome:
-    return Sandbox(limits).run(Program(code=code, test=test, functions={name: name for name in functions}))
+    return _box(limits).run(Program(code=code, test=test, functions={name: name for name in functions}))
 
 
 @needs_sandbox
