@@ -1,5 +1,5 @@
 """`idlm-eval`: exact match, acceptance and tokens per forward of a decoder on a task whose answers a program
-can check, next to those of a baseline.
+can check, next to those of a baseline and of other decoders.
 
 Modules that import torch are imported inside functions, so that help and configuration errors come at once.
 """
@@ -7,13 +7,14 @@ Modules that import torch are imported inside functions, so that help and config
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
@@ -22,35 +23,18 @@ from idlm.infer.cli.config import EngineArguments, EvaluateConfig, read_argument
 from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.infer.cli.progress import engine_name
 from idlm.infer.cli.prompts import PromptLine
-from idlm.semantics import Semantics
+from idlm.infer.evaluation.arms import AUTO, read_arms, run_arms
+from idlm.infer.evaluation.statistics import paired_difference, share_interval
 
 if TYPE_CHECKING:
     from idlm.infer.cli.answers import AnswerProgress
     from idlm.infer.engine import Engine
+    from idlm.infer.evaluation.file_tasks import FileTask
     from idlm.tasks import Task, TaskSample, Verdict
 
-AUTO = "auto"
 NUM_SEEDS = 2**63
-
-
-class Baseline(NamedTuple):
-    """What is compared with: its name in the table, a decoder and the options of that decoder."""
-
-    name: str
-    decoder: str
-    options: dict[str, Any]
-
-    def beside(self, decoder: str, options: dict[str, Any]) -> Baseline:
-        """Itself, with the options of the compared decoder that it keeps."""
-        from idlm.infer.decoders.base import DECODERS
-
-        kept = DECODERS.get(self.decoder).baseline_keeps if decoder == self.decoder else ()
-        return self._replace(options={key: options[key] for key in kept if key in options} | self.options)
-
-    def is_decoder(self, decoder: str, options: dict[str, Any]) -> bool:
-        """Whether a decoder with these options is this baseline; None stands for an option's default."""
-        given, own = ({k: v for k, v in each.items() if v is not None} for each in (options, self.options))
-        return self.name == decoder or (decoder, given) == (self.decoder, own)
+DEFAULT_NUM = 200
+"""Prompts of a generated task."""
 
 
 def main() -> int:
@@ -73,113 +57,89 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
     why.
     """
-    from idlm.tasks import TASKS
+    if config.harness == "lm_eval":
+        from idlm.infer.evaluation.lm_eval_run import run_lm_eval
 
-    task = TASKS.get(config.task)(level=config.level)
-    samples = _check(config, task)
-    params = config.sampling
-    name, evaluation, baseline = _evaluate(arguments, task, samples, params, baseline=config.baseline)
-    results = {name: evaluation}
-    if baseline is not None:
-        baseline = baseline.beside(name, arguments.options)
-    if baseline is not None and baseline.is_decoder(name, arguments.options):
-        print(f"baseline={baseline.name} is the decoder itself, so there is no comparison", file=sys.stderr)
-    elif baseline is not None:
-        params = dataclasses.replace(params, decoder_options={}, tau=0.0)
-        plain = EngineArguments(
-            model=arguments.model,
-            decoder=baseline.decoder,
-            settings=arguments.settings | {"accelerators": {}},
-            options=baseline.options,
-        )
-        results = {baseline.name: _evaluate(plain, task, samples, params)[1], **results}
+        return run_lm_eval(config, arguments)
+    task = load_task(config)
+    samples = check_samples(config, task)
+
+    def work(engine: Engine, params: SamplingParams) -> Evaluation:
+        from idlm.infer.cli.answers import AnswerProgress
+
+        with AnswerProgress(engine_name(engine), total=len(samples) * params.n) as progress:
+            return evaluate(engine, task, samples, params, progress=progress)
+
+    results = run_arms(arguments, config.sampling, work, baseline=config.baseline, compare=config.compare)
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
     return int(any(result.num_failed for result in results.values()))
 
 
-def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
+def load_task(config: EvaluateConfig) -> Task | FileTask:
+    """The task of `task=`: generated, or read from the file `data=`. UserError for an unknown name, a file
+    that is missing or is not the task's, and one that it does not take.
+    """
+    from idlm.infer.evaluation.file_tasks import FILE_TASKS
+    from idlm.tasks import TASKS
+
+    name, is_file_task = config.task, config.task in FILE_TASKS.names()
+    if is_file_task and config.data is not None:
+        return FILE_TASKS.get(name).load(name, config.data, allow_code=config.allow_code)
+    if is_file_task or config.data is not None:
+        if not is_file_task:
+            TASKS.get(name)
+        raise UserError(
+            "IDLM-0485",
+            f"task={name} {'reads a file of problems' if is_file_task else 'makes its problems itself'}, "
+            f"and data={config.data}",
+            fix="give data=FILE" if is_file_task else "leave data= out",
+        )
+    generated: Task = TASKS.get(name)(level=config.level)
+    return generated
+
+
+def check_samples(config: EvaluateConfig, task: Task | FileTask) -> list[TaskSample]:
     """Return the samples, after finding every mistake that can be found without a model."""
     from idlm.infer.decoders.base import DECODERS
 
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
-    if config.num < 1:
-        raise UserError("IDLM-0443", f"num={config.num} prompts", fix="give num >= 1")
-    return task_samples(task, config.split, config.num)
-
-
-def _evaluate(
-    arguments: EngineArguments,
-    task: Task,
-    samples: Sequence[TaskSample],
-    params: SamplingParams,
-    *,
-    baseline: str | None = None,
-) -> tuple[str, Evaluation, Baseline | None]:
-    """Return the name of the engine's decoder and accelerators, its figures, and the baseline, which is
-    checked before anything is decoded. The engine's memory is free again afterwards, so that the next one can
-    size its own.
-    """
-    import torch
-
-    from idlm.infer.cli.answers import AnswerProgress
-
-    engine = arguments.load()
-    try:
-        chosen, name = choose_baseline(baseline, engine.semantics), engine_name(engine)
-        with AnswerProgress(name, total=len(samples) * params.n) as progress:
-            result = evaluate(engine, task, samples, params, progress=progress)
-    finally:
-        engine.close()
-    del engine
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return name, result, chosen
-
-
-def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
-    """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
-    the decoder does not fit the checkpoint.
-    """
-    from idlm.infer.decoders.base import DECODERS, fitting_decoders
-
-    if given is None:
-        return None
-    if given == AUTO:
-        for name in fitting_decoders(semantics):
-            options = DECODERS.get(name).baseline
-            if options is not None:
-                values = [str(value) for value in options.values() if value is not None]
-                label = ":".join((name, *values)) if values or not options else f"{name}:one by one"
-                return Baseline(label, name, dict(options))
-        return None
-    name, chosen = given, DECODERS.get(given)
-    try:
-        chosen(chosen.Config(), semantics)
-    except UserError as error:
+    read_arms(config.compare)
+    records = getattr(task, "records", None)
+    most = DEFAULT_NUM if records is None else len(records)
+    num = most if config.num is None else config.num
+    if num < 1 or (records is not None and num > most):
         raise UserError(
-            error.code,
-            f"baseline={name} does not fit the checkpoint: {error.message}",
-            fix="leave baseline out (auto: one token per pass), or give baseline=null for none",
-        ) from error
-    return Baseline(name, name, {})
+            "IDLM-0443", f"num={num} prompts", fix=f"give num in [1, {most}]" if records else "give num >= 1"
+        )
+    return task_samples(task, config.split, num)
 
 
 def table(results: dict[str, Evaluation]) -> str:
-    """Plain text, one line per decoder."""
+    """Plain text, one line per decoder, with 95 % confidence intervals; then each one's difference to the
+    first, over the same prompts.
+    """
     width = max(10, *map(len, results))
     lines = [
-        f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'acceptance':>10} {'TPF':>6} "
-        f"{'tokens/s':>9}"
+        f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'95%-interval':>13} {'acceptance':>10} "
+        f"{'TPF':>6} {'tokens/s':>9}"
     ]
     for name, result in results.items():
         acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.3f}"
+        share = share_interval(result.scores)
         lines.append(
-            f"{name:<{width}} {result.exactness:<9} {result.exact_match:>11.3f} {acceptance:>10} "
+            f"{name:<{width}} {result.exactness:<9} {result.exact_match:>11.3f} "
+            f"{f'{share.low:.3f}-{share.high:.3f}':>13} {acceptance:>10} "
             f"{result.tokens_per_forward:>6.2f} {result.tokens_per_second:>9.0f}"
+        )
+    (first, reference), *others = results.items()
+    for name, result in others:
+        difference = paired_difference(result.scores, reference.scores)
+        lines.append(
+            f"{name} - {first}: {difference.value:+.3f} in exact match, 95% interval "
+            f"{difference.low:+.3f} to {difference.high:+.3f}, {result.num_prompts} prompts in pairs"
         )
     return "\n".join(lines)
 
@@ -187,14 +147,15 @@ def table(results: dict[str, Evaluation]) -> str:
 def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
     from idlm.infer.cli.answers import figures
 
-    prompts = [sample.prompt for sample in samples for _ in range(n)]
+    asked = [sample for sample in samples for _ in range(n)]
     with answer_file(output) as answers:
         for name, result in results.items():
-            for prompt, done, verdict in zip(prompts, result.completions, result.verdicts, strict=True):
+            for sample, done, verdict in zip(asked, result.completions, result.verdicts, strict=True):
                 answers.write(
                     {
                         "decoder": name,
-                        "prompt": prompt,
+                        "prompt": sample.prompt,
+                        "reference": sample.response,
                         "verdict": dataclasses.asdict(verdict),
                         "completion": figures(done),
                     }
@@ -227,6 +188,13 @@ class Evaluation:
         return sum(done.error is not None for done in self.completions)
 
     @property
+    def scores(self) -> list[float]:
+        """For each prompt, the share of its answers that are correct."""
+        n = len(self.verdicts) // self.num_prompts
+        correct = [verdict.correct for verdict in self.verdicts]
+        return [sum(correct[start : start + n]) / n for start in range(0, len(correct), n)]
+
+    @property
     def tokens_per_forward(self) -> float:
         """Emitted tokens over passes, prompt passes included."""
         return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
@@ -255,14 +223,14 @@ class Evaluation:
         return self.num_tokens / self.seconds
 
 
-def task_samples(task: Task, split: str, num: int) -> list[TaskSample]:
+def task_samples(task: Task | FileTask, split: str, num: int) -> list[TaskSample]:
     """The first `num` samples of a split."""
     return [task.sample(index, split) for index in range(num)]
 
 
 def evaluate(
     engine: Engine,
-    task: Task,
+    task: Task | FileTask,
     samples: Sequence[TaskSample],
     params: SamplingParams,
     *,
@@ -288,7 +256,9 @@ def evaluate(
     completions = [done for _, done in AnswerRun(engine, iter(lines), progress=progress)]
     seconds = time.perf_counter() - start
     prompts = [sample.prompt for sample in samples for _ in range(params.n)]
-    verdicts = [_verdict(task, prompt, done) for prompt, done in zip(prompts, completions, strict=True)]
+    # Threads, for tasks that check an answer in a process of its own.
+    with ThreadPoolExecutor(getattr(task, "num_workers", 1)) as pool:
+        verdicts = list(pool.map(partial(_verdict, task), prompts, completions))
     errors = [done.error for done in completions if done.error is not None]
     if errors:
         failed = f"{len(errors)} of {len(completions)} answers failed and count as wrong"
@@ -309,7 +279,7 @@ def evaluate(
     )
 
 
-def _verdict(task: Task, prompt: str, done: Completion) -> Verdict:
+def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Verdict:
     verdict = task.check(prompt, done.text)
     if done.error is None:
         return verdict

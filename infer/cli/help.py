@@ -49,9 +49,10 @@ EVALUATE = CommandHelp(
     examples=(
         "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
         "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
+        "idlm-eval model=outputs/qwen3_8b task=gsm8k data=gsm8k_test.jsonl sampling.max_tokens=32768",
     ),
     keys=(
-        *("model", "task", "num", "baseline", "output"),
+        *("model", "task", "data", "num", "baseline", "compare", "output"),
         *("sampling.temperature", "sampling.max_tokens", "device"),
     ),
     flags=PLUGIN_FLAGS,

@@ -99,7 +99,7 @@ class Schedule:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the pass cannot be a graph: those keep no hidden states of prompts, and wait for no grammar."""
+        """Whether the pass cannot be a graph: it keeps hidden states of prompts or waits for grammars."""
         return self.prompt_rows is not None or bool(self.grammars)
 
     @property

@@ -16,9 +16,9 @@ import torch
 from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import choose_baseline
 from idlm.infer.decoders.base import DECODERS, choose_decoder
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.arms import choose_baseline
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.state.kv_cache import CanvasCache
 from idlm.infer.state.wanted_rows import WantedRows

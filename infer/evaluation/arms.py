@@ -1,0 +1,160 @@
+"""The decoders of one evaluation: the given one, its baseline, and those of `compare=`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from idlm.config.compose import parse_value
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.config import EngineArguments
+from idlm.infer.cli.progress import engine_name
+from idlm.semantics import Semantics
+
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine
+
+AUTO = "auto"
+T = TypeVar("T")
+
+
+class Arm(NamedTuple):
+    """What is compared with: its name in the table, a decoder and the options of that decoder."""
+
+    name: str
+    decoder: str
+    options: dict[str, Any]
+
+    def beside(self, decoder: str, options: dict[str, Any]) -> Arm:
+        """Itself, with the options of the compared decoder that it keeps as a baseline."""
+        from idlm.infer.decoders.base import DECODERS
+
+        kept = DECODERS.get(self.decoder).baseline_keeps if decoder == self.decoder else ()
+        return self._replace(options={key: options[key] for key in kept if key in options} | self.options)
+
+    def is_decoder(self, decoder: str, options: dict[str, Any]) -> bool:
+        """Whether a decoder with these options is this one; None stands for an option's default."""
+        given, own = ({k: v for k, v in each.items() if v is not None} for each in (options, self.options))
+        return self.name == decoder or (decoder, given) == (self.decoder, own)
+
+    def arguments(self, compared: EngineArguments) -> EngineArguments:
+        """The engine of this arm: that of the compared decoder without accelerators."""
+        return EngineArguments(
+            model=compared.model,
+            decoder=self.decoder,
+            settings=compared.settings | {"accelerators": {}},
+            options=self.options,
+        )
+
+
+def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
+    """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
+    the decoder does not fit the checkpoint.
+    """
+    from idlm.infer.decoders.base import DECODERS, fitting_decoders
+
+    if given is None:
+        return None
+    if given == AUTO:
+        for name in fitting_decoders(semantics):
+            options = DECODERS.get(name).baseline
+            if options is not None:
+                values = [str(value) for value in options.values() if value is not None]
+                label = ":".join((name, *values)) if values or not options else f"{name}:one by one"
+                return Arm(label, name, dict(options))
+        return None
+    name, chosen = given, DECODERS.get(given)
+    try:
+        chosen(chosen.Config(), semantics)
+    except UserError as error:
+        raise UserError(
+            error.code,
+            f"baseline={name} does not fit the checkpoint: {error.message}",
+            fix="leave baseline out (auto: one token per pass), or give baseline=null for none",
+        ) from error
+    return Arm(name, name, {})
+
+
+def read_arms(texts: Sequence[str]) -> list[Arm]:
+    """The decoders of `compare=`: `NAME` or `NAME:option:value`, with as many options as one likes. UserError
+    IDLM-0484 for another form or two of one name, IDLM-0102 for an unknown decoder.
+    """
+    from idlm.infer.decoders.base import DECODERS
+
+    arms = []
+    for text in texts:
+        name, *parts = text.split(":")
+        if len(parts) % 2 or texts.count(text) > 1:
+            raise UserError(
+                "IDLM-0484",
+                f"compare={text} is given twice, or is not a decoder with options and values",
+                fix="write compare=[isd:acceptance:published], for example",
+            )
+        DECODERS.get(name, key="compare")
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        arms.append(Arm(text, name, {key: parse_value(f"compare.{key}", value) for key, value in pairs}))
+    return arms
+
+
+def with_options_of(arm: Arm, decoder: str, options: dict[str, Any]) -> Arm:
+    """An arm of `compare=` that has the compared decoder also has its other options."""
+    return arm._replace(options=options | arm.options) if arm.decoder == decoder else arm
+
+
+def run_arms(
+    arguments: EngineArguments,
+    params: SamplingParams,
+    work: Callable[[Engine, SamplingParams], T],
+    *,
+    baseline: str | None,
+    compare: Sequence[str],
+) -> dict[str, T]:
+    """What `work` returns for each decoder, by its name: the baseline first, then the given decoder with its
+    accelerators, then those of `compare`. The baseline is checked before anything is decoded.
+    """
+    arms = read_arms(compare)
+
+    def first(engine: Engine) -> tuple[str, Arm | None, T]:
+        chosen = choose_baseline(baseline, engine.semantics)
+        return engine_name(engine), chosen, work(engine, params)
+
+    name, base, own = with_engine(arguments, first)
+    base = None if base is None else base.beside(name, arguments.options)
+    if base is not None and base.is_decoder(name, arguments.options):
+        print(f"baseline={base.name} is the decoder itself, so there is no comparison", file=sys.stderr)
+        base = None
+    others = dataclasses.replace(params, decoder_options={}, tau=0.0)
+    results = {name: own}
+
+    def use(engine: Engine) -> T:
+        return work(engine, others)
+
+    if base is not None:
+        compared = base.arguments(arguments)
+        results = {base.name: with_engine(compared, use), **results}
+    for arm in arms:
+        compared = with_options_of(arm, name, arguments.options).arguments(arguments)
+        results[arm.name] = with_engine(compared, use)
+    return results
+
+
+def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
+    """What `work` returns for an engine, whose memory is free again afterwards, so that the next one can size
+    its own.
+    """
+    import torch
+
+    engine = arguments.load()
+    try:
+        result = work(engine)
+    finally:
+        engine.close()
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result

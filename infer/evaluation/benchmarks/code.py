@@ -1,0 +1,120 @@
+"""HumanEval and MBPP: the last Python code block with a function is run against the tests of the problem, in
+a sandbox, for 10 seconds (arXiv 2604.11035, H.4). Without `allow_code=true` nothing is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from typing import ClassVar
+
+from idlm.errors import UserError
+from idlm.infer.evaluation.extraction import function_block
+from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdict_of
+from idlm.infer.evaluation.sandbox import Program, Sandbox
+from idlm.tasks import Verdict
+
+
+class CodeTask(FileTask):
+    """What is right is decided by running it."""
+
+    num_workers: ClassVar = max(1, os.cpu_count() or 1)
+    sandbox: Sandbox
+
+    @classmethod
+    def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
+        """As for other tasks. UserError IDLM-0483 without `allow_code`, IDLM-0480 without a sandbox."""
+        if not allow_code:
+            raise UserError(
+                "IDLM-0483",
+                f"task={name} runs programs that the model writes",
+                fix="give allow_code=true: they run in a sandbox without network and without your files",
+            )
+        task = super().load(name, path, allow_code=allow_code)
+        assert isinstance(task, CodeTask)
+        task.sandbox = Sandbox()
+        return task
+
+    def judge(self, record: Record, response: str) -> Verdict:
+        code = function_block(response)
+        if code is None:
+            return verdict_of(is_correct=False, reason="no Python code block with a function")
+        outcome = self.sandbox.run(self.program(record, code))
+        return verdict_of(is_correct=outcome.passed, reason=outcome.reason)
+
+    def program(self, record: Record, code: str) -> Program:
+        """What is run for a record."""
+        raise AssertionError(record)
+
+
+@FILE_TASKS.register("humaneval")
+class HumanEval(CodeTask):
+    """164 functions to complete; pass@1."""
+
+    fields: ClassVar = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
+
+    def prompt(self, record: Record) -> str:
+        asked = "Complete this Python function. Answer with the whole function in one Python code block."
+        return f"{asked}\n```python\n{record['prompt'].strip()}\n```"
+
+    def reference(self, record: Record) -> str:
+        return f"{record['prompt']}{record['canonical_solution']}"
+
+    def program(self, record: Record, code: str) -> Program:
+        """The problem's own imports and helpers come first, for the code and for the test."""
+        stub, name = "candidate_function", record["entry_point"]
+        before = record["prompt"].rpartition(f"def {name}(")[0]
+        return Program(
+            code=f"{before}\n{code}",
+            test=f"{before}\n{record['test']}\ncheck({stub})",
+            functions={stub: name, name: name},
+        )
+
+
+@FILE_TASKS.register("mbpp")
+class Mbpp(CodeTask):
+    """Short functions with three asserts each: problems 11 to 510, the test split (257 sanitized ones)."""
+
+    fields: ClassVar = {"prompt|text": str, "code": str, "test_list": list, "task_id": int}
+
+    @classmethod
+    def normalised(cls, record: Record) -> Record:
+        """Both published files: `prompt` and `test_imports`, or `text` and `test_setup_code`."""
+        setup = [*record.get("test_imports", ()), record.get("test_setup_code", "")]
+        return {
+            **record,
+            "prompt": record.get("prompt", record.get("text")),
+            "setup": "\n".join(filter(None, setup)),
+        }
+
+    @classmethod
+    def is_wanted(cls, record: Record) -> bool:
+        return 11 <= int(record["task_id"]) <= 510
+
+    def prompt(self, record: Record) -> str:
+        tests = "\n".join(record["test_list"])
+        return (
+            f"You are an expert Python programmer, and here is your task: {record['prompt']} Your code "
+            f"should pass these tests:\n\n{tests}\n\nAnswer with one Python code block."
+        )
+
+    def reference(self, record: Record) -> str:
+        return str(record["code"])
+
+    def program(self, record: Record, code: str) -> Program:
+        """The tests reach the functions and classes that the reference defines, and no other name of the
+        code: one that replaces `set` or `sorted` changes nothing for them.
+        """
+        test = "\n".join([record["setup"], *record["test_list"]])
+        setup = f"{record['setup']}\n"
+        names = {name: name for name in defined_names(record["code"])}
+        return Program(code=f"{setup}{code}", test=test, functions=names)
+
+
+def defined_names(code: str) -> list[str]:
+    """Functions and classes of a module; none of a text that is no Python."""
+    try:
+        nodes = ast.parse(code).body
+    except SyntaxError:
+        return []
+    return [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]

@@ -1,0 +1,47 @@
+r"""GSM8K and MATH-500: the last `\boxed{...}` after the thinking is the answer (arXiv 2604.11035, H.4)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from idlm.infer.evaluation.extraction import boxed, same_answer
+from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdict_of
+from idlm.tasks import Verdict
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+class _BoxedTask(FileTask):
+    problem: ClassVar[str]
+
+    def prompt(self, record: Record) -> str:
+        return f"{record[self.problem]}\n{INSTRUCTION}"
+
+    def judge(self, record: Record, response: str) -> Verdict:
+        given, expected = boxed(response), self.reference(record)
+        if given is None:
+            return verdict_of(is_correct=False, reason="no \\boxed{} answer")
+        reason = f"answered {given!r}, expected {expected!r}"
+        return verdict_of(is_correct=same_answer(given, expected), reason=reason)
+
+
+@FILE_TASKS.register("gsm8k")
+class Gsm8k(_BoxedTask):
+    """Grade-school word problems; the answer of a record follows `####`."""
+
+    problem = "question"
+    fields: ClassVar = {"question": str, "answer": str}
+
+    def reference(self, record: Record) -> str:
+        return str(record["answer"]).rpartition("####")[2].strip()
+
+
+@FILE_TASKS.register("math500")
+class Math500(_BoxedTask):
+    """500 problems of competitions; answers are LaTeX."""
+
+    problem = "problem"
+    fields: ClassVar = {"problem": str, "answer": str}
+
+    def reference(self, record: Record) -> str:
+        return str(record["answer"])

@@ -1,0 +1,137 @@
+"""Tasks whose problems are in a file that the user has, and the registry of them.
+
+They have the interface of generated tasks (idlm.tasks.base). Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from idlm.errors import UserError
+from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.registry import Registry
+from idlm.tasks import TaskSample, Verdict
+
+KINDS = {str: "text", int: "an integer", list: "a list of texts"}
+Record = Mapping[str, Any]
+
+
+class FileTask(ABC):
+    """`records` are the problems. A subclass says which fields they have, what is asked and what is right."""
+
+    fields: ClassVar[Mapping[str, type]]
+    """Fields that every record needs."""
+    num_workers: ClassVar[int] = 1
+    """How many answers are checked at a time."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
+        self._by_prompt = {self.prompt(record): record for record in records}
+
+    @classmethod
+    def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
+        """Read the file. UserError IDLM-0481 for a file that cannot be read, IDLM-0482 for another schema."""
+        records = [cls.normalised(record) for record in read_records(name, path, cls.fields)]
+        kept = [record for record in records if cls.is_wanted(record)]
+        if not kept:
+            raise UserError(
+                "IDLM-0482", f"data={path!r} holds no problem of task={name}", fix="give its test file"
+            )
+        return cls(kept)
+
+    @classmethod
+    def normalised(cls, record: Record) -> Record:
+        """The record with the names of fields that this class uses."""
+        return record
+
+    @classmethod
+    def is_wanted(cls, record: Record) -> bool:
+        """Whether a problem is of the split that is evaluated."""
+        return True
+
+    @abstractmethod
+    def prompt(self, record: Record) -> str:
+        """The user's turn."""
+
+    @abstractmethod
+    def reference(self, record: Record) -> str:
+        """The right answer, for the log."""
+
+    @abstractmethod
+    def judge(self, record: Record, response: str) -> Verdict:
+        """The judgement of a response."""
+
+    def sample(self, index: int, split: str) -> TaskSample:
+        """Problem `index`; a file is one split."""
+        record = self.records[index]
+        return TaskSample(prompt=self.prompt(record), response=self.reference(record))
+
+    def check(self, prompt: str, response: str) -> Verdict:
+        """The judgement of a response to the problem with this prompt."""
+        return self.judge(self._by_prompt[prompt], response)
+
+
+FILE_TASKS: Registry[type[FileTask]] = Registry("file_task", "idlm.infer.evaluation.benchmarks")
+"""Classes by the name of the task."""
+
+
+def verdict_of(*, is_correct: bool, reason: str) -> Verdict:
+    """A judgement of a final answer, without steps."""
+    return Verdict(correct=is_correct, final_answer_correct=is_correct, reason="" if is_correct else reason)
+
+
+def read_records(name: str, path: str, fields: Mapping[str, type]) -> Iterator[Record]:
+    """Yield the objects of a file: JSON lines (also `.gz`), or one JSON list."""
+    fix = f"give data=FILE with the problems of {name}; nothing is downloaded"
+    with translate_path_errors("IDLM-0481", path, fix=fix):
+        if not Path(path).is_file():
+            raise UserError("IDLM-0481", f"task={name}: data={path!r} is not a file", fix=fix)
+        try:
+            with Path(path).open("rb") as file:
+                text = unpacked(file, Path(path)).read().decode("utf-8-sig")
+        except DAMAGE as error:
+            raise UserError("IDLM-0481", f"data={path!r} is damaged: {error}", fix=fix) from error
+    expected = ", ".join(f"{field!r} ({KINDS[kind]})" for field, kind in fields.items())
+    fix = f"task={name} takes objects with {expected}, one a line or in one list"
+    for place, record in _objects(path, text, fix):
+        missing = [field for field, kind in fields.items() if not _has(record, field, kind)]
+        if missing:
+            found = f"has {sorted(record)}" if isinstance(record, dict) else "is not an object"
+            raise UserError(
+                "IDLM-0482",
+                f"{place}: {missing[0]!r} is not there or is not {KINDS[fields[missing[0]]]}; it {found}",
+                fix=fix,
+            )
+        yield types.MappingProxyType(record)
+
+
+def _objects(path: str, text: str, fix: str) -> Iterator[tuple[str, Any]]:
+    is_list = text.lstrip().startswith("[")
+    lines = [(1, text)] if is_list else list(enumerate(text.split("\n"), start=1))
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {error}", fix=fix) from error
+        if is_list:
+            yield from ((f"{path}, record {index}", record) for index, record in enumerate(parsed))
+        else:
+            yield f"{path}:{number}", parsed
+
+
+def _has(record: Any, field: str, kind: type) -> bool:
+    """Whether a field is there; `a|b` is met by either name."""
+    if not isinstance(record, dict):
+        return False
+    values = [record[name] for name in field.split("|") if name in record]
+    if not values or not isinstance(values[0], kind):
+        return False
+    found: Any = values[0]
+    return kind is not list or all(isinstance(item, str) for item in found)

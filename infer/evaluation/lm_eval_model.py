@@ -1,0 +1,193 @@
+"""Tasks of lm-eval (EleutherAI's lm-evaluation-harness) with an engine as their model, offline.
+
+A task keeps its own prompts, filters and metrics; its problems are read from the file `data=`. Imported only
+with `harness=lm_eval`, since lm-eval is in the extra `eval`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
+from idlm.infer.evaluation.requests import EngineRequests
+
+UNSAFE = re.compile(r"^unsafe_code:\s*true", re.MULTILINE | re.IGNORECASE)
+TASK = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
+INCLUDE = re.compile(r"^include:\s*(\S+)", re.MULTILINE)
+
+
+class EngineLM(TemplateLM):
+    """The model interface of lm-eval."""
+
+    def __init__(self, requests: EngineRequests) -> None:
+        super().__init__()
+        self._requests, self.tokenizer = requests, requests.engine.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end of a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context is conditioned on."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Of lm-eval's caches of requests, which are not used."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids."""
+        return self._requests.encode(string, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation."""
+        return self._requests.render_chat(chat_history, open_turn=add_generation_prompt)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers by the engine's decoder."""
+        return self._requests.generate_until([request.args for request in requests])
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        return self._requests.loglikelihood([(context, text) for _, context, text in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows of the engine's `max_length`."""
+        longest = self._requests.engine.table.max_length - 2
+        windows = [
+            list(
+                map(
+                    make_disjoint_window,
+                    get_rolling_token_windows(
+                        token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                        prefix_token=self.prefix_token_id,
+                        max_seq_len=longest,
+                        context_len=1,
+                    ),
+                )
+            )
+            for request in requests
+        ]
+        scores = iter(self._requests.loglikelihood([pair for each in windows for pair in each]))
+        return [sum(next(scores)[0] for _ in each) for each in windows]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalTask:
+    """A task of lm-eval whose problems come from files."""
+
+    name: str
+    path: str
+    """The YAML file that includes lm-eval's own."""
+
+    def run(self, requests: EngineRequests, num: int | None) -> dict[str, Any]:
+        """lm-eval's results, every sample included."""
+        results: dict[str, Any] = simple_evaluate(
+            model=EngineLM(requests),
+            tasks=[self.path],
+            limit=num,
+            bootstrap_iters=1000,
+            apply_chat_template=requests.is_chat,
+            task_manager=TaskManager(include_defaults=False),
+        )
+        return results
+
+
+def local_task(name: str, data: str, fewshot_data: str | None, folder: str) -> LocalTask:
+    """Make the task `name` read `data` (and its examples `fewshot_data`; none without it), and build its
+    first request. UserError IDLM-0487 for an unknown task, one that runs code, and a file of another task.
+    """
+    sources = _sources()
+    if name not in sources:
+        raise UserError(
+            "IDLM-0487",
+            f"task={name!r}: lm-eval has no such task{did_you_mean(name, sources)}",
+            fix="give the name of one of its tasks (lm-eval ls tasks); groups are not run",
+        )
+    source = sources[name]
+    if any(UNSAFE.search(text) for text in _texts(source)):
+        raise UserError(
+            "IDLM-0487",
+            f"task={name} of lm-eval runs programs of the model without a sandbox",
+            fix="leave harness= out: humaneval and mbpp run in the sandbox of idlm with allow_code=true",
+        )
+    files = {"test": str(Path(data).resolve())}
+    if fewshot_data is not None:
+        files["train"] = str(Path(fewshot_data).resolve())
+    settings: dict[str, Any] = {
+        "include": str(source),
+        "task": name,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(Path(folder) / "cache")},
+        "validation_split": None,
+        "training_split": "train" if fewshot_data is not None else None,
+        "fewshot_split": "train" if fewshot_data is not None else None,
+        "test_split": "test",
+    }
+    if fewshot_data is None and not any("fewshot_config:" in text for text in _texts(source)):
+        settings["num_fewshot"] = 0
+    path = Path(folder) / f"{name}.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    _stay_offline()
+    try:
+        task = TaskManager(include_defaults=False).load([str(path)])["tasks"][name]
+        task.build_all_requests(limit=1)
+    # Templates, filters and `datasets` raise many kinds of errors for fields they do not find.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0487",
+            f"task={name} of lm-eval cannot be made from data={data!r}: {type(error).__name__}: {error}",
+            fix=f"install what it names, or give the problems of this task, with the fields of {source}",
+        ) from error
+    return LocalTask(name, str(path))
+
+
+def _stay_offline() -> None:
+    """Make nltk refuse to download its data, which lm-eval's IFEval asks for."""
+    try:
+        import nltk
+    except ModuleNotFoundError:
+        return
+
+    def refuse(name: str, *_: Any, **__: Any) -> None:
+        raise LookupError(f"nltk's {name} is not on this machine: python -m nltk.downloader {name}")
+
+    nltk.download = refuse
+
+
+def _sources() -> dict[str, Path]:
+    """The files of lm-eval's tasks by name. Its own index parses all of them, which takes half a minute."""
+    folder = Path(str(lm_eval.tasks.__file__)).parent
+    found = ((TASK.search(path.read_text(encoding="utf-8")), path) for path in folder.rglob("*.yaml"))
+    return {match[1]: path for match, path in found if match is not None}
+
+
+def _texts(path: Path) -> list[str]:
+    """The text of a task's YAML file and of those that it includes."""
+    text = path.read_text(encoding="utf-8")
+    return [text, *(part for each in INCLUDE.findall(text) for part in _texts(path.parent / each))]
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the task's file and the cache of its problems are while it runs."""
+    return tempfile.TemporaryDirectory(prefix="idlm-eval-")

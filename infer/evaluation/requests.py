@@ -1,0 +1,99 @@
+"""What an evaluation harness asks of a language model, answered by an engine: texts up to a stop string, and
+log-likelihoods of continuations. All requests of a call are in the engine's queue, so it batches them.
+
+This file knows no harness; `lm_eval_model.py` is the adapter of lm-eval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
+from idlm.infer.cli.prompts import PromptLine
+from idlm.infer.engine import Engine
+from idlm.infer.evaluation.extraction import strip_thinking
+from idlm.text.tokenizer import encode_text, render
+
+DEFAULT_MAX_TOKENS = 256
+"""Of an answer, where neither the task nor the caller says it (lm-eval's default)."""
+SCORE = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
+
+
+class EngineRequests:
+    """`params` are the settings of every answer but its stop strings, which the task adds to, and its length,
+    which the task says unless `params` does. `completions` holds every answer so far.
+
+    With `is_chat`, texts come from `render_chat` and hold their special tokens already.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        *,
+        is_chat: bool = False,
+        progress: AnswerProgress | None = None,
+    ) -> None:
+        self.engine, self.is_chat, self._params, self._progress = engine, is_chat, params, progress
+        self.completions: list[Completion] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a text, with the tokenizer's special tokens unless the chat template wrote them."""
+        wanted = not self.is_chat if add_special_tokens is None else add_special_tokens
+        return encode_text(self.engine.tokenizer, text, add_special_tokens=wanted)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, open_turn: bool) -> str:
+        """The text of a conversation by the tokenizer's chat template."""
+        plain = [dict(message) for message in messages]
+        return render(self.engine.tokenizer, plain, open_turn=open_turn, enable_thinking=None)
+
+    def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Answer each (context, settings of the task), of which `until` and `max_gen_toks` count; the
+        thinking is removed (arXiv 2604.11035, H.4). An answer that fails is empty.
+        """
+        lines = [
+            self._line(number, self.encode(context), self._settings(number, given))
+            for number, (context, given) in enumerate(requests)
+        ]
+        done = list(self._run(lines))
+        self.completions += done
+        return ["" if each.error else strip_thinking(each.text) for each in done]
+
+    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation), the continuation's log-likelihood in nats under the model's own
+        distribution, and whether greedy decoding writes it. A context that is too long loses its beginning.
+        """
+        longest = self.engine.table.max_length - 1
+        tokens = [[*context, *continuation][-longest:] for context, continuation in pairs]
+        lines = [self._line(number, ids, SCORE) for number, ids in enumerate(tokens)]
+        return [
+            _likelihood(done, len(continuation))
+            for done, (_, continuation) in zip(self._run(lines), pairs, strict=True)
+        ]
+
+    def _settings(self, number: int, given: Mapping[str, Any]) -> SamplingParams:
+        until, params = given.get("until") or (), self._params
+        stop = (*params.stop, *((until,) if isinstance(until, str) else until))
+        length = params.max_tokens or given.get("max_gen_toks") or DEFAULT_MAX_TOKENS
+        seed = None if params.seed is None else (params.seed + number) % 2**63
+        stop = tuple(dict.fromkeys(filter(None, stop)))
+        return dataclasses.replace(params, n=1, stop=stop, max_tokens=length, seed=seed)
+
+    def _line(self, number: int, ids: list[int], params: SamplingParams) -> PromptLine:
+        return PromptLine(place=f"request {number + 1}", request_id=str(number), prompt=ids, params=params)
+
+    def _run(self, lines: list[PromptLine]) -> Iterator[Completion]:
+        check_lines(self.engine, lines)
+        for _, done in AnswerRun(self.engine, iter(lines), progress=self._progress):
+            yield done
+
+
+def _likelihood(done: Completion, num_tokens: int) -> tuple[float, bool]:
+    if done.error or done.prompt_logprobs is None:
+        return float("-inf"), False
+    scored = [each for each in done.prompt_logprobs[-num_tokens:] if each is not None]
+    is_greedy = all(next(iter(each.top)) == each.token_id for each in scored)
+    return sum(each.logprob for each in scored), is_greedy

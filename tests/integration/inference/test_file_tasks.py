@@ -1,0 +1,213 @@
+"""Tasks whose problems come from a file: what is asked, what is right, and files that are none of theirs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.infer.cli.evaluate import run_evaluation
+from idlm.infer.engine import Engine
+from idlm.infer.evaluation.benchmarks import code
+from idlm.infer.evaluation.benchmarks.code import CodeTask
+from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
+from idlm.infer.evaluation.sandbox import Outcome, Program, Sandbox
+from tests.integration.inference.command_lines import MODEL, read_lines
+
+GSM8K = {"question": "Two and two?", "answer": "2+2=4\n#### 1,004"}
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": "from math import floor\n\ndef poly(x):\n    return x * x\n\n"
+    "def near(x: float) -> int:\n    '''Doc.'''\n",
+    "test": "def check(candidate):\n    assert candidate(1.5) == 1\n    assert poly(near(3.2)) == 9\n",
+    "entry_point": "near",
+    "canonical_solution": "    return floor(x)\n",
+}
+MBPP = {
+    "task_id": 11,
+    "prompt": "Add a set.",
+    "code": "def sum(a):\n    return {*a, 1}",
+    "test_imports": ["import math"],
+    "test_list": ["assert sum([2]) == set((1, 2))", "assert math.isclose(max(sum([3])), 3)"],
+}
+SETTINGS = ["device=cpu", "sampling.max_tokens=4", "sampling.temperature=0", "baseline=null"]
+
+
+def _file(tmp_path: Path, *records: Any) -> str:
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def _task(tmp_path: Path, name: str, record: Any) -> FileTask:
+    return FILE_TASKS.get(name).load(name, _file(tmp_path, record), allow_code=True)
+
+
+def _answer(text: str) -> str:
+    return f"<think>hm</think>Here:\n```python\n{text}\n```\n"
+
+
+def test_gsm8k(tmp_path: Path) -> None:
+    task = _task(tmp_path, "gsm8k", GSM8K)
+    sample = task.sample(0, "test")
+    assert sample.prompt.startswith("Two and two?\n") and "\\boxed{}" in sample.prompt
+    assert sample.response == "1,004"
+    assert task.check(sample.prompt, "<think>\\boxed{3}</think>It is \\boxed{1004}.").correct
+    wrong = task.check(sample.prompt, "\\boxed{5}")
+    assert not wrong.correct and not wrong.final_answer_correct and "'5'" in wrong.reason
+    assert "no \\boxed{}" in task.check(sample.prompt, "1004").reason
+
+
+def test_math500(tmp_path: Path) -> None:
+    task = _task(tmp_path, "math500", {"problem": "Half?", "answer": "\\frac{1}{2}", "level": 1})
+    assert task.check(task.sample(0, "test").prompt, "\\boxed{0.5}").correct
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs that are run, in a sandbox where there is one; else none is."""
+    programs = []
+    run = Sandbox.run
+
+    def counting(box: Sandbox, program: Program, **options: Any) -> Outcome:
+        programs.append(program)
+        return run(box, program, **{"seconds": 60.0, **options})
+
+    monkeypatch.setattr(Sandbox, "run", counting)
+    try:
+        Sandbox()
+    except UserError as error:
+        pytest.skip(error.message)
+    programs.clear()
+    return programs
+
+
+def test_humaneval(tmp_path: Path, ran: list[Program]) -> None:
+    task = _task(tmp_path, "humaneval", HUMANEVAL)
+    prompt = task.sample(0, "test").prompt
+    assert task.check(prompt, _answer(task.sample(0, "test").response)).correct
+    assert task.check(prompt, _answer("def near(x):\n    return floor(x)")).correct
+    assert "AssertionError" in task.check(prompt, _answer("def near(x):\n    return 7")).reason
+    assert "no Python code block" in task.check(prompt, "def near(x): return floor(x)").reason
+    assert len(ran) == 1 + 3
+
+
+def test_mbpp(tmp_path: Path, ran: list[Program]) -> None:
+    task = _task(tmp_path, "mbpp", MBPP)
+    prompt = task.sample(0, "test").prompt
+    assert "assert sum([2])" in prompt
+    assert task.check(prompt, _answer(MBPP["code"])).correct
+    forged = "set = max = lambda *_: 7\ndef sum(a):\n    return 7"
+    assert not task.check(prompt, _answer(forged)).correct
+    older = {**MBPP, "text": MBPP["prompt"], "test_setup_code": "import math"}
+    del older["prompt"], older["test_imports"]
+    other = _task(tmp_path, "mbpp", older)
+    assert isinstance(task, CodeTask) and isinstance(other, CodeTask)
+    assert task.program(task.records[0], "") == other.program(other.records[0], "")
+    with pytest.raises(UserError, match="holds no problem"):
+        _task(tmp_path, "mbpp", {**MBPP, "task_id": 7})
+
+
+def test_code_runs_only_when_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sandbox, "run", None)
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    with pytest.raises(UserError, match="IDLM-0483: .*programs that the model writes"):
+        run_evaluation([*MODEL, "task=humaneval", f"data={_file(tmp_path, HUMANEVAL)}"])
+
+
+def test_without_a_sandbox_no_code_task_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Sandbox:
+        raise UserError("IDLM-0480", "no namespaces", fix="")
+
+    monkeypatch.setattr(code, "Sandbox", refuse)
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    with pytest.raises(UserError, match="IDLM-0480"):
+        run_evaluation([*MODEL, "task=mbpp", "allow_code=true", f"data={_file(tmp_path, MBPP)}"])
+
+
+def test_a_packed_file_and_a_list_are_read_too(tmp_path: Path) -> None:
+    packed, listed = tmp_path / "a.jsonl.gz", tmp_path / "b.json"
+    packed.write_bytes(gzip.compress(json.dumps(GSM8K).encode()))
+    listed.write_text(json.dumps([GSM8K, {**GSM8K, "question": "Other?"}]))
+    assert len(FILE_TASKS.get("gsm8k").load("gsm8k", str(packed), allow_code=False).records) == 1
+    assert len(FILE_TASKS.get("gsm8k").load("gsm8k", str(listed), allow_code=False).records) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "content", "words"),
+    [
+        ("IDLM-0482", '{"question": "a"}\n', ["problems.jsonl:1", "'answer'", "text", "['question']"]),
+        (
+            "IDLM-0482",
+            '{"question": "a", "answer": "1"}\n{"question": 1, "answer": "1"}',
+            [":2", "'question'"],
+        ),
+        ("IDLM-0482", '{"question": "a", "answer', [":1 is not JSON"]),
+        ("IDLM-0482", '[{"question": "a", "answer": "1"}, 3]', ["record 1", "not an object"]),
+        ("IDLM-0482", "", ["holds no problem of task=gsm8k"]),
+        ("IDLM-0481", b"\xff\xfe\x00", ["damaged"]),
+        ("IDLM-0481", None, ["is not a file"]),
+    ],
+)
+def test_files_that_are_not_the_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, content: Any, words: list[str]
+) -> None:
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    path = tmp_path / "problems.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        run_evaluation([*MODEL, "task=gsm8k", f"data={path}"])
+    assert caught.value.code == code
+    assert all(word in caught.value.message for word in words), caught.value.message
+    assert "gsm8k" in caught.value.fix or code == "IDLM-0482"
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("IDLM-0485", ["task=gsm8k"], "reads a file of problems"),
+        ("IDLM-0485", ["task=ledger", "data=FILE"], "makes its problems itself"),
+        ("IDLM-0102", ["task=gsm8", "data=FILE"], "gsm8"),
+        ("IDLM-0464", ["task=gsm8k", "data="], "data=''"),
+        ("IDLM-0443", ["task=gsm8k", "data=FILE", "num=2"], "num=2"),
+        ("IDLM-0484", ["compare=[isd:acceptance]"], "isd:acceptance"),
+        ("IDLM-0484", ["compare=[ar,ar]"], "given twice"),
+        ("IDLM-0102", ["compare=[arr]"], "'ar'"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    given = [argument.replace("FILE", _file(tmp_path, GSM8K)) for argument in arguments]
+    with pytest.raises(UserError) as caught:
+        run_evaluation([*MODEL, *given])
+    assert caught.value.code == code
+    assert words in caught.value.message
+
+
+def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, output = _file(tmp_path, GSM8K, {**GSM8K, "question": "Three?"}), tmp_path / "out.jsonl"
+    isd = ["decoder=isd", "decoder.stride=2", "mask_token_id=170", "compare=[isd:acceptance:published]"]
+    arguments = [*MODEL, *SETTINGS[:3], *isd, "task=gsm8k", f"data={data}", f"output={output}"]
+    with pytest.warns(UserWarning, match="stride 2"):
+        assert run_evaluation(arguments) == 0
+    out = capsys.readouterr().out
+    names = ["ar", "isd", "isd:acceptance:published"]
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == names
+    assert "isd - ar: +0.000 in exact match, 95% interval" in out and "2 prompts in pairs" in out
+    records = read_lines(output)
+    assert [record["decoder"] for record in records] == [name for name in names for _ in range(2)]
+    assert {record["reference"] for record in records} == {"1,004"}
+    assert [record["completion"]["exactness"] for record in records] == ["exact"] * 4 + ["lossy"] * 2
+
+
+def test_workers_are_as_many_as_cores() -> None:
+    assert FILE_TASKS.get("mbpp").num_workers == os.cpu_count()
+    assert FILE_TASKS.get("gsm8k").num_workers == 1
