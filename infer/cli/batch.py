@@ -14,7 +14,7 @@ from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.chat import chat, check_system, with_system
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
-from idlm.infer.cli.progress import engine_name, print_stream
+from idlm.infer.cli.progress import Tally, engine_name, print_stream
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None
         from idlm.infer.cli.fingerprint import run_config
 
         common = run_config(config, arguments)
-        earlier = _resume_state(config, read, common) if config.resume else None
+        earlier = resume_state(config, read, common) if config.resume else None
         if earlier is not None and earlier.is_whole and earlier.source == Path(config.output):
             print(f"{config.output} is complete", file=sys.stderr)
             return 0
@@ -99,12 +99,23 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None
     check_system(engine.tokenizer, config.system)
     if read is None:
         return chat(engine, config)
-    from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines, encode_line
+    from idlm.infer.cli.answers import encode_line
 
     if config.input is None and config.output is None and len(config.prompt) <= 1 and config.sampling.n == 1:
         [line] = read()
         print_stream(engine, encode_line(engine, line), line.params, has_stats=config.stats)
         return 0
+    return int(answer_lines(engine, config, read, earlier, common).num_failed > 0)
+
+
+def answer_lines(
+    engine: Engine, config: GenerateConfig, read: Reader, earlier: ResumeState | None, common: RunConfig
+) -> Tally:
+    """Answer the prompts that `earlier` has no answer to, and write or print the answers. UserError, before the
+    first answer, for a prompt that the engine refuses.
+    """
+    from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
+
     num_answers, lines = check_lines(engine, read()), read()
     if earlier is not None:
         lines, num_answers = earlier.missing, num_answers - len(earlier.kept_lines)
@@ -116,7 +127,7 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None
             _write_answers(engine, run, config, earlier, common)
         if config.stats:
             progress.tally.report(engine, progress.seconds)
-    return int(progress.tally.num_failed > 0)
+    return progress.tally
 
 
 def _print_answers(engine: Engine, run: AnswerRun, progress: AnswerProgress) -> None:
@@ -148,7 +159,7 @@ def _report(done: Completion) -> None:
         print(f"error {done.error}", file=sys.stderr)
 
 
-def _resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> ResumeState | None:
+def resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> ResumeState | None:
     """What an earlier run left in the partial file, or in a finished one; None if neither exists."""
     from idlm.infer.cli.fingerprint import of_request
     from idlm.infer.cli.resume import find_resume_state

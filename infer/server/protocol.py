@@ -29,6 +29,8 @@ IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "parallel_tool_calls", "request_id", "priority"),
+        # sglang-router adds these to every chat; there is no reasoning parser whose output they would place.
+        *("separate_reasoning", "stream_reasoning"),
     )
 )
 """Fields that do not say what the answer shall be."""
@@ -51,6 +53,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
