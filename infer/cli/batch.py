@@ -111,8 +111,8 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None
 def answer_lines(
     engine: Engine, config: GenerateConfig, read: Reader, earlier: ResumeState | None, common: RunConfig
 ) -> Tally:
-    """Answer the prompts that `earlier` has no answer to, and write or print the answers. UserError, before the
-    first answer, for a prompt that the engine refuses.
+    """Answer the prompts that `earlier` has no answer to, and write or print the answers. Before the first
+    answer, UserError for a prompt that the engine refuses.
     """
     from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
 

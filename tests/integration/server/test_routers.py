@@ -1,5 +1,5 @@
-"""What routers ask of a server: sglang-router 0.3.2 (recorded, and itself where it is installed), and llm-d (the
-names of its documentation, which docs/deploy.md lists).
+"""What routers ask of a server: sglang-router 0.3.2 (recorded, and itself where it is installed), and llm-d
+(the names of its documentation, which docs/deploy.md lists).
 """
 
 from __future__ import annotations
