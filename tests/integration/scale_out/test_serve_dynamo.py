@@ -1,4 +1,4 @@
-"""`recipes/serve_dynamo.py`: the engine answers requests in Dynamo's form, and behind Dynamo itself where it is
+"""`recipes/serve_dynamo.py`: the engine answers requests in Dynamo's form, and behind Dynamo where it is
 installed.
 """
 
