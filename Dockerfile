@@ -36,7 +36,7 @@ RUN useradd --create-home idlm && chown idlm:idlm /opt/idlm
 COPY --chown=idlm:idlm . .
 USER idlm
 
-# The key comes from the environment: without IDLM_API_KEY the server refuses to listen on other addresses than its own.
+# The key comes from the environment: without IDLM_API_KEY the server listens on its own machine only.
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]

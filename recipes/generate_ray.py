@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from idlm.cli import command
 from idlm.config.schema import option
@@ -74,16 +74,23 @@ class PartAnswerer:
 
     def __init__(self, config: RayConfig, arguments: EngineArguments, common: RunConfig) -> None:
         self._config, self._common = config, common
-        self._engine = arguments.load(is_shown=False)
+        self._refusal: UserError | None = None
+        try:
+            self._engine = arguments.load(is_shown=False)
+        # Ray would start an engine that cannot be built again and again.
+        except UserError as refusal:
+            self._refusal = refusal
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Answer one part. `batch` has its fields, each as an array of one element. Returns counts, and the
-        error of a row that the engine refuses, so that the other parts go on.
+        error of a row that the engine refuses, so that the other parts go on, or of the engine.
         """
         part = Part(**{name: plain_value(values[0]) for name, values in batch.items()})
         config, read = job_of(part, self._config)
         error, tally = "", Tally()
         try:
+            if self._refusal is not None:
+                raise self._refusal
             with exclusive_output(config.output, overwrite=False, resume=True):
                 earlier = resume_state(config, read, self._common)
                 tally = answer_lines(self._engine, config, read, earlier, self._common)
@@ -104,7 +111,8 @@ def generate(arguments: list[str]) -> int:
 
         print(f"{__doc__}\n{describe(RayConfig)}")
         return 0
-    config, engine_arguments = read_arguments("generate", RayConfig, arguments)
+    found, engine_arguments = read_arguments("generate", RayConfig, arguments)
+    config = cast(RayConfig, found)
     check_job(config)
     parts = cut(config)
     check_prompts((line for part in parts for line in read_part(part, config)), source=config.input)
@@ -116,7 +124,7 @@ def generate(arguments: list[str]) -> int:
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
     results = answer_with_ray(missing, config, engine_arguments, common)
-    for error in sorted(filter(None, (result["error"] for result in results))):
+    for error in sorted({result["error"] for result in results} - {""}):
         print(error, file=sys.stderr)
     num_answers, num_failed = (
         sum(result[name] for result in results) for name in ("num_answers", "num_failed")
@@ -219,10 +227,10 @@ def cut(config: RayConfig) -> list[Part]:
 
 def _starts(path: Path, size: int) -> list[tuple[int, int, int]]:
     """First row, rows, and offset of the parts of a file."""
+    num_rows, offset, offsets = 0, 0, dict[int, int]()
     if path.suffix == ".parquet":
-        num_rows, offsets = _parquet(path).metadata.num_rows, {}
+        num_rows = _parquet(path).metadata.num_rows
     else:
-        num_rows, offsets, offset = 0, {}, 0
         with path.open("rb") as file:
             for line in unpacked(file, path):
                 if num_rows % size == 0:

@@ -154,7 +154,7 @@ def engine_class() -> Any:
         fix = "pip install ai-dynamo==1.6.1 (docs/deploy.md)"
         raise UserError("IDLM-0491", f"the recipe needs the package {error.name}", fix=fix) from error
 
-    class IdlmEngine(Backend, LLMEngine):  # type: ignore[misc]
+    class IdlmEngine(Backend, LLMEngine):
         @classmethod
         async def from_args(cls, argv: list[str] | None = None) -> tuple[Any, Any]:
             words = sys.argv[1:] if argv is None else argv

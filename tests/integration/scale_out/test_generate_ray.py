@@ -58,11 +58,12 @@ class Local:
 
     engine: Engine | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_engine: bool = True) -> None:
+        self.keeps_engine = keeps_engine
         self.parts: list[str] = []
 
     def __call__(self, parts: Any, config: RayConfig, arguments: EngineArguments, common: Any) -> Any:
-        if Local.engine is None:
+        if Local.engine is None and self.keeps_engine:
             Local.engine = arguments.load(is_shown=False)
         answerer = PartAnswerer(config, replace(arguments), common)
         self.parts += [part.name for part in parts]
@@ -144,6 +145,21 @@ def test_a_row_that_the_engine_refuses_does_not_stop_the_others(
     assert generate([*SAMPLED, f"input={path}", f"output={folder}", "rows_per_part=2"]) == 1
     assert f"{path}:3" in capsys.readouterr().err
     assert [record["request_id"] for record in records(folder)] == ["row 0", "row 1", "ids", "row 5", "row 6"]
+
+
+def test_an_engine_that_cannot_be_built_ends_the_job(
+    source: Path,
+    tmp_path: Path,
+    local: Local,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Local, "engine", None)
+    job = [*SAMPLED, f"input={source}", f"output={tmp_path / 'out'}", "rows_per_part=4", "decoder.strides=2"]
+    monkeypatch.setattr(generate_ray, "answer_with_ray", Local(keeps_engine=False))
+    assert generate(job) == 1
+    told = capsys.readouterr().err
+    assert told.count("strides") == 1 and "0 answers" in told
 
 
 def test_a_folder_is_read_in_order_and_ids_must_differ(tmp_path: Path) -> None:

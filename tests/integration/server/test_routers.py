@@ -83,12 +83,14 @@ def test_a_router_with_the_key_may_send_it_next_to_the_clients(server: Running) 
             assert stranger.get("/v1/models", headers=headers).status_code == status
 
 
-def test_metrics_have_every_name_that_llm_d_reads(server: Running) -> None:
+def test_metrics_have_every_name_that_llm_d_and_the_alerts_read(server: Running) -> None:
     section = DEPLOY.read_text(encoding="utf-8").partition("## llm-d")[2].partition("\n## ")[0]
     names = re.findall(r"^\| \w+ \| `(vllm:\w+)`", section, re.MULTILINE)
-    assert len(names) >= 5
+    assert len(names) == 5
+    server.completion(prompt=PROMPT)
     text = server.client.get("/metrics").text
-    assert not [name for name in names if not re.search(rf"^{name}\{{", text, re.MULTILINE)]
+    named = {*names, *re.findall(r"\b(?:vllm|idlm):\w+", DEPLOY.read_text(encoding="utf-8"))}
+    assert not [name for name in named if not re.search(rf"^{name}\{{", text, re.MULTILINE)]
 
 
 def test_the_size_of_the_kv_cache_is_told_in_labels(server: Running) -> None:
