@@ -182,7 +182,8 @@ def check_job(config: RayConfig) -> None:
 def check_folder(config: RayConfig, parts: list[Part]) -> None:
     """Raise UserError IDLM-0446 for answers in the folder that belong to no part."""
     names = {part.name for part in parts}
-    strange = [path for path in Path(str(config.output)).glob("part-*.jsonl*") if path.name[:16] not in names]
+    found = Path(str(config.output)).glob("part-*.jsonl*")
+    strange = [path for path in found if f"{path.name.partition('.')[0]}.jsonl" not in names]
     if strange:
         message = f"{str(min(strange))!r} is no part of this input in parts of {config.rows_per_part} rows"
         raise UserError(
