@@ -1,4 +1,7 @@
-# For GPU users: docker build -t idlm . && docker run --gpus all --ipc=host -it idlm idlm-train recipe=tiny
+# docker build -t idlm .
+#   serve (compose.yaml does the same):
+#     docker run --gpus all -p 127.0.0.1:8000:8000 -v /path/of/model:/model:ro -e IDLM_API_KEY idlm
+#   train: docker run --gpus all --ipc=host --no-healthcheck -it idlm idlm-train recipe=tiny
 # (data workers and NCCL exchange tensors in shared memory, of which a container has 64 MB without --ipc=host).
 # CUDA is the one that torch was built with, to the minor version: DeepSpeed refuses to compile with another one.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
@@ -33,5 +36,9 @@ RUN useradd --create-home idlm && chown idlm:idlm /opt/idlm
 COPY --chown=idlm:idlm . .
 USER idlm
 
+# The key comes from the environment: without IDLM_API_KEY the server listens on its own machine only.
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["tini", "-g", "--"]
-CMD ["idlm-train", "--help"]
+CMD ["idlm-serve", "model=/model", "host=0.0.0.0", "port=8000"]

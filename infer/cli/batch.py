@@ -13,7 +13,7 @@ from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
-from idlm.infer.cli.progress import engine_name, print_stream
+from idlm.infer.cli.progress import Tally, engine_name, print_stream
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
 from idlm.infer.cli.system import check_system, with_system
 
@@ -91,18 +91,29 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> in
         from idlm.infer.cli.fingerprint import run_config
 
         common = run_config(config, arguments)
-        earlier = _resume_state(config, read, common) if config.resume else None
+        earlier = resume_state(config, read, common) if config.resume else None
         if earlier is not None and earlier.is_whole and earlier.source == Path(config.output):
             print(f"{config.output} is complete", file=sys.stderr)
             return 0
     engine = arguments.load(is_shown=config.stats)
     check_system(engine.tokenizer, config.system)
-    from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines, encode_line
+    from idlm.infer.cli.answers import encode_line
 
     if config.input is None and config.output is None and len(config.prompt) <= 1 and config.sampling.n == 1:
         [line] = read()
         print_stream(engine, encode_line(engine, line), line.params, has_stats=config.stats)
         return 0
+    return int(answer_lines(engine, config, read, earlier, common).num_failed > 0)
+
+
+def answer_lines(
+    engine: Engine, config: GenerateConfig, read: Reader, earlier: ResumeState | None, common: RunConfig
+) -> Tally:
+    """Answer the prompts that `earlier` has no answer to, and write or print the answers. Before the first
+    answer, UserError for a prompt that the engine refuses.
+    """
+    from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
+
     num_answers, lines = check_lines(engine, read()), read()
     if earlier is not None:
         lines, num_answers = earlier.missing, num_answers - len(earlier.kept_lines)
@@ -114,7 +125,7 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> in
             _write_answers(engine, run, config, earlier, common)
         if config.stats:
             progress.tally.report(engine, progress.seconds)
-    return int(progress.tally.num_failed > 0)
+    return progress.tally
 
 
 def _print_answers(engine: Engine, run: AnswerRun, progress: AnswerProgress) -> None:
@@ -146,7 +157,7 @@ def _report(done: Completion) -> None:
         print(f"error {done.error}", file=sys.stderr)
 
 
-def _resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> ResumeState | None:
+def resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> ResumeState | None:
     """What an earlier run left in the partial file, or in a finished one; None if neither exists."""
     from idlm.infer.cli.fingerprint import of_request
     from idlm.infer.cli.resume import find_resume_state

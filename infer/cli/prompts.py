@@ -68,15 +68,8 @@ def read_prompts(
         try:
             for number, line in enumerate(unpacked(file, Path(path)), start=1):
                 if line.strip():
-                    place = f"{path}:{number}"
-                    record = _record(place, line)
-                    carried = _carried(place, record, carry_keys=carry_keys)
-                    yield PromptLine(
-                        place=place,
-                        request_id=_request_id(place, record.get("id", number)),
-                        prompt=_prompt(place, record, drop_last_turn=drop_last_turn),
-                        params=_params(place, record.get("sampling", {}), sampling),
-                        carried=carried,
+                    yield read_line(
+                        path, number, line, sampling, drop_last_turn=drop_last_turn, carry_keys=carry_keys
                     )
         except DAMAGE as error:
             raise UserError(
@@ -84,6 +77,22 @@ def read_prompts(
                 f"input={path!r} is incomplete or damaged: {error}",
                 fix="copy or download the file again",
             ) from error
+
+
+def read_line(
+    path: str, number: int, line: bytes, sampling: SamplingParams, *, drop_last_turn: bool, carry_keys: bool
+) -> PromptLine:
+    """Return the request of line `number` of a file; see `read_prompts`."""
+    place = f"{path}:{number}"
+    record = _record(place, line)
+    carried = _carried(place, record, carry_keys=carry_keys)
+    return PromptLine(
+        place=place,
+        request_id=_request_id(place, record.get("id", number)),
+        prompt=_prompt(place, record, drop_last_turn=drop_last_turn),
+        params=_params(place, record.get("sampling", {}), sampling),
+        carried=carried,
+    )
 
 
 def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> None:

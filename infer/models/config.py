@@ -7,6 +7,7 @@ older one (`rope_theta` and `rope_scaling`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 

@@ -85,7 +85,9 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return json_response(_model(service))
 
+    # The second name is SGLang's older one, which its router still hands on.
     @app.get("/model_info")
+    @app.get("/get_model_info", include_in_schema=False)
     async def model_info() -> Response:
         info = service.info
         return json_response(

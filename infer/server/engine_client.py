@@ -242,7 +242,7 @@ class EngineClient:
             case "ready":
                 self.info = EngineInfo(**{key: value for key, value in message.items() if key != "type"})
                 self.state = "ready"
-                self._metrics.engine_ready()
+                self._metrics.engine_ready(self.info)
 
     def _deliver(self, event: Event) -> None:
         self._metrics.generation_tokens.inc(len(event.token_ids))

@@ -16,7 +16,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from idlm.infer.server.messages import IDLE, Figures, Stats
+from idlm.infer.server.messages import IDLE, EngineInfo, Figures, Stats
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -44,6 +44,12 @@ class Metrics:
         self._gauges = {field: self._make(Gauge, *named) for field, named in GAUGES.items()}
         self._counters = {field: self._make(Counter, *named) for field, named in COUNTERS.items()}
         self._ready = self._make(Gauge, "idlm:engine_ready", "1 if the engine takes requests")
+        self._cache_config = self._make(
+            Gauge,
+            "vllm:cache_config_info",
+            "Size of the KV cache, in the labels",
+            ("block_size", "num_gpu_blocks"),
+        )
         self._restarts = self._make(Counter, "idlm:engine_restarts", "Engine processes that ended unasked")
         self.prompt_tokens = self._make(Counter, "vllm:prompt_tokens", "Tokens of prompts taken")
         self.generation_tokens = self._make(Counter, "vllm:generation_tokens", "Emitted tokens")
@@ -84,9 +90,11 @@ class Metrics:
             counter.inc(getattr(stats, field) - getattr(self._last, field))
         self._last = stats
 
-    def engine_ready(self) -> None:
+    def engine_ready(self, info: EngineInfo) -> None:
         """A fresh engine takes requests."""
         self._last = IDLE
+        self._cache_config.clear()
+        self._cache_config.labels(self._model_name, str(info.page_size), str(info.num_pages)).set(1)
         self._ready.set(1)
 
     def engine_lost(self) -> None:

@@ -50,6 +50,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    # sglang-router adds these to every chat; whatever the parser finds is separate.
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),

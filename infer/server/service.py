@@ -76,8 +76,10 @@ class Service:
         return self.client.num_open + self._num_encoding
 
     def describe(self) -> dict[str, Any]:
-        """What /server_info says; it has no key."""
-        info, config = self.info, self.config
+        """What /server_info says, also before the engine is ready: routers ask once, when they find the
+        server. It has no key.
+        """
+        info, config = self.client.info, self.config
         return {
             "version": __version__,
             "model_path": config.model,
@@ -87,7 +89,7 @@ class Service:
             "num_restarts": self.client.num_restarts,
             "num_open": self.num_open,
             "limits": {name: getattr(config, name) for name in LIMITS},
-            "engine": dataclasses.asdict(info),
+            "engine": None if info is None else dataclasses.asdict(info),
         }
 
     async def run(self) -> None:
