@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from idlm.cli import command
 from idlm.config.schema import option
@@ -111,8 +111,7 @@ def generate(arguments: list[str]) -> int:
 
         print(f"{__doc__}\n{describe(RayConfig)}")
         return 0
-    found, engine_arguments = read_arguments("generate", RayConfig, arguments)
-    config = cast(RayConfig, found)
+    config, engine_arguments = read_arguments("generate", RayConfig, arguments)
     check_job(config)
     parts = cut(config)
     check_prompts((line for part in parts for line in read_part(part, config)), source=config.input)

@@ -120,8 +120,8 @@ def _already_open(arm: Arm) -> AbstractContextManager[Arm]:
 
 def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[str, EngineArguments]]:
     """The decoder with one token per pass, and then the one asked for if it is another one."""
-    from idlm.infer.cli.evaluate import AUTO, choose_baseline
     from idlm.infer.decoders.base import choose_decoder
+    from idlm.infer.evaluation.arms import AUTO, choose_baseline
     from idlm.infer.models.loader import read_outline
 
     semantics = read_outline(

@@ -134,8 +134,7 @@ class StaticStep:
         shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
         graph = self._graph(shape, schedule) if self.captures and not schedule.is_eager else None
         if graph is None:
-            columns_3B = to_device(self._columns(schedule, shape.num_sequences), self._device)
-            batch = self._batch(shape, columns_3B)
+            batch = self._batch(shape, to_device(self._columns(schedule, shape.num_sequences), self._device))
             return self._step(with_grammars(batch, schedule), schedule.prompt_rows)
         columns = self._columns(schedule, graph.columns_3B.shape[1])
         # In steady decoding nothing changes from pass to pass.
