@@ -133,7 +133,7 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
     """A stream that began before SIGTERM ends in [DONE]; requests after it are refused."""
     words = [f"model={checkpoint()}", "port=0", "device=cpu", "dtype=float32", "max_length=1500"]
     environment = {**os.environ, "IDLM_API_KEY": KEY}
-    program = [sys.executable, "-m", "idlm.infer.server.cli", *words]
+    program = [sys.executable, "-m", "idlm.infer.cli.serve", *words]
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     try:

@@ -15,25 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from idlm.errors import UserError
+from idlm.infer.cli.serve import serve
 from idlm.infer.server import guard
 from idlm.infer.server.app import routes
-from idlm.infer.server.cli import serve
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
+from tests.integration.server.bad_fields import BAD_FIELDS, CHAT, COMPLETIONS, VALID
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
 
 KEY = "a-key-of-this-test"
 MAX_BODY, MAX_HEADER = 20_000, 2000
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
-VALID = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 FIELDS = {CHAT: sorted(ChatRequest.model_fields), COMPLETIONS: sorted(CompletionRequest.model_fields)}
-
-
-def tool(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **fields}}
 
 
 @pytest.fixture(scope="module")
@@ -89,107 +83,7 @@ def test_options_of_the_command_are_checked(word: str, code: str, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
-    [
-        (COMPLETIONS, {}, "prompt"),
-        (COMPLETIONS, {"prompt": ""}, "prompt"),
-        (COMPLETIONS, {"prompt": []}, "prompt"),
-        (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt"),
-        (COMPLETIONS, {"prompt": [-1]}, "prompt.0"),
-        (COMPLETIONS, {"prompt": [3] * 48}, "prompt"),
-        (COMPLETIONS, {"prompt": "nut " * 4000}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a"] * 7}, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-        (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
-        (COMPLETIONS, {"prompt": "a", "temperature": 1e400}, "temperature"),
-        (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
-        (COMPLETIONS, {"prompt": "a", "top_k": 2**31}, "top_k"),
-        (COMPLETIONS, {"prompt": "a", "seed": 10**30}, "seed"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        (COMPLETIONS, {"prompt": "a", "n": 4}, "n"),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
-        (COMPLETIONS, {"prompt": "a", "stop": ["a", ""]}, "stop.1"),
-        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids"),
-        (COMPLETIONS, {"prompt": "a", "decoder_options": {"steps": 3}}, "decoder_options"),
-        (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
-        (COMPLETIONS, {"prompt": "a", "model": "another"}, "model"),
-        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "stream_options": {"include_usages": True}},
-            "stream_options.include_usages",
-        ),
-        (COMPLETIONS, {"prompt": "a", "decoder_options": {"stride": "\ud800"}}, "decoder_options.stride"),
-        (COMPLETIONS, {"prompt": ["a", "b"], "n": 3}, "n"),
-        (COMPLETIONS, {"prompt": ["a"] * 6}, "prompt"),
-        (CHAT, {**VALID[CHAT], "stream_options": {"every": 1}}, "stream_options.every"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
-        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}, "messages.0.name"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
-            "messages.0.content.0.text",
-        ),
-        (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
-            "messages.0.tool_calls",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
-            "messages.0.tool_calls.0",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
-            "messages.0.tool_call_id",
-        ),
-        (CHAT, {"messages": [{"role": "assistant"}]}, "messages.0.content"),
-        *(
-            (
-                CHAT,
-                {
-                    "messages": [
-                        {"role": "assistant", "tool_calls": [{"function": {**CALL["function"], **bad}}]}
-                    ]
-                },
-                f"messages.0.tool_calls.0.function.{name}",
-            )
-            for name, bad in (
-                ("arguments", {"arguments": "{"}),
-                ("arguments", {"arguments": "[1]"}),
-                ("arguments", {"arguments": '{"a": "\\ud800"}'}),
-                ("arguments", {"arguments": "[" * 9000}),
-                ("name", {"name": ""}),
-            )
-        ),
-        (CHAT, {**VALID[CHAT], "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {**VALID[CHAT], "tools": [{"type": "function"}]}, "tools.0.function"),
-        (CHAT, {**VALID[CHAT], "tools": [{"function": {"name": "f"}}]}, "tools.0.type"),
-        (CHAT, {**VALID[CHAT], "tools": [tool(name="")]}, "tools.0.function.name"),
-        (CHAT, {**VALID[CHAT], "tools": [tool(names="f")]}, "tools.0.function.names"),
-        (CHAT, {**VALID[CHAT], "tools": [tool(strict=True)]}, "tools.0.function.strict"),
-        (CHAT, {**VALID[CHAT], "tools": [tool(parameters={"a": "\ud800"})]}, "tools.0"),
-        (CHAT, {**VALID[CHAT], "tools": [tool()] * 129}, "tools"),
-        (CHAT, {**VALID[CHAT], "tools": [tool()]}, "tools"),
-        (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": "required"}, "tool_choice"),
-        (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": tool()}, "tool_choice"),
-        (CHAT, {**VALID[CHAT], "tools": [tool()], "parallel_tool_calls": False}, "parallel_tool_calls"),
-        (CHAT, {**VALID[CHAT], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
-        (CHAT, {**VALID[CHAT], "response_format": {"type": "yaml"}}, "response_format.type"),
-        (CHAT, {**VALID[CHAT], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (CHAT, {**VALID[CHAT], "guided_regex": "((("}, "guided_regex"),
-        (CHAT, {**VALID[CHAT], "guided_json": "\ud800"}, "guided_json"),
-        (CHAT, {**VALID[CHAT], "guided_json": {"type": "frob"}}, "guided_json"),
-        (COMPLETIONS, {"prompt": "a", "guided_choice": [""]}, "guided_choice.0"),
-        (COMPLETIONS, {"prompt": "a", "guided_regex": "1", "guided_choice": ["1"]}, "guided_choice"),
-        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regexp": "1"}}, "structured_outputs.regexp"),
-        (CHAT, {"messages": [{"role": "user", "content": "nut " * 4000}]}, "messages"),
-    ],
+    BAD_FIELDS,
 )
 def test_a_refusal_names_the_field_and_the_rule(
     server: Running, path: str, body: dict[str, Any], param: str

@@ -23,10 +23,10 @@ from idlm.infer.cli.config import EvaluateConfig, GenerateConfig, ServeConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.help import from_registry, from_sources, plugins_of
+from idlm.infer.cli.serve import serve
 from idlm.infer.clients.bench import bench
 from idlm.infer.clients.chat import chat
 from idlm.infer.decoders.base import DECODERS
-from idlm.infer.server.cli import serve
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig
 
@@ -34,13 +34,12 @@ ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
-from idlm.infer.cli import evaluate, generate
+from idlm.infer.cli import evaluate, generate, serve
 from idlm.infer.clients import bench, chat
-from idlm.infer.server import cli as server
 from idlm.train.cli import main
 for name, arguments in json.loads(sys.argv[1]):
     sys.argv = [name, *arguments]
-    mains = {{"idlm-generate": generate, "idlm-eval": evaluate, "idlm-serve": server}}
+    mains = {{"idlm-generate": generate, "idlm-eval": evaluate, "idlm-serve": serve}}
     mains |= {{"idlm-chat": chat, "idlm-bench": bench}}
     status = mains[name].main() if name in mains else main()
     loaded = [module for module in {HEAVY} if module in sys.modules]
