@@ -23,7 +23,7 @@ MAX_LOGPROBS = 1024
 
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
-MAX_CONSTRAINT = 1 << 18
+MAX_CONSTRAINT = 1 << 15
 """Characters of a constraint."""
 
 

@@ -307,7 +307,7 @@ class Engine:
         request.num_forwards += 1
         if not samples:
             return
-        if emission.nonfinite == 1:
+        if emission.nonfinite == 1 or (not request.token_ids and request.has_nonfinite_prompt):
             self._fail_nonfinite(request)
             return
         if request.contradicts(emission.token_ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from collections.abc import Sequence
@@ -86,6 +87,11 @@ class Request:
         num_known = 1 + len(self.prompt_logprobs)
         assert start <= num_known, f"{start=} {num_known=}"
         self.prompt_logprobs += logprobs[num_known - start :]
+
+    @property
+    def has_nonfinite_prompt(self) -> bool:
+        """Whether a log-probability of a prompt token is no number."""
+        return any(math.isnan(one.logprob) for one in self.prompt_logprobs)
 
     def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         """See `Completion.prompt_logprobs`."""

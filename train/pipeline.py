@@ -235,6 +235,7 @@ def train(
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog, trainer.writer = zero_stage(loop), watchdog, writer
+    watchdog.is_stopping = lambda: stop.received is not None or stop.is_time_up
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:

@@ -106,18 +106,21 @@ class ServerAnswerer:
 
         from idlm.infer.clients.http import RequestFailure, draft_counts, no_answer
 
-        body, num_tokens = self._server.chat_body(messages, params, always), 0
+        body, num_tokens, is_empty = self._server.chat_body(messages, params, always), 0, True
         try:
             with closing(self._server.stream("/chat/completions", body)) as chunks:
                 for chunk in chunks:
                     usage = chunk.get("usage") or {}
                     text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
                     total = usage.get("completion_tokens")
+                    is_empty = is_empty and not text
                     if text or total is not None:
                         yield Piece(text, None if total is None else total - num_tokens, *draft_counts(usage))
                         num_tokens = num_tokens if total is None else total
         except (RequestFailure, httpx.HTTPError, LookupError, TypeError) as error:
             raise no_answer(error) from error
+        if is_empty and num_tokens > 1:
+            raise no_answer(LookupError("the answer is reasoning alone: raise max_tokens"))
 
 
 @contextmanager

@@ -156,7 +156,9 @@ async def _answer(server: Server, client: httpx.AsyncClient, job: Job) -> Record
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
     """Whether a choice of a chunk has tokens; a chat's first chunk may hold a role alone."""
-    return "text" in choice or bool((choice.get("delta") or {}).get("content"))
+    delta = choice.get("delta") or {}
+    kinds = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return "text" in choice or any(map(delta.get, kinds))
 
 
 def _count(record: Record, usage: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ who judges. Paper: arXiv 2604.11035, appendix H.4 (a sandboxed subprocess with a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
@@ -112,7 +113,8 @@ class Sandbox:
         finally:
             # Its child dies with it, and with that everything inside.
             process.kill()
-            process.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=GRACE_SECONDS)
         return _outcome(out[:MAX_REPORT], err)
 
 

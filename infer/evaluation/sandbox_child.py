@@ -77,6 +77,7 @@ def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
             for name, known_as in request["functions"].items()
         }
         wire.run_text("test", request["test"], stubs)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     except Timeout:
         return {"passed": False, "reason": f"no result after {request['seconds']:g} s"}
     except RuntimeError as error:

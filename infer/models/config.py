@@ -30,8 +30,10 @@ MUST_BE_NULL = (
     "quantization_config",
     "compression_config",
 )
-MAX_SIZE, MAX_VOCABULARY = 1 << 20, 1 << 24
-"""The largest sizes of an axis; the product of a few fits the 63 bits of a tensor's size."""
+MAX_SIZE, MAX_COUNT = 1 << 20, 1 << 40
+"""The largest sizes of an axis, of which a few fit the 63 bits of a tensor's size, and of numbers that are
+compared with the tensors first: layers, experts, the vocabulary.
+"""
 MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
 SCALED_TYPES = ("linear", "llama3", "yarn")
@@ -131,7 +133,7 @@ def dense_spec(
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     head_dim = reader.integer("head_dim", default_head_dim or max(1, width // num_heads))
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.integer("num_hidden_layers", most=MAX_COUNT)
     if num_heads % num_kv_heads:
         reader.problems.append(
             f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
@@ -150,7 +152,7 @@ def dense_spec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=reader.integer("vocab_size", most=MAX_VOCABULARY),
+        vocab_size=reader.integer("vocab_size", most=MAX_COUNT),
         norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
         rope_inv_freq=inv_freq,
         rope_scaling=rope_scaling,

@@ -44,7 +44,7 @@ LOOKS_PER_TIMEOUT = 8
 so that a front end which was itself stopped for long blames no engine.
 """
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
-STATUS = {"IDLM-0448": 503}
+STATUS = {"IDLM-0448": 503, "IDLM-0478": 400}
 """Status of errors that end a request in the engine, if it is not 500."""
 State = Literal["loading", "ready", "restarting", "stopped"]
 LOG = get_logger(__name__)
@@ -224,7 +224,7 @@ class EngineClient:
                     return UserError(message["code"], message["message"], fix=message["fix"])
                 self._handle(message)
         return UserError(
-            "IDLM-0707",
+            "IDLM-0715",
             f"the engine has answered nothing for {self.timeout:g} s, although it has work",
             fix="read its messages above; raise engine_timeout= if a pass may take that long",
         )

@@ -26,7 +26,7 @@ Unicode = Annotated[str, Field(min_length=0)]
 """Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
-MAX_LOGPROBS, MAX_TOOLS = 20, 128
+MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES = 20, 128, 4096
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -279,7 +279,7 @@ class TemplateOptions(Body):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

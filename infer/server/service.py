@@ -136,10 +136,12 @@ class Service:
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
         """The parser of one answer to a conversation."""
         template, config = template_text(self.tokenizer), self.config
+        is_constrained = body.params(config.sampling).constraint is not None
         prompt_end = self.token_texts.whole(prompt_ids[-LAST_TOKENS:]).rstrip()
         return AnswerParser(
-            thinks=parses_reasoning(config.reasoning_parser, template),
-            is_open=prompt_end.endswith(BEGIN_THINK),
+            # A constrained answer is content from its first token on.
+            thinks=not is_constrained and parses_reasoning(config.reasoning_parser, template),
+            is_open=not is_constrained and prompt_end.endswith(BEGIN_THINK),
             calls=bool(body.callable_tools),
         )
 

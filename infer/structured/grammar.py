@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from idlm.contracts import Constraint
@@ -18,6 +20,7 @@ from idlm.errors import UserError
 
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Without a bound, a model that is not sure how to go on may write blanks for ever."""
+STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
 
@@ -66,7 +69,7 @@ class GrammarCompiler:
         compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
         llguidance.
         """
-        return self._compiled(constraint).branch()
+        return _on_large_stack(self._compiled, constraint).branch()
 
     def _compile(self, constraint: Constraint) -> Grammar:
         llguidance, kind = _llguidance(), constraint.kind
@@ -107,6 +110,16 @@ class GrammarCompiler:
             raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
 
 
+def _on_large_stack(call: Callable[[Constraint], Grammar], constraint: Constraint) -> Grammar:
+    """Call in a thread of its own: llguidance recurses, and an overflow would end the process."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call, constraint).result()
+    finally:
+        threading.stack_size(before)
+
+
 def _llguidance() -> Any:
     try:
         return importlib.import_module("llguidance")
@@ -128,7 +141,8 @@ def _source(constraint: Constraint, llguidance: Any) -> str:
         case "choice":
             # JSON would escape characters beyond 16 bits as two, which Lark does not know.
             choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
-            source = llguidance.grammar_from("lark", f"start: {' | '.join(choices)}")
+            # One terminal: alternatives of a rule are limited to 2,000.
+            source = llguidance.grammar_from("lark", f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
         case kind:
             source = llguidance.grammar_from(kind, text)
     return str(source)

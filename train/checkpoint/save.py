@@ -175,5 +175,7 @@ def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
     # One pass without temporaries: isfinite().all() takes ten times as long on a CPU.
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())

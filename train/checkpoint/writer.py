@@ -179,13 +179,19 @@ class CheckpointWriter:
             return None
         for key, source in known.items():
             self._buffers.pop(key, None)
-            self._buffers[key] = torch.empty(
-                source.numel(), dtype=torch.uint8, pin_memory=source.device.type == "cuda"
-            )
+            self._buffers[key] = _host_buffer(source)
         copies: dict[tuple[str, int], Tensor] = {}
         for index, (place, source) in enumerate(storages.items()):
             copies[place] = self._buffers[name, index].copy_(source)
         return _replaced(state, copies)
+
+
+def _host_buffer(source: Tensor) -> Tensor:
+    try:
+        return torch.empty(source.numel(), dtype=torch.uint8, pin_memory=source.device.type == "cuda")
+    except RuntimeError:
+        # The driver, or a limit of locked memory, refuses. The copy is slower then.
+        return torch.empty(source.numel(), dtype=torch.uint8)
 
 
 def available_bytes() -> int:

@@ -265,6 +265,9 @@ class StopRequests(TrainerCallback):
         self.is_time_up = agreed == TIME_UP
         # A signal that has arrived meanwhile is for the next step.
         if agreed > TIME_UP:
+            if self.received is None:
+                # Its own signal may still come, as an echo.
+                self._heard_at = time.monotonic()
             self.received = agreed
         if agreed:
             control.should_save = True

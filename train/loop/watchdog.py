@@ -98,6 +98,7 @@ class Watchdog(TrainerCallback):
         launcher: int | None = None,
     ) -> None:
         self.launcher = launcher
+        self.is_stopping: Callable[[], bool] = lambda: False
         self.store, self.world_size, self.hang_seconds, self.clock = store, world_size, hang_seconds, clock
         self.mine = Heartbeat(rank=rank, pid=os.getpid(), host=_host())
         self.seen = {rank: PeerStatus(self.mine, clock(), clock())}
@@ -157,7 +158,9 @@ class Watchdog(TrainerCallback):
             what = f"the launcher (pid {self.launcher}) has ended: this rank saves and ends"
             print(f"watchdog on rank {self.mine.rank}: {what}", file=sys.stderr, flush=True)
             self.launcher = None
-            os.kill(os.getpid(), signal.SIGTERM)
+            # A second signal would end a save that has begun.
+            if not self.is_stopping():
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _publish(self) -> None:
         if self.store is not None:

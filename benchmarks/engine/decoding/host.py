@@ -19,7 +19,7 @@ from benchmarks.engine.decoding.replay import replaying
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.runtime.worker import Emission, InflightStep
-from idlm.infer.state.batch import Batch
+from idlm.infer.state.batch import Batch, PromptRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class _Stamped:
         self.times_S2 = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def __call__(self, batch: Batch) -> StepResult:
+    def __call__(self, batch: Batch, prompt_rows: PromptRows | None = None) -> StepResult:
         self._stamp(is_end=False)
-        result = self.step(batch)
+        result = self.step(batch, prompt_rows)
         self._stamp(is_end=True)
         return result
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from idlm.config_keys import READ
 from idlm.contracts import is_number
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.config import MAX_HEAD_DIM, MAX_VOCABULARY, ConfigReader, dense_spec
+from idlm.infer.models.config import MAX_COUNT, MAX_HEAD_DIM, ConfigReader, dense_spec
 
 BLOCK_SIZE = 32
 REQUIRED = (
@@ -71,13 +71,13 @@ class Llada2(Family):
         reader.allow("router_dtype", "fp32", "float32", None)
         rotary_dim, moe = _rotary_dim(reader), _experts(reader)
         edit_tokens = [
-            reader.integer(name, least=0, most=MAX_VOCABULARY)
+            reader.integer(name, least=0, most=MAX_COUNT)
             for name in EDIT_TOKENS
             if config.get(name) is not None
         ]
         if edit_tokens and (moe.capacity is None or len(edit_tokens) < 2):
             reader.problems.append(f"{' or '.join(EDIT_TOKENS)} without the other or without expert_capacity")
-        if max(edit_tokens, default=0) >= reader.integer("vocab_size", most=MAX_VOCABULARY):
+        if max(edit_tokens, default=0) >= reader.integer("vocab_size", most=MAX_COUNT):
             reader.problems.append(f"{', '.join(EDIT_TOKENS)}={edit_tokens} (must be below vocab_size)")
         reader.allow("use_bias", False)
         qkv_bias = reader.flag("use_qkv_bias")
@@ -127,7 +127,7 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
-    num_experts, num_groups = reader.integer("num_experts"), reader.integer("n_group")
+    num_experts, num_groups = reader.integer("num_experts", most=MAX_COUNT), reader.integer("n_group")
     num_chosen, chosen_groups = reader.integer("num_experts_per_tok"), reader.integer("topk_group")
     if num_experts % num_groups or chosen_groups > num_groups:
         reader.problems.append(
@@ -143,7 +143,7 @@ def _experts(reader: ConfigReader) -> MoeSpec:
         num_experts=num_experts,
         num_chosen=num_chosen,
         ffn_width=ffn_width,
-        dense_layers=range(reader.integer("first_k_dense_replace", least=0)),
+        dense_layers=range(reader.integer("first_k_dense_replace", least=0, most=MAX_COUNT)),
         score="sigmoid",
         is_normalised=reader.flag("norm_topk_prob"),
         scaling=reader.positive_float("routed_scaling_factor", 1.0),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from idlm.config_keys import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
-from idlm.infer.models.config import UNBOUNDED, ConfigReader, dense_spec, standard
+from idlm.infer.models.config import MAX_COUNT, UNBOUNDED, ConfigReader, dense_spec, standard
 
 UNREAD = "the published code does not read it"
 STANDARD_NAMES = {"intermediate_size": "dense_intermediate_size", "attention_bias": "use_qkv_bias"}
@@ -44,7 +44,10 @@ class LladaMoe(Family):
         config = standard(config, STANDARD_NAMES)
         reader = ConfigReader(config)
         reader.require("max_position_embeddings", "num_experts", "num_experts_per_tok")
-        num_experts, num_chosen = reader.integer("num_experts"), reader.integer("num_experts_per_tok")
+        num_experts, num_chosen = (
+            reader.integer("num_experts", most=MAX_COUNT),
+            reader.integer("num_experts_per_tok"),
+        )
         if num_chosen > num_experts:
             reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")
         frequency = config.get("moe_layer_freq")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from idlm.config_keys import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
-from idlm.infer.models.config import ConfigReader, dense_spec
+from idlm.infer.models.config import MAX_COUNT, ConfigReader, dense_spec
 
 
 @FAMILIES.register("Qwen3MoeForCausalLM")
@@ -36,7 +36,7 @@ class Qwen3Moe(Family):
 
 def _experts(reader: ConfigReader) -> MoeSpec:
     # transformers 5 writes the field under its second name.
-    num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"))
+    num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"), most=MAX_COUNT)
     reader.allow("num_local_experts", num_experts, None)
     num_chosen = reader.integer("num_experts_per_tok")
     if num_chosen > num_experts:

@@ -132,7 +132,7 @@ def try_process_list() -> Any:
 
 
 def try_root_of_process_1() -> Any:
-    return os.listdir("/proc/self/root/root") or os.listdir("/proc/1/root/etc")
+    return os.listdir("/proc/self/root/etc")
 
 
 def try_maps() -> Any:

@@ -364,8 +364,8 @@ def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> 
 
     async def read() -> list[int]:
         generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
-        generation.put(Event("0-0", 0, [5], "a", [], None, None))
-        generation.put(Event("0-0", 0, [], "", [], figures, (code, "what", "fix")))
+        generation.put(Event("0-0", 0, [5], "a", [], None, None, []))
+        generation.put(Event("0-0", 0, [], "", [], figures, (code, "what", "fix"), []))
         found = []
         with pytest.raises(ApiError) as failure:
             async for _, event in generation:
@@ -384,7 +384,7 @@ def test_events_that_are_not_read_yet_become_one() -> None:
         for token, text in ((5, "a"), (6, "b"), (7, "c")):
             for name in ("0-0", "0-1"):
                 end = figures if token == 7 else None
-                generation.put(Event(name, 0, [token], text, [], end, None))
+                generation.put(Event(name, 0, [token], text, [], end, None, []))
         return [(choice, event.token_ids, event.text) async for choice, event in generation]
 
     assert asyncio.run(read()) == [(0, [5, 6, 7], "abc"), (1, [5, 6, 7], "abc")]

@@ -57,5 +57,6 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 def num_floats() -> int:
     """Elements of all floating tensors of this process."""
+    gc.collect()
     tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
     return sum(value.numel() for value in tensors if value.is_floating_point())

@@ -129,8 +129,8 @@ def test_all_tensor_problems_are_reported_at_once(checkpoint: Path) -> None:
 
 
 def test_a_config_far_larger_than_the_weights_is_refused_before_memory_is_taken(checkpoint: Path) -> None:
-    edit_config(checkpoint, vocab_size=10**7)
-    refused(checkpoint, "IDLM-0603", "config.json says [10000000, 8]")
+    edit_config(checkpoint, vocab_size=10**12)
+    refused(checkpoint, "IDLM-0603", "config.json says [1000000000000, 8]")
 
 
 def test_missing_path_names_the_nearest_sibling(checkpoint: Path) -> None:
