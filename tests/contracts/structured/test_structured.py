@@ -212,6 +212,18 @@ def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: lis
             assert stepped.push([token_id])
 
 
+def test_large_constraints_compile(toy: Path) -> None:
+    """llguidance limits the alternatives of a rule, and recurses over rules."""
+    compiler = build_engine(toy, "ar")._parts.grammars
+    rules = "".join(f'r{number}: r{number + 1} | "a"\n' for number in range(1500))
+    assert not compiler.grammar(Constraint(kind="grammar", text=f'start: r0\n{rules}r1500: "a"')).problem
+    choices = [f"a{number:04d}" for number in range(2500)]
+    grammar = compiler.grammar(Constraint(kind="choice", text=choices))
+    bits = grammar.matcher.compute_bitmask()
+    token_id = next(one for one in range(8 * len(bits)) if bits[one // 8] >> one % 8 & 1)
+    assert grammar.push([token_id]) and grammar.problem is None
+
+
 def test_what_no_token_can_spell_is_refused_or_fails(tmp_path: Path) -> None:
     """The vocabulary of letters lacks digits: before anything is queued, or where an answer comes to it."""
     engine = _lettered(tmp_path)

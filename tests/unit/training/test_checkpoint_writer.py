@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import collections
+import signal
 import threading
+import time
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from idlm.cli.command import Terminated
 from idlm.train.checkpoint import writer as writing
 from idlm.train.checkpoint.writer import CheckpointWriter, SaveTime
+from idlm.train.loop import trainer as trainer_module
 from idlm.train.loop.trainer import EXIT_SECONDS, StopRequests, TimeLimit, seconds_since_start
 
 
@@ -131,3 +136,20 @@ def test_a_signal_and_an_error_come_before_the_end_of_time() -> None:
 
 def test_the_start_of_the_process_counts() -> None:
     assert 0 < seconds_since_start() < 10**6
+
+
+def test_a_signal_that_another_rank_has_heard_is_the_first_one_here_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The own copy of it comes a moment later, into the save."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(trainer_module, "highest", lambda own: int(signal.SIGTERM))
+    stop, control = StopRequests(), SimpleNamespace()
+    stop.on_step_end(None, None, control)  # type: ignore[arg-type]
+    assert control.should_save and stop.received == signal.SIGTERM
+    now += 0.5
+    stop._note(signal.SIGTERM, None)
+    now += 5.0
+    with pytest.raises(Terminated):
+        stop._note(signal.SIGTERM, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -135,3 +136,14 @@ def test_errors_pass_through_and_the_thread_ends() -> None:
     while watchdog._thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not watchdog._thread.is_alive() and watchdog.mine.is_done
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_the_end_of_the_launcher_is_one_signal(monkeypatch: pytest.MonkeyPatch, is_stopping: bool) -> None:
+    """A rank that saves because of a signal is not sent a second one, which would end the save."""
+    watchdog, sent = watchdog_that_saw(), list[int]()
+    watchdog.launcher, watchdog.is_stopping = os.getpid(), lambda: is_stopping
+    monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: sent.append(number))
+    watchdog._follow_launcher()
+    watchdog._follow_launcher()
+    assert sent == ([] if is_stopping else [signal.SIGTERM])
