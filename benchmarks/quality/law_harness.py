@@ -32,12 +32,19 @@ TV_AT_1E5 = 0.0188
 MIN_EXPECTED = 10.0
 
 
-def write_law_toy(directory: Path) -> Path:
-    """A one-layer Llama of 5 tokens with random weights: flat laws, mask rows unlike clean rows."""
+def write_law_toy(
+    directory: Path,
+    *,
+    vocab_size: int = VOCAB,
+    eos_id: int | None = None,
+    mask_id: int = MASK_ID,
+    stride: int = NUM_TOKENS,
+) -> Path:
+    """A one-layer Llama of few tokens with random weights: flat laws, mask rows unlike clean rows."""
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=8,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -47,12 +54,12 @@ def write_law_toy(directory: Path) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.6,
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=eos_id,
         pad_token_id=None,
     )
     torch.manual_seed(4)
     transformers.LlamaForCausalLM(config).float().save_pretrained(directory)
-    Semantics(mask_token_id=MASK_ID, stride=NUM_TOKENS).save(directory)
+    Semantics(mask_token_id=mask_id, stride=stride).save(directory)
     return directory
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.quality.law_harness import Fit, fit
+from benchmarks.quality.law_harness import Fit, fit, write_law_toy
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.engine import Engine
-from idlm.semantics import Semantics
 
 PIECES = ("[", "]", ",", "0", "1", "2", "0,", ",1", "<eos>", "<mask>")
 EOS_ID, MASK_ID = 8, 9
@@ -55,26 +54,9 @@ SETTINGS = tuple(
 
 def write_structured_toy(directory: Path) -> Path:
     """A one-layer Llama of random weights with a tokenizer whose tokens overlap."""
-    import transformers
     from tokenizers import Tokenizer, decoders, models
 
-    config = transformers.LlamaConfig(
-        vocab_size=len(PIECES),
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.6,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=None,
-    )
-    torch.manual_seed(4)
-    transformers.LlamaForCausalLM(config).float().save_pretrained(directory)
-    Semantics(mask_token_id=MASK_ID, stride=NUM_TOKENS).save(directory)
+    write_law_toy(directory, vocab_size=len(PIECES), eos_id=EOS_ID, mask_id=MASK_ID, stride=NUM_TOKENS)
     vocab = {piece: number for number, piece in enumerate(PIECES)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PIECES[MASK_ID]))
     tokenizer.decoder = decoders.Fuse()
