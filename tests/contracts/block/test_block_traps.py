@@ -117,14 +117,19 @@ def test_trap_08_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path
 
 
 def test_trap_15_no_model_of_transformers_runs_in_the_engine() -> None:
-    """They infer packings, crop keys, ignore block masks, append to caches; frequencies alone are taken."""
+    """They infer packings, crop keys, ignore block masks, append to caches. Frequencies are taken, and how
+    chat templates are rendered.
+    """
     found = []
     for path in sorted((ROOT / "infer").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [(path.name, module) for module in modules if module.split(".")[0] == "transformers"]
-    assert found == [("config.py", "transformers.modeling_rope_utils")]
+    assert found == [
+        ("rope.py", "transformers.modeling_rope_utils"),
+        ("templates.py", "transformers.utils.chat_template_utils"),
+    ]
 
 
 def test_trap_16_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> None:
