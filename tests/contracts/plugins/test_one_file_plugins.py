@@ -9,6 +9,7 @@ import pytest
 
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS
+from idlm.infer.evaluation.file_tasks import FILE_TASKS
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.models.base import FAMILIES
 from idlm.registry import Registry
@@ -92,6 +93,17 @@ from idlm.tasks.ledger import Ledger
 
 @TASKS.register("plugin")
 class Plugin(Ledger):
+    pass
+""",
+    ),
+    "file task": (
+        FILE_TASKS,
+        """
+from idlm.infer.evaluation.benchmarks.mathematics import Gsm8k
+from idlm.infer.evaluation.file_tasks import FILE_TASKS
+
+@FILE_TASKS.register("plugin")
+class Plugin(Gsm8k):
     pass
 """,
     ),
