@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from idlm.checkpoint import verify
-from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.checkpoint import writer as writing
 from idlm.train.loop import trainer as training
-from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
 from tests.integration.training.stopped_runs import (
     assert_same_weights,
@@ -26,7 +24,7 @@ from tests.integration.training.stopped_runs import (
     num_floats,
 )
 from tests.integration.training.test_train_tiny import arguments, metrics_of
-from tests.tiny_training import tiny_config
+from tests.tiny_training import write_tiny_base
 
 STAGES = "[{stride: 2, steps: 3}, {stride: 3, steps: 3}]"
 EVERY = {"train.stages": STAGES, "train.save_every": 1}
@@ -35,11 +33,7 @@ ASYNC = EVERY | {"train.save": "async"}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base")
-    config = tiny_config("qwen3") | {"vocab_size": 192}
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
-    save_tokenizer(directory)
-    return directory
+    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

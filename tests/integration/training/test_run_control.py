@@ -14,15 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
-from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
 from idlm.train.prepare import held_out_flags
 from tests.integration.training.stopped_runs import failing_after
 from tests.integration.training.test_train_tiny import arguments
-from tests.tiny_training import tiny_config
+from tests.tiny_training import write_tiny_base
 
 STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 3}]"
 WATCHED = {
@@ -37,11 +35,7 @@ WATCHED = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base")
-    config = tiny_config("qwen3") | {"vocab_size": 192}
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
-    save_tokenizer(directory)
-    return directory
+    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 class Service:

@@ -7,19 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from idlm.checkpoint import verify
 from idlm.config.compose import compose
-from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli, pipeline
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.config.schema import TrainConfig
-from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
 from tests.integration.training.test_train_tiny import arguments
-from tests.tiny_training import tiny_config
+from tests.tiny_training import write_tiny_base
 
 CHANGES = {"train.stages": "[{stride: 2, steps: 2}]", "report.enabled": "true"}
 
@@ -36,9 +33,7 @@ def refused(*args: object, **kwargs: object) -> SampleReport:
 def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A base, and the output_dir of a finished run of two steps."""
     base, output = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("finished") / "out"
-    config = tiny_config("qwen3") | {"vocab_size": 192}
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
-    save_tokenizer(base)
+    write_tiny_base(base)
     assert cli.main(arguments(base, output, **CHANGES), sampler=no_samples) == 0
     return base, output
 

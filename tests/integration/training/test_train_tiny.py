@@ -30,7 +30,7 @@ from idlm.train.model.load import create_base
 from idlm.train.planning.report import Measurement, SampleReport, SampleText
 from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
-from tests.tiny_training import HiddenStates, tiny_config
+from tests.tiny_training import HiddenStates, tiny_config, write_tiny_base
 
 STAGES = (
     "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
@@ -40,13 +40,7 @@ STAGES = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with 192 rows, of which the task tokenizer leaves some to spare."""
-    directory = tmp_path_factory.mktemp("base")
-    config = tiny_config("qwen3") | {"vocab_size": 192}
-    model = create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0)
-    model.save_pretrained(directory)
-    save_tokenizer(directory)
-    return directory
+    return write_tiny_base(tmp_path_factory.mktemp("base"))
 
 
 def arguments(base: Path, output: Path, **changes: object) -> list[str]:
