@@ -65,9 +65,14 @@ def visibility(
     block_starts_BT: torch.Tensor,
     is_noisy_BT: torch.Tensor,
     reach_BT: torch.Tensor | None = None,
+    *,
+    queries_noisy: bool = False,
 ) -> Visibility:
     """The ranges of packed rows. `reach_BT`: the last position that a row sees of its own half, at least its
     own, not descending, and inside its block for a noisy row; None: its own position, which is causal.
+
+    `queries_noisy`: clean rows are keys alone. As queries they see one key, themselves, so that the output of
+    such a row is finite; no gradient comes from it.
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order raises AssertionError; on a GPU
@@ -90,29 +95,42 @@ def visibility(
     rows = torch.arange(key.shape[1], device=key.device).expand_as(key)
     doc_clean = first(clean_half + doc)
     doc_clean_end = first(clean_half + doc + reach - 1, after=True)
-    seen_across = is_real & ~noisy
+    clean = is_real & ~noisy
     across = (
         torch.where(noisy, doc_clean, 0),
         torch.where(noisy, first(clean_half + doc + block_starts_BT), 0),
     )
     own_start = torch.where(noisy, first(key), torch.where(is_real, doc_clean, rows + 1))
     seen = (
-        torch.where(seen_across, first(doc + positions_BT, after=True), 0),
-        torch.where(seen_across, first(doc + reach - 1, after=True), 0),
+        torch.where(clean, first(doc + positions_BT, after=True), 0),
+        torch.where(clean, first(doc + reach - 1, after=True), 0),
     )
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
     own_until, own_from = _reached(doc + clean_half * ~noisy, positions_BT, reach_BT, is_real)
-    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, own_until, is_real)), dim=2)
-    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(own_from, own_end, is_real)), dim=2)
+    if queries_noisy:
+        own_start, own_until = torch.where(clean, rows, own_start), torch.where(clean, rows + 1, own_until)
+        own_from, own_end = torch.where(clean, rows, own_from), torch.where(clean, rows, own_end)
+    return _with_tiles(across, (own_start, own_until), seen, (own_from, own_end), is_real)
+
+
+Ranges = tuple[torch.Tensor, torch.Tensor]
+
+
+def _with_tiles(
+    across: Ranges, own: Ranges, seen: Ranges, asked: Ranges, is_real: torch.Tensor
+) -> Visibility:
+    """The ranges [B, T] of keys that a row sees, across and in its own half, and of queries that see it."""
+    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(*own, is_real)), dim=2)
+    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(*asked, is_real)), dim=2)
     return Visibility(
         across_start_BT=across[0].int(),
         across_end_BT=across[1].int(),
-        own_start_BT=own_start.int(),
-        own_until_BT=own_until.int(),
+        own_start_BT=own[0].int(),
+        own_until_BT=own[1].int(),
         seen_start_BT=seen[0].int(),
         seen_end_BT=seen[1].int(),
-        own_from_BT=own_from.int(),
-        own_end_BT=own_end.int(),
+        own_from_BT=asked[0].int(),
+        own_end_BT=asked[1].int(),
         num_rows_B=is_real.sum(dim=1, dtype=torch.int32),
         query_tiles_BI8=query_tiles.int().contiguous(),
         key_tiles_BI8=key_tiles.int().contiguous(),

@@ -15,7 +15,7 @@ import torch
 
 from idlm.kernels.split_attention import split_attention
 from idlm.kernels.split_attention.reference import visible
-from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
+from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors, visibility
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.flex_mask import flex_block_mask, flex_predicate
@@ -42,6 +42,23 @@ def test_the_ranges_are_the_dense_mask_from_both_sides(seed: int) -> None:
     seen_by |= (queries_T >= see.own_from_BT[..., None]) & (queries_T < see.own_end_BT[..., None])
     assert torch.equal(seen_by, dense.transpose(1, 2))
     assert torch.equal(see.num_rows_B.long(), (meta.doc_ids >= 0).sum(dim=1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clean_rows_can_be_keys_alone(seed: int) -> None:
+    meta = row_meta(random_case(seed, longest=120))
+    columns = (getattr(meta, name) for name in NAMES)
+    see = visibility(*columns, queries_noisy=True)
+    dense, rows_T = seen_pairs(meta), torch.arange(meta.doc_ids.shape[1])
+    noisy = meta.is_noisy & (meta.doc_ids >= 0)
+    itself = torch.diag(torch.ones(len(rows_T), dtype=torch.bool)) & (meta.doc_ids >= 0)[..., None]
+    assert torch.equal(visible(see), torch.where(noisy[..., None], dense, itself))
+    seen_by = (rows_T >= see.seen_start_BT[..., None]) & (rows_T < see.seen_end_BT[..., None])
+    seen_by |= (rows_T >= see.own_from_BT[..., None]) & (rows_T < see.own_end_BT[..., None])
+    assert torch.equal(seen_by, (dense & noisy[..., None]).transpose(1, 2)), "no gradient from clean queries"
+    walked = see.key_tiles_BI8[..., 1::4] - see.key_tiles_BI8[..., 0::4]
+    whole = ranges_of(meta).key_tiles_BI8
+    assert (walked <= whole[..., 1::4] - whole[..., 0::4]).all()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

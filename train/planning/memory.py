@@ -143,8 +143,13 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
 def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
     per_row, formula = kept_per_row(shape, run)
     per_mask_row, mask_formula = kept_per_mask_row(shape, run)
-    per_layer = run.rows * per_row + run.mask_rows * per_mask_row
-    formula = f"R ({formula})" + (f" + M ({mask_formula})" if mask_formula else "")
+    per_layer, formula = run.rows * per_row, f"R ({formula})"
+    if run.rank:
+        # Clean rows of a gated adapter keep what attention takes and gives, and their keys and values.
+        e = run.size
+        per_clean_row, clean_formula = _sum((2 * e, shape.queries, "Q"), (4 * e, shape.keys, "K"))
+        per_layer = run.mask_rows * (per_row + per_mask_row) + (run.rows - run.mask_rows) * per_clean_row
+        formula = f"M ({formula[3:-1]} + {mask_formula}) + (R - M) ({clean_formula})"
     stream = 4 if run.autocast else run.size
     if run.is_checkpointed:
         kept = shape.layers * run.rows * stream * shape.width

@@ -94,8 +94,9 @@ def row_meta(case: Case, device: str = "cpu") -> RowMeta:
     )
 
 
-def ranges_of(meta: RowMeta) -> Visibility:
-    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach)
+def ranges_of(meta: RowMeta, *, queries_noisy: bool = False) -> Visibility:
+    columns = meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach
+    return visibility(*columns, queries_noisy=queries_noisy)
 
 
 def inputs(case: Case, meta: RowMeta, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
