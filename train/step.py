@@ -276,7 +276,7 @@ class BodyAndHead:
             self._run(self.model, clean, keep, **seen, clean_keys=keys)
         # Both stay so until the next batch: checkpointed layers run again in the backward pass.
         keys.is_filled = self.gate.is_open = True
-        seen = mask_arguments(_row_meta(both), attention, queries_noisy=True)
+        seen = mask_arguments(_row_meta(both), attention, num_queries=len(noisy_M))
         return self._run(model, noisy, place, **seen, clean_keys=keys)
 
     def _run(

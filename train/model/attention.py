@@ -93,15 +93,17 @@ def _attend_apart(
 ) -> tuple[Tensor, None]:
     """Attention of clean rows, whose keys and values are stored, or of noisy rows, to which they are added.
 
-    Keys of noisy rows come first. Queries are filled up to as many rows as there are keys, because kernels
-    take rows that are both; the mask leaves nothing to compute for them.
+    Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
+    up, and the results of those rows are dropped.
     """
     if not clean_keys.is_filled:
         clean_keys.of_module[module] = key_BKTH, value_BKTH
         return function(module, query_BNTH, key_BKTH, value_BKTH, attention_mask, **further)
     num_rows = query_BNTH.shape[2]
     key, value = clean_keys.of_module[module]
-    query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))
+    query = query_BNTH
+    if function is not split_attention:
+        query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))
     key, value = torch.cat([key_BKTH, key], dim=2), torch.cat([value_BKTH, value], dim=2)
     return function(module, query, key, value, attention_mask, **further)[0][:, :num_rows], None
 
@@ -156,26 +158,26 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def mask_arguments(meta: RowMeta, attention: str, *, queries_noisy: bool = False) -> dict[str, Any]:
+def mask_arguments(meta: RowMeta, attention: str, *, num_queries: int | None = None) -> dict[str, Any]:
     """Keyword arguments of a forward pass that set the visibility of `meta` ([B, T]) in all layers;
-    `queries_noisy`: results of clean rows are not needed.
+    `num_queries`: only the first rows, the noisy ones, ask for results.
     """
     if attention in ("idlm_flex", "idlm_flash"):
-        return {"attention_mask": flex_block_mask(row_ranges(meta, queries_noisy=queries_noisy))}
+        return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":
         return {"attention_mask": dense_mask(meta)[:, None]}
     # Any tensor with four dimensions keeps transformers from building a mask of its own.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=meta.doc_ids.device)
     if attention == "idlm_split":
-        see = row_ranges(meta, queries_noisy=queries_noisy)
-        return {"attention_mask": placeholder, "row_ranges": see.tensors()}
+        ranges = row_ranges(meta, num_queries=num_queries).tensors()
+        return {"attention_mask": placeholder, "row_ranges": ranges}
     return {"attention_mask": placeholder, "document_masks": document_masks(meta)}
 
 
-def row_ranges(meta: RowMeta, *, queries_noisy: bool = False) -> Visibility:
+def row_ranges(meta: RowMeta, *, num_queries: int | None = None) -> Visibility:
     """The visibility of `meta` ([B, T]) as ranges of rows; nothing waits for the device."""
     columns = meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach
-    return visibility(*columns, queries_noisy=queries_noisy)
+    return visibility(*columns, num_queries=num_queries)
 
 
 def document_masks(meta: RowMeta) -> DocumentMasks:
