@@ -105,8 +105,8 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, all contiguous as [B, T, heads, H].
 
-    Where there are more keys than queries (`visibility(..., num_queries=...)`), those after the last query get
-    the gradient zero.
+    Where there are more keys than queries (`visibility(..., num_queries=...)`), those after the last query
+    get the gradient zero.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     num_keys = key.shape[2]

@@ -74,8 +74,8 @@ def visibility(
     """The ranges of packed rows. `reach_BT`: the last position that a row sees of its own half, at least its
     own, not descending, and inside its block for a noisy row; None: its own position, which is causal.
 
-    `num_queries`: every packed row begins with so many noisy rows and has no more, which alone are queries and
-    need gradients; clean rows are keys without a gradient.
+    `num_queries`: every packed row begins with so many noisy rows and has no more, which alone are queries
+    and need gradients; clean rows are keys without a gradient.
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order raises AssertionError; on a GPU
