@@ -125,9 +125,9 @@ def inputs(case: Case, meta: RowMeta, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def inputs_of_queries(
-    case: Case, meta: RowMeta, num_queries: int, dtype: torch.dtype
+    case: Case, meta: RowMeta, num_queries: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with `num_queries` queries and gradients, for keys of all rows."""
+    """The same with `num_queries` queries and gradients (None: all), for keys of all rows."""
     query, key, value, doutput = inputs(case, meta, dtype)
     return query[:, :, :num_queries], key, value, doutput[:, :num_queries]
 

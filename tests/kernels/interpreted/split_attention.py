@@ -55,7 +55,7 @@ def check(case: Case, *, queries_noisy: bool = False) -> None:
     if queries_noisy:
         meta, num_queries = row_meta_of_one(case)
     see = ranges_of(meta, num_queries=num_queries)
-    tensors = inputs_of_queries(case, meta, num_queries or meta.doc_ids.shape[1], torch.float32)
+    tensors = inputs_of_queries(case, meta, num_queries, torch.float32)
     scale = 0.3
     ours = results(kernel(see, scale), tensors, torch.float32)
     exact = results(reference(see, scale), without_padding(tensors), torch.float64)
