@@ -238,23 +238,25 @@ class InOnePass(nn.Linear):
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_run_apart_have_the_values_and_gradients_of_one_pass(family: str, attention: str) -> None:
-    batch = batch_of_two()
-    model = adapted(family, attention=attention)
-    ours = gradients(model, batch, "noisy_index", attention)
-    hidden = hidden_of(model, batch, attention)
-    for name, module in list(model.named_modules()):
+    """Strides 2, 3, 4 and 8, packed and padded rows of odd lengths, with and without checkpointing."""
+    model, plain = adapted(family, attention=attention).train(), adapted(family, attention=attention).train()
+    for name, module in list(plain.named_modules()):
         if isinstance(module, AdaptedLinear):
-            model.set_submodule(name, InOnePass(module))
-    del model.mask_gate
-    InOnePass.is_mask = batch["is_noisy"].float()
-    plain = gradients(model, batch, "noisy_index", attention)
-    is_real = batch["doc_ids"] != PADDING_DOC
-    expected = hidden_of(model, batch, attention)
-    torch.testing.assert_close(hidden[is_real], expected[is_real], atol=1e-5, rtol=1e-5)
-    assert not hidden[~is_real].any()
-    for name, gradient in ours.items():
-        torch.testing.assert_close(gradient, plain[name], atol=1e-5, rtol=1e-5)
-    assert sum(bool(gradient.any()) for gradient in ours.values()) == 2 * 7 * 2
+            plain.set_submodule(name, InOnePass(module))
+    del plain.mask_gate
+    for seed, stride in enumerate((2, 3, 4, 8, 3)):
+        batch = batch_of_two(seed, stride=stride)
+        InOnePass.is_mask, is_real = batch["is_noisy"].float(), batch["doc_ids"] != PADDING_DOC
+        if seed == 4:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ours = gradients(model, batch, "noisy_index", attention)
+        expected = gradients(plain, batch, "noisy_index", attention)
+        for name, gradient in ours.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5)
+        assert sum(bool(gradient.any()) for gradient in ours.values()) == 2 * 7 * 2
+        hidden, values = hidden_of(model, batch, attention), hidden_of(plain, batch, attention)
+        torch.testing.assert_close(hidden[is_real], values[is_real], atol=1e-5, rtol=1e-5)
+        assert not hidden[~is_real].any()
 
 
 def test_checkpointing_and_autocast_keep_the_gate() -> None:
