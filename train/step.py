@@ -38,12 +38,15 @@ from idlm.errors import UserError
 from idlm.log import rank
 from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
-from idlm.train.model.attention import mask_arguments
+from idlm.train.model.attention import CleanKeys, mask_arguments
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+ROW_COLUMNS = ("input_ids", "position_ids", "doc_ids", "block_starts", "is_noisy", "reach")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,7 +208,8 @@ class BodyAndHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        # Set by `train.model.gated_lora.add_adapter`: marks the MASK rows, which alone the adapter changes.
+        self.model, self.clean_keys = model, CleanKeys()
+        # Set by `train.model.gated_lora.add_adapter`.
         self.gate = getattr(model, "mask_gate", None)
 
     def terms(
@@ -223,33 +227,85 @@ class BodyAndHead:
             loss = computed[0].loss
             return hidden_BTD.new_zeros(1, 1, 1) if loss is None else loss.reshape(1, 1, 1)
 
-        meta = RowMeta(
-            doc_ids=batch["doc_ids"],
-            positions=batch["position_ids"],
-            block_starts=batch["block_starts"],
-            is_noisy=batch["is_noisy"],
-            reach=batch.get("reach"),
+        if self.gate is not None and self.gate.is_gated:
+            logits = self._apart(model, batch, attention, forward)
+        else:
+            if self.gate is not None:
+                self.gate.rows_M = batch["gate_index"]
+            meta = _row_meta(batch)
+            logits = self._run(model, batch, forward, **mask_arguments(meta, attention))
+        assert len(computed) == 1, f"the head ran {len(computed)} times in one forward pass"
+        return computed[0] if computed[0].loss is None else replace(computed[0], loss=logits.reshape(()))
+
+    def _apart(
+        self, model: nn.Module, batch: Batch, attention: str, forward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What `model` returns in place of logits, for a model with a gated adapter.
+
+        Clean rows are the base model's: they run first, without gradients, through the base. Then the noisy
+        rows of the whole batch run by themselves, through base and adapter, and see the clean keys. So no row
+        is gathered in a layer, and the backward pass knows noisy rows only. `forward` gets the hidden states
+        of all rows in their places; those of padding are zero.
+        """
+        assert self.gate is not None
+        shape, keys = batch["doc_ids"].shape, self.clean_keys
+        noisy_M, clean_M = batch["gate_index"], batch["clean_rows"]
+        # Rows of several packed rows become one; their documents get numbers of their own.
+        numbers_BT = torch.arange(shape[0], device=noisy_M.device)[:, None] * shape[1]
+        flat = {**batch, "doc_ids": batch["doc_ids"] + numbers_BT}
+        clean, noisy, both = (
+            {name: flat[name].flatten()[rows][None] for name in ROW_COLUMNS if name in flat}
+            for rows in (clean_M, noisy_M, torch.cat([noisy_M, clean_M]))
         )
-        if self.gate is not None:
-            self.gate.set(batch["gate_index"])
+        hidden: list[Tensor] = []
+
+        def keep(hidden_BTD: Tensor) -> Tensor:
+            hidden.append(hidden_BTD[0])
+            return hidden_BTD.new_zeros(1, 1, 1)
+
+        def place(hidden_BTD: Tensor) -> Tensor:
+            noisy_MD = hidden_BTD[0]
+            all_RD = noisy_MD.new_zeros(shape.numel(), noisy_MD.shape[1])
+            all_RD = all_RD.index_copy(0, clean_M, hidden[0].to(all_RD.dtype))
+            return forward(all_RD.index_copy(0, noisy_M, noisy_MD).unflatten(0, shape))
+
+        keys.is_filled, keys.of_module = False, {}
+        self.gate.is_open = False
+        with torch.no_grad():
+            seen = mask_arguments(_row_meta(clean), attention)
+            self._run(self.model, clean, keep, **seen, clean_keys=keys)
+        # Both stay so until the next batch: checkpointed layers run again in the backward pass.
+        keys.is_filled = self.gate.is_open = True
+        seen = mask_arguments(_row_meta(both), attention, num_queries=len(noisy_M))
+        return self._run(model, noisy, place, **seen, clean_keys=keys)
+
+    def _run(
+        self, model: nn.Module, rows: Batch, forward: Callable[[Tensor], Tensor], **arguments: Any
+    ) -> Tensor:
+        """What `model` returns as logits with `forward` in place of its head."""
         head_attributes = vars(self.lm_head)
         # Wrappers may have set a forward of their own on the module.
         before = head_attributes.get("forward")
         head_attributes["forward"] = forward
         try:
-            logits = model(
-                input_ids=batch["input_ids"],
-                position_ids=batch["position_ids"],
-                use_cache=False,
-                **mask_arguments(meta, attention),
-            ).logits
+            given = {"input_ids": rows["input_ids"], "position_ids": rows["position_ids"]}
+            logits: Tensor = model(**given, use_cache=False, **arguments).logits
+            return logits
         finally:
             if before is None:
                 del head_attributes["forward"]
             else:
                 head_attributes["forward"] = before
-        assert len(computed) == 1, f"the head ran {len(computed)} times in one forward pass"
-        return computed[0] if computed[0].loss is None else replace(computed[0], loss=logits.reshape(()))
+
+
+def _row_meta(rows: Batch) -> RowMeta:
+    return RowMeta(
+        doc_ids=rows["doc_ids"],
+        positions=rows["position_ids"],
+        block_starts=rows["block_starts"],
+        is_noisy=rows["is_noisy"],
+        reach=rows.get("reach"),
+    )
 
 
 class PreviousMeans(TrainerCallback, ExportableState):

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -272,3 +273,15 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    """`python -m benchmarks.training.crashes TRACE ARGUMENTS`: idlm-train here, with its saves traced."""
+    from idlm.train import cli
+
+    _record_saves(Path(sys.argv[1]), int(os.environ.get("RANK", "0")))
+    return cli.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,8 +8,8 @@ one process or to all. `points` are deaths on every rank at every change of a fi
 is exported and a checkpoint is saved. After each the run is resumed (`resume=auto`): losses, order of data
 items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips` bit
 flips and truncations of a published checkpoint must all be refused with the name of the file. `writers` are
-values of `train.save`. `blocked`: which share of a save training waits for, with a model of 15M parameters
-whose checkpoints of 181 MB lie on a disk.
+values of `train.save`. `blocked`: which share of a save training waits for (blocked_share.py), with
+checkpoints of 181 MB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
-from benchmarks.training import crashes
+from benchmarks.training import blocked_share, crashes
 from idlm.checkpoint import verify
 from idlm.cli import command
 from idlm.config.compose import compose
@@ -67,7 +67,6 @@ MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-LARGER = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12}
 
 
 @dataclass(slots=True)
@@ -262,7 +261,7 @@ def damaged_checkpoints(checkpoint: Path, num_flips: int, generator: random.Rand
     return refused, complaints
 
 
-def make_base(directory: Path, **changes: Any) -> None:
+def make_base(directory: Path) -> None:
     """Write a random tiny checkpoint in another process: this one forks later and must not compute."""
     pid = os.fork()
     if pid == 0:
@@ -271,7 +270,7 @@ def make_base(directory: Path, **changes: Any) -> None:
         from idlm.tasks.tokenizer import save_tokenizer
         from idlm.train.model.load import create_base
 
-        model = create_base(MODEL | changes, attention="idlm_sdpa", dtype=torch.float32, seed=0)
+        model = create_base(MODEL, attention="idlm_sdpa", dtype=torch.float32, seed=0)
         model.save_pretrained(directory)
         save_tokenizer(directory)
         os._exit(0)
@@ -334,23 +333,6 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
     return rows, [*tally.complaints, *unnamed]
 
 
-def blocked_share(folder: Path, writer: str) -> dict[str, Any]:
-    """Row of the share of a save for which training waits: the largest of any save of a run."""
-    base = folder / "base"
-    base.mkdir(parents=True)
-    make_base(base, **LARGER)
-    stages = f"[{{stride: 2, steps: {STAGE_END}}}, {{stride: 3, steps: {STAGE_END}}}]"
-    changes = {"train.save": writer, "train.stages": stages, "train.save_every": STAGE_END}
-    world = World(folder / "world", base, 1, **changes)
-    lines = (world.reference / "trace" / "saves-0.jsonl").read_text().splitlines()
-    saves = [json.loads(line) for line in lines]
-    share = max(save["blocked"] / save["total"] for save in saves)
-    told = ", ".join(f"{save['blocked']:.2f} of {save['total']:.2f} s" for save in saves)
-    print(f"{writer} writer: training waited for {told}", flush=True)
-    case = {"writer": writer, "from_ranks": 1, "to_ranks": 1, "checkpoint_mb": 181, "device": "cpu"}
-    return result_row("resume", case, "blocked_share", share, "share")
-
-
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
     generator = random.Random(int(options["seed"]))
@@ -373,8 +355,8 @@ def main(arguments: list[str]) -> int:
             complaints += found[1]
             shutil.rmtree(place)
     if options["blocked"] == "true":
-        with tempfile.TemporaryDirectory(prefix="idlm-resume-") as temporary:
-            rows += [blocked_share(Path(temporary) / writer, writer) for writer in writers]
+        options = blocked_share.OPTIONS | {"device": "cpu", "layers": "12", "steps": str(STAGE_END)}
+        rows += [row for writer in writers for row in blocked_share.blocked_shares(writer, options)]
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if options["record"] == "true":

@@ -1,12 +1,14 @@
 """Time of one training step of `[x_t | x_0]` against the arithmetic limit of the same machine.
 
-    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,dense_recompute,gated_lora] [record=true]
+    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,full_zero1,gated_lora] [mode=profile]
+        [record=true] [results=FOLDER]
 
 Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights of the true
 shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
 needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
-activations.
+activations. `full_zero1` sums gradients on each GPU and reduces them once per step. A LoRA has micro-batches
+of its own. `mode=profile` prints and records the milliseconds of one more step by part.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
+from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.errors import UserError
 
@@ -30,7 +32,9 @@ LENGTH = 4096
 VOCAB_SIZE = 151_936
 MASK_TOKEN_ID = 151_669
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
-OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "record": "false"}
+OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
+OPTIONS |= {"record": "false", "results": str(RESULTS)}
+LORA_ACCUMULATION = 4
 HEAD_DIM, KV_HEADS = 128, 8
 COMMON: dict[str, Any] = {
     "model_type": "qwen3",
@@ -53,6 +57,7 @@ class Shape:
     tied: bool
     recipe: str
     accumulation: int
+    lora_batch: int
 
     def config(self) -> list[str]:
         values = COMMON | {
@@ -64,12 +69,13 @@ class Shape:
         }
         return [f"+model.config.{key}={value}" for key, value in values.items()]
 
-    def flops_per_token(self, *, frozen: bool) -> float:
+    def flops_per_token(self, mode: str) -> float:
         """Needed FLOPs per data token of `[x_t | x_0]` where every token is supervised.
 
         Two rows per token, a noisy and a clean one, through every layer and the head: 2 FLOPs per weight
         forward, as many for the gradient of the activations and for that of the weights. A frozen base needs
-        no gradient of its weights, and none at all for clean rows, which no trained weight affects.
+        no gradient of its weights, and under a gated LoRA none at all for clean rows, which no trained weight
+        affects. The products of the LoRA itself are left out.
         Attention: L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension
         forward and 10 backward: the second product of queries and keys counts, because the first cannot be
         kept.
@@ -78,28 +84,50 @@ class Shape:
         layers = self.layers * (projections + 3 * self.width * self.ffn)
         head = self.width * VOCAB_SIZE
         attended = self.layers * (LENGTH + 1) * self.heads * HEAD_DIM
-        if frozen:
+        if mode == "gated_lora":
             return 2 * (3 * layers + 2 * head) + (4 + 10 / 2) * attended
+        if mode == "ungated_lora":
+            return 2 * 2 * 2 * (layers + head) + (4 + 10) * attended
         return 2 * 2 * 3 * (layers + head) + (4 + 10) * attended
 
 
 SHAPES = {
     "qwen3_8b": Shape(
-        width=4096, ffn=12288, layers=36, heads=32, tied=False, recipe="qwen3_8b", accumulation=4
+        width=4096,
+        ffn=12288,
+        layers=36,
+        heads=32,
+        tied=False,
+        recipe="qwen3_8b",
+        accumulation=4,
+        lora_batch=2,
+    ),
+    "qwen3_4b": Shape(
+        width=2560, ffn=9728, layers=36, heads=32, tied=True, recipe="qwen3_8b", accumulation=4, lora_batch=2
     ),
     "qwen3_0_6b": Shape(
-        width=1024, ffn=3072, layers=28, heads=16, tied=True, recipe="qwen3_0_6b", accumulation=8
+        width=1024,
+        ffn=3072,
+        layers=28,
+        heads=16,
+        tied=True,
+        recipe="qwen3_0_6b",
+        accumulation=8,
+        lora_batch=4,
     ),
 }
 ARMS: dict[str, tuple[str, ...]] = {
     "full": (),
+    "full_zero1": ("train.zero_stage=1",),
     "dense_recompute": (
         "model.attention=idlm_sdpa",
         "model.gradient_checkpointing=true",
         "model.compile=off",
     ),
     "gated_lora": (),
+    "ungated_lora": ("adapter.gated=false", "export.merge=true"),
 }
+LORA_ARMS = ("gated_lora", "ungated_lora")
 
 
 def main() -> int:
@@ -123,18 +151,18 @@ def measure(arguments: list[str]) -> int:
     rows = _rows(options, shape, results)
     _print_table(results, rows)
     if options["record"] == "true":
-        append_rows("train_step", rows)
+        append_rows("train_step", rows, results=Path(options["results"]))
     return 0 if len(results) == len(arms) else 1
 
 
 def _chosen(options: dict[str, str]) -> tuple[Shape, list[str]]:
     arms = options["arms"].split(",")
     unknown = [arm for arm in arms if arm not in ARMS]
-    if options["model"] not in SHAPES or unknown:
+    if options["model"] not in SHAPES or unknown or options["mode"] not in ("time", "profile"):
         raise UserError(
             "IDLM-0107",
-            f"model={options['model']} arms={options['arms']}",
-            fix=f"models are {', '.join(SHAPES)}; arms are {', '.join(ARMS)}",
+            f"model={options['model']} arms={options['arms']} mode={options['mode']}",
+            fix=f"models are {', '.join(SHAPES)}; arms are {', '.join(ARMS)}; modes are time, profile",
         )
     return SHAPES[options["model"]], arms
 
@@ -143,7 +171,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         overrides = [
-            f"recipe={'qwen3_8b_lora' if arm == 'gated_lora' else shape.recipe}",
+            f"recipe={'qwen3_8b_lora' if arm in LORA_ARMS else shape.recipe}",
             *shape.config(),
             "model.path=null",
             f"model.tokenizer={TOKENIZER}",
@@ -157,7 +185,8 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            f"train.accumulation={4 if arm == 'gated_lora' else shape.accumulation}",
+            f"train.accumulation={LORA_ACCUMULATION if arm in LORA_ARMS else shape.accumulation}",
+            *([f"train.batch_size={shape.lora_batch}"] if arm in LORA_ARMS else []),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
@@ -186,7 +215,7 @@ def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, An
 def _rows_of_arm(
     options: dict[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
 ) -> list[dict[str, Any]]:
-    mode = "gated_lora" if arm == "gated_lora" else "full"
+    mode = arm if arm in LORA_ARMS else "full"
     case = {
         "model": options["model"],
         "gpus": result["world_size"],
@@ -195,7 +224,7 @@ def _rows_of_arm(
         "arm": arm,
         "attention": result["attention"],
     }
-    limit = result["matmul_flops"] / shape.flops_per_token(frozen=mode == "gated_lora")
+    limit = result["matmul_flops"] / shape.flops_per_token(mode)
     measured: list[tuple[str, float, str, float | None]] = [
         ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
         ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
@@ -207,17 +236,23 @@ def _rows_of_arm(
     if arm == "full" and "dense_recompute" in speeds:
         measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
     command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
-    return [
+    rows = [
         result_row("train_step", case, metric, value, unit, floor=floor, command=command_line)
         for metric, value, unit, floor in measured
+    ]
+    profiled = result["profile_ms"] if options["mode"] == "profile" else {}
+    return rows + [
+        result_row("train_step", case | {"part": part}, "profile_ms", value, "ms", command=command_line)
+        for part, value in profiled.items()
     ]
 
 
 def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    print(f"{'arm':<18} {'metric':<28} {'value':>10} {'of limit':>9}")
+    print(f"{'arm':<18} {'metric':<34} {'value':>10} {'of limit':>9}")
     for row in rows:
         share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
-        print(f"{row['case']['arm']:<18} {row['metric']:<28} {row['value']:>10.2f} {share:>9}")
+        name = " ".join([row["metric"], row["case"].get("part", "")])
+        print(f"{row['case']['arm']:<18} {name:<34} {row['value']:>10.2f} {share:>9}")
     for arm, result in results.items():
         print(
             f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, steps {result['seconds_per_step']}"

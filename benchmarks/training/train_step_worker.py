@@ -19,6 +19,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from benchmarks.stream import matmul_rate
 from benchmarks.training.packed_text import TextSource
+from benchmarks.training.step_profile import StepProfile
 from idlm.config.compose import compose
 from idlm.train import pipeline
 from idlm.train.config.check import check_config
@@ -54,7 +55,10 @@ class _Clock(TrainerCallback):
 
 
 def main() -> int:
-    """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`."""
+    """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`.
+
+    The step after the measured ones is profiled.
+    """
     target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     started = time.perf_counter()
     config = compose("train", TrainConfig, overrides)
@@ -64,10 +68,10 @@ def main() -> int:
     estimate = estimate_run(
         config, prepared.model, prepared.dataset, prepared.curriculum, gpus=args.world_size
     )
-    args.max_steps = WARM_STEPS + num_steps
+    args.max_steps = WARM_STEPS + num_steps + 1
     args.save_strategy = "no"
     rate = matmul_rate(device=str(args.device)) if args.device.type == "cuda" else 1.0
-    clock = _Clock(ends=[])
+    clock, profiled = _Clock(ends=[]), StepProfile(after=WARM_STEPS + num_steps)
     trainer = IdlmTrainer(
         model=prepared.model,
         args=args,
@@ -75,16 +79,15 @@ def main() -> int:
         objective=prepared.objective,
         attention=prepared.attention,
         log_every=LEARNT_STEPS,
-        callbacks=[clock],
+        callbacks=[clock, profiled],
         balance=config.train.balance,
     )
     trainer.zero_stage = zero_stage(config.train)
     trainer.remove_callback(PrinterCallback)
     prepared_at = time.perf_counter()
     trainer.train()
-    gaps = [
-        end - start for start, end in zip(clock.ends[WARM_STEPS - 1 :], clock.ends[WARM_STEPS:], strict=False)
-    ]
+    ends = clock.ends[WARM_STEPS - 1 : -1]
+    gaps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     num_rows = config.train.batch_size * config.train.accumulation
     items = [prepared.dataset[item] for item in range(num_rows)]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -92,6 +95,7 @@ def main() -> int:
             json.dumps(
                 {
                     "seconds_per_step": gaps,
+                    "profile_ms": profiled.ms,
                     "data_tokens_per_step": sum(
                         int((~i["is_noisy"] & (i["doc_ids"] >= 0)).sum()) for i in items
                     ),

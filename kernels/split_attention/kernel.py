@@ -1,4 +1,5 @@
-"""The Triton kernels of split attention: one forward, and a backward pass of five products per tile.
+"""The Triton kernels of split attention: one forward, and a backward pass of five products per tile, or three
+where clean keys need no gradient.
 
 Every program keeps one tile (queries in the forward, keys in the backward) and walks over the tiles of its
 two ranges in a single loop, so that the pipeline of loads fills once. Tiles lie anywhere in a range, not on a
@@ -241,6 +242,75 @@ def backward_kernel(
         mask = ((rows >= num_rows) & (rows < T))[:, None] & (columns < H)[None, :]
         tl.store(dk_PBTKH + at, zero, mask=mask)
         tl.store(dv_PBTKH + at, zero, mask=mask)
+
+
+@triton.jit
+def query_gradient_kernel(
+    desc_q,
+    desc_k,
+    desc_v,
+    desc_do,
+    desc_dq,
+    dq_BTNH,
+    lse_BNT,
+    delta_BNT,
+    across_start_BT,
+    across_end_BT,
+    tiles_BI8,
+    order,
+    num_rows_B,
+    T,
+    num_tiles,
+    scale,
+    scale_log2,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dq of one tile of queries of one head from the keys across, which need no gradient: three products for
+    a tile of scores, and no additions in memory. Adds what `dq_BTNH` has of the own half.
+    """
+    head = tl.program_id(0) % N
+    place = tl.program_id(0) // N
+    flat = tl.load(order + place // SPLITS)
+    b = flat // num_tiles
+    row = ((flat % num_tiles) * SPLITS + place % SPLITS) * BLOCK_Q
+    num_rows = tl.load(num_rows_B + b)
+    low, high, full_low, full_high = _limits(tiles_BI8 + flat * 8)
+
+    rows = row + tl.arange(0, BLOCK_Q)
+    inside = rows < T
+    start = tl.load(across_start_BT + b * T + rows, mask=inside, other=0)
+    end = tl.load(across_end_BT + b * T + rows, mask=inside, other=0)
+    at = (b.to(tl.int64) * N + head) * T + rows
+    lse = tl.load(lse_BNT + at, mask=inside, other=0.0)
+    delta = tl.load(delta_BNT + at, mask=inside, other=0.0)
+    q = desc_q.load([b, head, row, 0]).reshape(BLOCK_Q, BLOCK_H)
+    do = desc_do.load([b, head, row, 0]).reshape(BLOCK_Q, BLOCK_H)
+    dq = tl.zeros([BLOCK_Q, BLOCK_H], dtype=tl.float32)
+
+    for i in tl.range(0, tl.cdiv(high - low, BLOCK_K), num_stages=STAGES):
+        nominal = low + i * BLOCK_K
+        first = tl.minimum(nominal, num_rows - BLOCK_K)
+        k = desc_k.load([b, head // G, first, 0]).reshape(BLOCK_K, BLOCK_H)
+        v = desc_v.load([b, head // G, first, 0]).reshape(BLOCK_K, BLOCK_H)
+        weights = tl.exp2(tl.dot(q, k.T) * scale_log2 - lse[:, None])
+        dscores = weights * (tl.dot(do, v.T) - delta[:, None])
+        if (nominal < full_low) | (nominal + BLOCK_K > full_high):
+            keys = first + tl.arange(0, BLOCK_K)
+            sees = (keys[None, :] >= tl.maximum(start, nominal)[:, None]) & (keys[None, :] < end[:, None])
+            dscores = tl.where(sees, dscores, 0.0)
+        dq = tl.dot(dscores.to(k.dtype), k, dq)
+
+    columns = tl.arange(0, BLOCK_H)
+    at_dq = ((b.to(tl.int64) * T + rows[:, None]) * N + head) * H + columns[None, :]
+    dq += tl.load(dq_BTNH + at_dq, mask=inside[:, None] & (columns < H)[None, :], other=0.0)
+    desc_dq.store([b, head, row, 0], (dq * scale).to(desc_dq.dtype).reshape(1, 1, BLOCK_Q, BLOCK_H))
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from idlm.kernels.split_attention.kernel import (
     finish_kernel,
     forward_kernel,
     prepare_kernel,
+    query_gradient_kernel,
 )
 from idlm.kernels.split_attention.visibility import TILE_ROWS, Visibility
 
@@ -42,8 +43,11 @@ class Launch:
 FORWARD = Launch(rows=64, walk=64, warps=4, stages=3)
 BACKWARD = Launch(rows=128, walk=64, warps=8, stages=2, parts=2)
 HOPPER_BACKWARD = Launch(rows=128, walk=64, warps=8, stages=3, parts=2)
+QUERIES = Launch(rows=64, walk=64, warps=4, stages=2)
+"""dq alone. Not measured yet."""
 WIDE_FORWARD = Launch(rows=64, walk=32, warps=4, stages=2)
 WIDE_BACKWARD = Launch(rows=64, walk=32, warps=8, stages=2)
+WIDE_QUERIES = Launch(rows=64, walk=32, warps=8, stages=1)
 """Head dims above 128."""
 
 
@@ -99,8 +103,14 @@ def run_backward(
     see: Visibility,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, all contiguous as [B, T, heads, H]."""
+    """Gradients of query, key and value, all contiguous as [B, T, heads, H].
+
+    Where there are more keys than queries (`visibility(..., num_queries=...)`), those after the last query
+    get the gradient zero.
+    """
     batch, num_heads, num_rows, head_dim = query.shape
+    num_keys = key.shape[2]
+    whole_key, whole_value, key, value = key, value, key[:, :, :num_rows], value[:, :, :num_rows]
     group = num_heads // key.shape[1]
     on_hopper = takes_hopper_kernel(query)
     launch = HOPPER_BACKWARD if on_hopper else BACKWARD if head_dim <= 128 else WIDE_BACKWARD
@@ -130,10 +140,16 @@ def run_backward(
     dk, dv = (key.new_empty(parts_shape, dtype=parts_dtype) for _ in "kv")
     inputs = (addressable(query), addressable(key), addressable(value), doutput.transpose(1, 2))
     _run_walk(launch, parts, inputs, dq_sums, (dk, dv), (lse, delta), see, scale, on_hopper=on_hopper)
-    dq = _finished(dq_sum.view(1, *output.shape), query.dtype, scale)
     if parts == 1:
-        return dq, dk[0], dv[0]
-    return dq, _finished(dk, key.dtype), _finished(dv, value.dtype)
+        dkey, dvalue = dk[0], dv[0]
+    else:
+        dkey, dvalue = _finished(dk, key.dtype), _finished(dv, value.dtype)
+    if num_keys == num_rows:
+        return _finished(dq_sum.view(1, *output.shape), query.dtype, scale), dkey, dvalue
+    inputs = (inputs[0], addressable(whole_key), addressable(whole_value), inputs[3])
+    dq = _run_queries(inputs, dq_sum, (lse, delta), see, scale)
+    more = (0, 0, 0, 0, 0, num_keys - num_rows)
+    return dq, torch.nn.functional.pad(dkey, more), torch.nn.functional.pad(dvalue, more)
 
 
 def _run_walk(
@@ -186,11 +202,43 @@ def _run_walk(
         *sums,
         *(*outputs, *statistics),
         *(see.seen_start_BT, see.seen_end_BT, see.own_from_BT, see.own_end_BT),
-        *(see.key_tiles_BI8, see.key_order, see.num_rows_B),
+        *(see.key_tiles_BI8, see.key_order, see.num_queries_B),
         *(*see.own_end_BT.shape, see.key_tiles_BI8.shape[1]),
         *(scale, scale * LOG2_E),
         **options,
     )
+
+
+def _run_queries(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    dq_sum: torch.Tensor,
+    statistics: tuple[torch.Tensor, torch.Tensor],
+    see: Visibility,
+    scale: float,
+) -> torch.Tensor:
+    """dq [B, T, N, H] from the keys across and the sums of the own half. Arguments as of `_run_walk`."""
+    query, key = inputs[:2]
+    batch, num_heads, num_rows, head_dim = query.shape
+    launch = QUERIES if head_dim <= 128 else WIDE_QUERIES
+    block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows
+    dq = query.new_empty(batch, num_rows, num_heads, head_dim)
+    tile_rows = (launch.rows, launch.walk, launch.walk, launch.rows, launch.rows)
+    query_gradient_kernel[(see.query_order.numel() * splits * num_heads,)](
+        *(_descriptor(x, r, block_h) for x, r in zip((*inputs, dq.transpose(1, 2)), tile_rows, strict=True)),
+        *(dq_sum, *statistics),
+        *(see.across_start_BT, see.across_end_BT, see.query_tiles_BI8, see.query_order, see.num_rows_B),
+        *(num_rows, see.query_tiles_BI8.shape[1], scale, scale * LOG2_E),
+        N=num_heads,
+        G=num_heads // key.shape[1],
+        H=head_dim,
+        BLOCK_Q=launch.rows,
+        BLOCK_K=launch.walk,
+        BLOCK_H=block_h,
+        SPLITS=splits,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return dq
 
 
 def _finished(parts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:

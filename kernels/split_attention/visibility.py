@@ -23,7 +23,8 @@ WORK_ROWS = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visibility:
     """Row q sees the keys `[across_start, across_end)` and `[own_start, own_until)`; row k is seen by the
-    queries `[seen_start, seen_end)` and `[own_from, own_end)`. All int32, all ranges empty for padding.
+    queries `[seen_start, seen_end)` and `[own_from, own_end)`. All int32, all ranges empty for padding. Where
+    clean rows are keys alone, the tables have noisy rows only.
     """
 
     across_start_BT: torch.Tensor
@@ -36,6 +37,8 @@ class Visibility:
     own_end_BT: torch.Tensor
     num_rows_B: torch.Tensor
     """Rows before the padding."""
+    num_queries_B: torch.Tensor
+    """Those of them that are queries, the first ones."""
     query_tiles_BI8: torch.Tensor
     """Per tile of queries: the union `[low, high)` of its keys across and the part `[low, high)` that all its
     rows see, then both for its own half.
@@ -65,9 +68,14 @@ def visibility(
     block_starts_BT: torch.Tensor,
     is_noisy_BT: torch.Tensor,
     reach_BT: torch.Tensor | None = None,
+    *,
+    num_queries: int | None = None,
 ) -> Visibility:
     """The ranges of packed rows. `reach_BT`: the last position that a row sees of its own half, at least its
     own, not descending, and inside its block for a noisy row; None: its own position, which is causal.
+
+    `num_queries`: every packed row begins with so many noisy rows and has no more, which alone are queries
+    and need gradients; clean rows are keys without a gradient.
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order raises AssertionError; on a GPU
@@ -90,35 +98,61 @@ def visibility(
     rows = torch.arange(key.shape[1], device=key.device).expand_as(key)
     doc_clean = first(clean_half + doc)
     doc_clean_end = first(clean_half + doc + reach - 1, after=True)
-    seen_across = is_real & ~noisy
+    clean = is_real & ~noisy
     across = (
         torch.where(noisy, doc_clean, 0),
         torch.where(noisy, first(clean_half + doc + block_starts_BT), 0),
     )
     own_start = torch.where(noisy, first(key), torch.where(is_real, doc_clean, rows + 1))
     seen = (
-        torch.where(seen_across, first(doc + positions_BT, after=True), 0),
-        torch.where(seen_across, first(doc + reach - 1, after=True), 0),
+        torch.where(clean, first(doc + positions_BT, after=True), 0),
+        torch.where(clean, first(doc + reach - 1, after=True), 0),
     )
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
     own_until, own_from = _reached(doc + clean_half * ~noisy, positions_BT, reach_BT, is_real)
-    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, own_until, is_real)), dim=2)
-    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(own_from, own_end, is_real)), dim=2)
+    queries = slice(num_queries)
+    across, own, seen, asked = (
+        (start[:, queries], end[:, queries])
+        for start, end in (across, (own_start, own_until), seen, (own_from, own_end))
+    )
+    return _with_tiles(across, own, seen, asked, is_real, num_queries)
+
+
+Ranges = tuple[torch.Tensor, torch.Tensor]
+
+
+def _with_tiles(
+    across: Ranges,
+    own: Ranges,
+    seen: Ranges,
+    asked: Ranges,
+    is_real_BT: torch.Tensor,
+    num_queries: int | None,
+) -> Visibility:
+    """The ranges of keys that a row sees, across and in its own half, and of queries that see it."""
+    is_real = is_real_BT[:, :num_queries]
+    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(*own, is_real)), dim=2)
+    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(*asked, is_real)), dim=2)
     return Visibility(
-        across_start_BT=across[0].int(),
-        across_end_BT=across[1].int(),
-        own_start_BT=own_start.int(),
-        own_until_BT=own_until.int(),
-        seen_start_BT=seen[0].int(),
-        seen_end_BT=seen[1].int(),
-        own_from_BT=own_from.int(),
-        own_end_BT=own_end.int(),
-        num_rows_B=is_real.sum(dim=1, dtype=torch.int32),
+        across_start_BT=_table(across[0]),
+        across_end_BT=_table(across[1]),
+        own_start_BT=_table(own[0]),
+        own_until_BT=_table(own[1]),
+        seen_start_BT=_table(seen[0]),
+        seen_end_BT=_table(seen[1]),
+        own_from_BT=_table(asked[0]),
+        own_end_BT=_table(asked[1]),
+        num_rows_B=is_real_BT.sum(dim=1, dtype=torch.int32),
+        num_queries_B=is_real.sum(dim=1, dtype=torch.int32),
         query_tiles_BI8=query_tiles.int().contiguous(),
         key_tiles_BI8=key_tiles.int().contiguous(),
         query_order=_longest_first(query_tiles),
         key_order=_longest_first(key_tiles),
     )
+
+
+def _table(values_BT: torch.Tensor) -> torch.Tensor:
+    return values_BT.int().contiguous()
 
 
 def _reached(

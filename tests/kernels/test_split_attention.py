@@ -19,7 +19,7 @@ from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.flex_mask import flex_block_mask, flex_predicate
-from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta
+from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta, row_meta_of_one
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(10)
@@ -42,6 +42,20 @@ def test_the_ranges_are_the_dense_mask_from_both_sides(seed: int) -> None:
     seen_by |= (queries_T >= see.own_from_BT[..., None]) & (queries_T < see.own_end_BT[..., None])
     assert torch.equal(seen_by, dense.transpose(1, 2))
     assert torch.equal(see.num_rows_B.long(), (meta.doc_ids >= 0).sum(dim=1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clean_rows_can_be_keys_alone(seed: int) -> None:
+    meta, num_queries = row_meta_of_one(random_case(seed, longest=120))
+    see, dense = ranges_of(meta, num_queries=num_queries), seen_pairs(meta)[:, :num_queries]
+    assert torch.equal(visible(see, dense.shape[2]), dense)
+    queries_T = torch.arange(num_queries)
+    assert not (see.seen_start_BT < see.seen_end_BT).any()
+    seen_by = (queries_T >= see.own_from_BT[..., None]) & (queries_T < see.own_end_BT[..., None])
+    assert torch.equal(seen_by, dense[:, :, :num_queries].transpose(1, 2)), "no gradient of clean keys"
+    assert see.num_queries_B.tolist() == [num_queries]
+    assert see.num_rows_B.tolist() == [int((meta.doc_ids >= 0).sum())]
+    assert see.query_order.numel() == see.key_order.numel() == -(-num_queries // TILE_ROWS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -192,3 +206,25 @@ def test_the_hopper_kernel_compiles_without_a_gpu() -> None:
     compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert compiled.metadata.shared < 227 * 1024
     assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("head_dim", "name"), [(128, "QUERIES"), (64, "QUERIES"), (256, "WIDE_QUERIES")])
+def test_the_kernel_of_query_gradients_compiles_without_a_gpu(head_dim: int, name: str) -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.split_attention import launch
+    from idlm.kernels.split_attention.kernel import query_gradient_kernel
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    chosen: launch.Launch = getattr(launch, name)
+    rows = {"q": chosen.rows, "k": chosen.walk, "v": chosen.walk, "do": chosen.rows, "dq": chosen.rows}
+    types = {f"desc_{x}": f"tensordesc<bf16[1, 1, {number}, {head_dim}]>" for x, number in rows.items()}
+    types |= {"dq_BTNH": "*fp32", "lse_BNT": "*fp32", "delta_BNT": "*fp32", "T": "i32", "num_tiles": "i32"}
+    types |= dict.fromkeys(("across_start_BT", "across_end_BT", "tiles_BI8", "order", "num_rows_B"), "*i32")
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
+    constants = {"N": 8, "G": 4, "H": head_dim, "BLOCK_Q": chosen.rows, "BLOCK_K": chosen.walk}
+    constants |= {"BLOCK_H": head_dim, "SPLITS": TILE_ROWS // chosen.rows, "STAGES": chosen.stages}
+    compiled = compile_for_hopper(query_gradient_kernel, types, constants, num_warps=chosen.warps)
+    assert "wgmma" in compiled.ptx
+    assert compiled.spilled_bytes == 0
+    # Two programs share a multiprocessor, as in the forward pass.
+    assert compiled.shared_bytes <= 227 * 1024 // (1 if head_dim > 128 else 2)

@@ -251,7 +251,9 @@ def test_training_and_engine_compute_the_same_rows_with_an_adapter(
     export_adapter(model.state_dict(), None, semantics, spec, tmp_path / "adapter", dtype=None)
     rows = training_rows(family, stride, "idlm_documents", model)
     plain = training_rows(family, stride, "idlm_documents")
-    assert all(torch.equal(logits_V, plain.clean[key]) for key, logits_V in rows.clean.items())
+    # Clean rows run by themselves here and next to noisy ones there, which rounds otherwise.
+    for key, logits_V in rows.clean.items():
+        torch.testing.assert_close(logits_V, plain.clean[key], atol=1e-5, rtol=1e-5)
     for key, logits_V in rows.masks.items():
         assert (logits_V - plain.masks[key]).abs().max() > 100 * TOLERANCE
     assert_the_same_rows(tmp_path / "adapter", strategy, stride, rows)

@@ -79,9 +79,9 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
 
     Adds indices into the flattened B*T rows, found here so that no device waits for them: `noisy_index` and
     `clean_index` (supervised rows of either half), `open_index` (supervised noisy rows that show their token,
-    in neither of those), `gate_index` (all MASK rows, for an adapter). Adds `item_ids` [B], `fed` [6]
-    (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the document tokens of the
-    micro-batch.
+    in neither of those), `gate_index` (all MASK rows, for an adapter), `clean_rows` (all clean rows). Adds
+    `item_ids` [B], `fed` [6] (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the
+    document tokens of the micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
@@ -94,6 +94,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"] & (arrays["mask_rates"] > 0))
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
     is_real = arrays["doc_ids"] != PADDING_DOC
+    arrays["clean_rows"] = np.flatnonzero(is_real & ~arrays["is_noisy"])
     # Documents of an objective without clean rows consist of noisy rows.
     arrays["num_tokens"] = np.asarray((is_real & ~arrays["is_noisy"]).sum() or is_real.sum())
     arrays["fed"] = count_fed(arrays)

@@ -55,7 +55,9 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
     if loop.zero_stage:
         base["data_types"] = {"grad_accum_dtype": "fp32"}
         zero |= {
-            "reduce_scatter": True,
+            # With true, DeepSpeed copies the slices of a bucket into another tensor, reduces that for all
+            # ranks too, and copies back. ZeRO-3 scatters in any case.
+            "reduce_scatter": loop.zero_stage == SHARDS_WEIGHTS,
             "overlap_comm": device_type == "cuda",
             "contiguous_gradients": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,17 @@ GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
 """FlexAttention has no backward pass on a CPU, the Triton kernel does not run there."""
 
 
+class CleanKeys:
+    """Keys and values of the clean rows, by attention module, for a batch whose noisy rows run by themselves.
+
+    While `is_filled` is false they are stored, afterwards noisy rows see them too.
+    """
+
+    def __init__(self) -> None:
+        self.is_filled = False
+        self.of_module: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentMasks:
     """`rows`: flat indices into B*T, document after document; `masks`: bool [1, 1, m, m] per document."""
@@ -46,11 +58,61 @@ def register_attention() -> None:
     """Register the functions with transformers by name; further calls change nothing."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register("idlm_sdpa", sdpa_attention)
-    AttentionInterface.register("idlm_documents", document_attention)
-    AttentionInterface.register("idlm_split", split_attention)
-    AttentionInterface.register("idlm_flex", flex_attention)
-    AttentionInterface.register("idlm_flash", functools.partial(flex_attention, backend="FLASH"))
+    flash = functools.partial(flex_attention, backend="FLASH")
+    functions: list[Any] = [sdpa_attention, document_attention, split_attention, flex_attention, flash]
+    for name, function in zip(ATTENTIONS, functions, strict=True):
+        AttentionInterface.register(name, functools.partial(_attend, function))
+
+
+def _attend(
+    function: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: Any,
+    *,
+    clean_keys: CleanKeys | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    inputs = module, query_BNTH, key_BKTH, value_BKTH, attention_mask
+    if clean_keys is None:
+        return function(*inputs, **further)
+    return _attend_apart(function, clean_keys, *inputs, **further)
+
+
+def _attend_apart(
+    function: Callable[..., tuple[Tensor, None]],
+    clean_keys: CleanKeys,
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: Any,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Attention of clean rows, whose keys and values are stored, or of noisy rows, to which they are added.
+
+    Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
+    up, and the results of those rows are dropped.
+    """
+    if not clean_keys.is_filled:
+        clean_keys.of_module[module] = key_BKTH, value_BKTH
+        return function(module, query_BNTH, key_BKTH, value_BKTH, attention_mask, **further)
+    num_rows = query_BNTH.shape[2]
+    key, value = clean_keys.of_module[module]
+    query = query_BNTH
+    if function is not split_attention:
+        query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))
+    key, value = torch.cat([key_BKTH, key], dim=2), torch.cat([value_BKTH, value], dim=2)
+    return function(module, query, key, value, attention_mask, **further)[0][:, :num_rows], None
+
+
+def leave_out_of_compiled_layers() -> None:
+    """Let compiled layers call `_attend_apart` without looking into it: which module it stores for would be
+    part of their code, one compilation for each layer.
+    """
+    globals()["_attend_apart"] = torch.compiler.disable(_attend_apart)
 
 
 def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = False) -> str:
@@ -96,8 +158,10 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def mask_arguments(meta: RowMeta, attention: str) -> dict[str, Any]:
-    """Keyword arguments of a forward pass that set the visibility of `meta` ([B, T]) in all layers."""
+def mask_arguments(meta: RowMeta, attention: str, *, num_queries: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of a forward pass that set the visibility of `meta` ([B, T]) in all layers;
+    `num_queries`: only the first rows, the noisy ones, ask for results.
+    """
     if attention in ("idlm_flex", "idlm_flash"):
         return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":
@@ -105,13 +169,15 @@ def mask_arguments(meta: RowMeta, attention: str) -> dict[str, Any]:
     # Any tensor with four dimensions keeps transformers from building a mask of its own.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=meta.doc_ids.device)
     if attention == "idlm_split":
-        return {"attention_mask": placeholder, "row_ranges": row_ranges(meta).tensors()}
+        ranges = row_ranges(meta, num_queries=num_queries).tensors()
+        return {"attention_mask": placeholder, "row_ranges": ranges}
     return {"attention_mask": placeholder, "document_masks": document_masks(meta)}
 
 
-def row_ranges(meta: RowMeta) -> Visibility:
+def row_ranges(meta: RowMeta, *, num_queries: int | None = None) -> Visibility:
     """The visibility of `meta` ([B, T]) as ranges of rows; nothing waits for the device."""
-    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach)
+    columns = meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach
+    return visibility(*columns, num_queries=num_queries)
 
 
 def document_masks(meta: RowMeta) -> DocumentMasks:

@@ -1,7 +1,8 @@
 """LoRA while training. Gated (R-ISD), MASK rows of a batch get the low-rank update, and all other rows stay
 bitwise those of the base. Not gated, all rows get it, and it is merged into the base in the end.
 
-The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. An adapted module is an
+The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. In gated training they run
+by themselves (`idlm.train.step.BodyAndHead`), so that no layer tells rows apart. An adapted module is an
 `nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights of a
 called module (DDP, ZeRO, autocast, compiled layers) find all three.
 
@@ -12,7 +13,6 @@ width.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,63 +30,23 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """The MASK rows of the current batch, shared by all adapted modules of one model.
+    """What the adapted modules of one model do now; `idlm.train.step.BodyAndHead` sets it.
 
-    It stays set until the next batch, because checkpointed layers run again in the backward pass.
+    `is_gated`: clean and MASK rows run apart, and MASK rows alone through an open gate; otherwise all rows
+    run together, the linear layers adapt all of them, and `rows_M`, flat indices into B*T, are the MASK rows,
+    which the embedding asks for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_gated: bool = True) -> None:
+        self.is_gated = is_gated
+        self.is_open = not is_gated
         self.rows_M: Tensor | None = None
 
-    def set(self, rows_M: Tensor | None) -> None:
-        """Flat indices into B*T, on the model's device; None: the base model, nothing is gated."""
-        if rows_M is not None and len(rows_M) > 1 and "torch._dynamo" in sys.modules:
-            # Compiled layers have static shapes, but the number of MASK rows changes with every batch.
-            # Importing the compiler takes seconds, so a run without compiled layers does not.
-            torch._dynamo.mark_dynamic(rows_M, 0)
-        self.rows_M = rows_M
 
-
-class GatedProduct(torch.autograd.Function):
-    """`linear` of all rows by a frozen weight, plus `update_ME` on the MASK rows.
-
-    Gradients flow to `x_MD`, the MASK rows of `x`, and to the update. No other row depends on a trained
-    weight, so the product for their gradient, half of the backward pass, is left out.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        x_MD: Tensor,
-        update_ME: Tensor,
-        weight_ED: Tensor,
-        bias_E: Tensor | None,
-        rows_M: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(weight_ED, rows_M)
-        ctx.dtypes = x_MD.dtype, update_ME.dtype
-        out = functional.linear(x, weight_ED, bias_E)
-        out.flatten(0, -2).index_add_(0, rows_M, update_ME.to(out.dtype))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight_ED, rows_M = ctx.saved_tensors
-        of_input, of_update = ctx.dtypes
-        grad_ME = grads[0].flatten(0, -2).index_select(0, rows_M)
-        grad_MD = None
-        if ctx.needs_input_grad[1]:
-            grad_MD = (grad_ME @ weight_ED.to(grad_ME.dtype)).to(of_input)
-        return None, grad_MD, grad_ME.to(of_update), None, None, None
-
-
-class GatedLinear(nn.Linear):
+class AdaptedLinear(nn.Linear):
     """Replaces a linear layer and owns its weight; A and B are float32 for any dtype of the base."""
 
-    def __init__(
-        self, base: nn.Linear, gate: Gate | None, spec: AdapterSpec, generator: torch.Generator
-    ) -> None:
+    def __init__(self, base: nn.Linear, gate: Gate, spec: AdapterSpec, generator: torch.Generator) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight
@@ -99,20 +59,16 @@ class GatedLinear(nn.Linear):
         self.scaling, self.gate = spec.scaling, gate
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., D] to [..., E]; the leading axes are those of the batch while a gate is set."""
-        if self.gate is None:
-            return functional.linear(x, self.weight, self.bias) + self._update(x).to(x.dtype)
-        rows_M = self.gate.rows_M
-        if rows_M is None:
-            return functional.linear(x, self.weight, self.bias)
-        x_MD = x.flatten(0, -2).index_select(0, rows_M)
-        out: Tensor = GatedProduct.apply(x, x_MD, self._update(x_MD), self.weight, self.bias, rows_M)
-        return out
-
-    def _update(self, x: Tensor) -> Tensor:
-        """The low-rank product [..., E] of rows that the adapter changes."""
-        as_trained = x if torch.is_autocast_enabled(x.device.type) else x.to(self.lora_A.dtype)
-        return low_rank(as_trained, self.lora_A, self.lora_B, self.scaling)
+        """`x` [..., D] to [..., E]: all rows by the base if the gate is closed, all adapted if it is open."""
+        base = functional.linear(x, self.weight, self.bias)
+        if not self.gate.is_open:
+            return base
+        if torch.is_autocast_enabled(x.device.type) or x.dtype == self.lora_A.dtype:
+            low_Mr = functional.linear(x, self.lora_A).flatten(0, -2)
+            out_ME = torch.addmm(base.flatten(0, -2), low_Mr, self.lora_B.t(), alpha=self.scaling)
+            return out_ME.view(base.shape)
+        update = low_rank(x.to(self.lora_A.dtype), self.lora_A, self.lora_B, self.scaling)
+        return base + update.to(base.dtype)
 
 
 class GatedEmbedding(nn.Embedding):
@@ -134,6 +90,8 @@ class GatedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Embeddings [..., D] of `input` [...]."""
+        if self.gate.is_gated and self.gate.is_open:
+            return self.mask_row.to(self.weight.dtype).expand(*input.shape, -1)
         rows_M = self.gate.rows_M
         if rows_M is None:
             return functional.embedding(input, self.weight, self.padding_idx)
@@ -173,10 +131,10 @@ def add_adapter(
             f"adapter.targets: {type(model).__name__} has no linear layer named {', '.join(unknown)}",
             fix=f"choose from {', '.join(known)}",
         )
-    gate, generator = Gate(), torch.Generator().manual_seed(seed)
+    gate, generator = Gate(is_gated=is_gated), torch.Generator().manual_seed(seed)
     for name, linear in linears.items():
         if name.rpartition(".")[2] in spec.targets:
-            model.set_submodule(name, GatedLinear(linear, gate if is_gated else None, spec, generator))
+            model.set_submodule(name, AdaptedLinear(linear, gate, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
         if not is_gated and head is not None and head.weight is embedding.weight:
@@ -195,7 +153,6 @@ def add_adapter(
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
     model.register_load_state_dict_post_hook(_expect_trained_only)
-    # `idlm.train.step.BodyAndHead` sets its rows.
     model.mask_gate = gate
     return gate
 

@@ -20,7 +20,7 @@ from idlm.checkpoint import read_json, verify
 from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError, some_of
 from idlm.log import rank
-from idlm.train.model.attention import register_attention
+from idlm.train.model.attention import leave_out_of_compiled_layers, register_attention
 from idlm.train.model.files import num_tensors, savable
 
 if TYPE_CHECKING:
@@ -174,9 +174,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def compile_layers(model: PreTrainedModel) -> int:
-    """Compile every decoder layer in place, for static shapes, at its first use; returns how many."""
-    layers = decoder_layers(model)
+    """Compile every decoder layer in place, at its first use; returns how many. Shapes are static, unless a
+    gated adapter runs clean and noisy rows apart, whose numbers differ from batch to batch.
+    """
+    layers, gate = decoder_layers(model), getattr(model, "mask_gate", None)
+    runs_apart = gate is not None and gate.is_gated
+    if runs_apart:
+        leave_out_of_compiled_layers()
     for layer in layers:
-        layer.compile(dynamic=False)
+        layer.compile(dynamic=runs_apart)
     log.info("compiling %d decoder layers", len(layers))
     return len(layers)

@@ -185,7 +185,8 @@ def _time_plan(
         tokens += rows * fed.document_tokens
         needed += rows * train_flops(work, fed, trains_clean=stage.clean_weight != 0)
         if config.model.gradient_checkpointing:
-            extra += rows * forward
+            again = fed._replace(clean_rows=0, clean_pairs=0) if config.is_gated else fed
+            extra += rows * (FORWARD * work.layers * again.rows + PAIR_FORWARD * work.queries * again.pairs)
         if config.train.distill != "none":
             extra += rows * FORWARD * work.head * fed.noisy_targets
         if stage.clean_weight is None and config.train.accumulation > 1 and config.train.balance == "step":

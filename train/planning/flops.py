@@ -15,7 +15,7 @@ from torch import nn
 
 from idlm.masks import PADDING_DOC
 from idlm.train.distributed.deepspeed import whole_shape
-from idlm.train.model.gated_lora import GatedLinear
+from idlm.train.model.gated_lora import AdaptedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,9 +107,9 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
         if isinstance(module, nn.Linear):
             if module is not head:
                 layers += module.in_features * module.out_features
-            if isinstance(module, GatedLinear):
+            if isinstance(module, AdaptedLinear):
                 adapter += whole_shape(module.lora_A)[0] * (module.in_features + module.out_features)
-                is_gated = module.gate is not None
+                is_gated = module.gate.is_gated
         elif isinstance(module, nn.Embedding):
             continue
         elif any(len(whole_shape(value)) > 1 for value in module.parameters(recurse=False)):

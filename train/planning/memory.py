@@ -133,28 +133,40 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     """(bytes, formula) that the adapter of one layer keeps of one MASK row: inputs of A, and A's outputs."""
     if not run.rank:
         return 0, ""
+    # A bfloat16 base with a float32 adapter casts the inputs of A, one by one where nothing is compiled.
     a = run.size if run.has_masters else 4
-    inputs = 2 if run.is_compiled else 5
-    return _sum(
-        (inputs * a, shape.width, "D"), (a, shape.queries, "Q"), (a, shape.ffn, "F"), (7 * a, run.rank, "r")
-    )
+    casts = not run.has_masters and (run.is_bf16 or run.autocast)
+    inputs = 5 if casts and not run.is_compiled else 2
+    parts = [(inputs * a, shape.width, "D"), (a, shape.ffn, "F"), (7 * a, run.rank, "r")]
+    return _sum(*parts, *([(a, shape.queries, "Q")] if casts else []))
+
+
+def kept_per_clean_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
+    """(bytes, formula) that one layer keeps of one clean row of a gated adapter: keys and values of the pass
+    without gradients, and once more next to those of noisy rows. Checkpointed layers make the latter again.
+    """
+    return _sum((2 * run.size if run.is_checkpointed else 4 * run.size, shape.keys, "K"))
 
 
 def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
     per_row, formula = kept_per_row(shape, run)
     per_mask_row, mask_formula = kept_per_mask_row(shape, run)
-    per_layer = run.rows * per_row + run.mask_rows * per_mask_row
-    formula = f"R ({formula})" + (f" + M ({mask_formula})" if mask_formula else "")
+    trained = run.mask_rows if run.rank else run.rows
+    name, clean_rows = "M" if run.rank else "R", run.rows - trained
+    per_clean_row, clean_formula = kept_per_clean_row(shape, run)
+    per_layer = trained * (per_row + per_mask_row) + clean_rows * per_clean_row
+    formula = f"{name} ({' + '.join(filter(None, (formula, mask_formula)))})"
+    more = f" + (R - M) ({clean_formula})" if clean_rows else ""
     stream = 4 if run.autocast else run.size
     if run.is_checkpointed:
-        kept = shape.layers * run.rows * stream * shape.width
+        kept = shape.layers * (trained * stream * shape.width + clean_rows * per_clean_row)
         terms = [
-            Term("activations kept, inputs of layers", kept, f"L R {stream}D"),
-            Term("activations of one layer, again", per_layer, formula),
+            Term("activations kept, inputs of layers", kept, f"L ({name} {stream}D{more})"),
+            Term("activations of one layer, again", per_layer, formula + more),
         ]
     else:
         kind = "compiled" if run.is_compiled else "eager"
-        terms = [Term(f"activations, {kind} layers", shape.layers * per_layer, f"L ({formula})")]
+        terms = [Term(f"activations, {kind} layers", shape.layers * per_layer, f"L ({formula}{more})")]
     last = run.rows * (4 + 2 * stream) * shape.width
     return [*terms, Term("last norm and hidden states", last, f"R {4 + 2 * stream}D")]
 
@@ -180,10 +192,11 @@ def _loss_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
 def _buffer_terms(shape: ModelShape, run: RunSetup, trained: int) -> list[Term]:
     e, stream = run.size, 4 if run.autocast else run.size
     layer = run.adapter_parameters // shape.layers if run.rank else shape.layer_parameters
-    activations = run.rows * (3 * (2 if run.autocast else e) * shape.ffn + 2 * stream * shape.width)
+    rows, name = (run.mask_rows, "M") if run.rank else (run.rows, "R")
+    activations = rows * (3 * (2 if run.autocast else e) * shape.ffn + 2 * stream * shape.width)
     of_one_layer = "backward pass of one layer: gradients of"
     terms = [
-        Term(f"{of_one_layer} activations", activations, "R (3 e F + 2 e D)"),
+        Term(f"{of_one_layer} activations", activations, f"{name} (3 e F + 2 e D)"),
         Term(f"{of_one_layer} weights", e * layer * run.has_masters, "e x weights of a layer"),
     ]
     if run.zero_stage is None:

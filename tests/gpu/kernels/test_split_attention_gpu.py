@@ -16,11 +16,13 @@ from idlm.masks import dense_mask
 from tests.kernels.cases.split_attention import (
     Case,
     inputs,
+    inputs_of_queries,
     kernel,
     random_case,
     ranges_of,
     results,
     row_meta,
+    row_meta_of_one,
     without_padding,
 )
 
@@ -32,15 +34,17 @@ NUM_SEEDS = 320
 HEAD_DIMS = (128, 64, 128, 96, 32, 128, 256)
 
 
-def worst_ratio(case: Case, dtype: torch.dtype) -> float:
+def worst_ratio(case: Case, dtype: torch.dtype, *, keys_alone: bool = False) -> float:
     """Largest error of output, dq, dk or dv against float64, over that of PyTorch's dense SDPA in `dtype`.
 
     PyTorch's error counts as at least the rounding of the largest value, which it can be below only by
-    chance.
+    chance. `keys_alone`: one packed row, whose clean rows are keys without a gradient.
     """
-    meta = row_meta(case, "cuda")
-    mask = dense_mask(meta)[:, None]
-    is_real = (meta.doc_ids >= 0)[:, :, None, None]
+    meta, num_queries = row_meta(case, "cuda"), None
+    if keys_alone:
+        meta, num_queries = row_meta_of_one(case, "cuda")
+    mask = dense_mask(meta)[:, None, :num_queries]
+    is_real = (meta.doc_ids >= 0)[:, :num_queries, None, None]
     scale = case.head_dim**-0.5
 
     def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -50,10 +54,14 @@ def worst_ratio(case: Case, dtype: torch.dtype) -> float:
         )
         return output.transpose(1, 2) * is_real
 
-    tensors = inputs(case, meta, dtype)
+    tensors = inputs_of_queries(case, meta, num_queries, dtype)
     clean = without_padding(tensors)
-    ours = results(kernel(ranges_of(meta), scale), tensors, dtype)
+    ours = results(kernel(ranges_of(meta, num_queries=num_queries), scale), tensors, dtype)
     theirs, exact = results(dense, clean, dtype), results(dense, clean, torch.float64)
+    if keys_alone:
+        assert not any(gradient[:, :, num_queries:].any() for gradient in ours[2:])
+        for found in (ours, theirs, exact):
+            found[2:] = [gradient[:, :, :num_queries] for gradient in found[2:]]
 
     def error(mine: torch.Tensor, true: torch.Tensor) -> float:
         return float((mine.double() - true).abs().max())
@@ -64,6 +72,16 @@ def worst_ratio(case: Case, dtype: torch.dtype) -> float:
         for mine, other, true in zip(ours, theirs, exact, strict=True)
     ]
     return max(ratios) if all(tensor.isfinite().all() for tensor in ours) else float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_clean_keys_alone_are_within_twice_the_error_of_dense_sdpa(dtype: torch.dtype) -> None:
+    ratios = {}
+    for seed in range(60 if dtype == torch.bfloat16 else 20):
+        case = random_case(seed, longest=(20, 130, 400)[seed // 3 % 3], head_dims=HEAD_DIMS)
+        ratios[seed] = worst_ratio(case, dtype, keys_alone=True)
+    bad = {seed: ratio for seed, ratio in ratios.items() if not ratio <= 2}
+    assert not bad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

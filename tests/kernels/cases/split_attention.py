@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,8 +95,15 @@ def row_meta(case: Case, device: str = "cpu") -> RowMeta:
     )
 
 
-def ranges_of(meta: RowMeta) -> Visibility:
-    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach)
+def row_meta_of_one(case: Case, device: str = "cpu") -> tuple[RowMeta, int]:
+    """One packed row, with its padding, and the number of its noisy rows."""
+    meta = row_meta(dataclasses.replace(case, lengths=case.lengths[:1]), device)
+    return meta, int((meta.is_noisy & (meta.doc_ids >= 0)).sum())
+
+
+def ranges_of(meta: RowMeta, *, num_queries: int | None = None) -> Visibility:
+    columns = meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach
+    return visibility(*columns, num_queries=num_queries)
 
 
 def inputs(case: Case, meta: RowMeta, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -114,6 +122,14 @@ def inputs(case: Case, meta: RowMeta, dtype: torch.dtype) -> tuple[Tensor, Tenso
         draw(n).transpose(1, 2) for n in (case.num_heads, case.num_kv_heads, case.num_kv_heads)
     )
     return query, key, value, draw(case.num_heads)
+
+
+def inputs_of_queries(
+    case: Case, meta: RowMeta, num_queries: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with `num_queries` queries and gradients (None: all), for keys of all rows."""
+    query, key, value, doutput = inputs(case, meta, dtype)
+    return query[:, :, :num_queries], key, value, doutput[:, :num_queries]
 
 
 def results(attend: Attend, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:

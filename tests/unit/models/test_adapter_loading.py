@@ -84,14 +84,14 @@ def test_peft_loads_the_export_and_agrees_on_rows_that_are_all_masks(
     ids_BT = torch.full((2, 9), MASK)
     gate = gate_of(model)
     assert gate is not None
-    gate.set(torch.arange(ids_BT.numel()))
+    gate.is_open = True
     stored = load_file(target / WEIGHTS_FILE)
     assert (MASK_ROW in stored) == mask_row
     row_D = stored.get(MASK_ROW, stock.get_input_embeddings().weight[MASK])
     with torch.no_grad():
         ours, theirs = model(ids_BT).logits, peft(inputs_embeds=row_D.expand(2, 9, -1)).logits
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-        gate.set(None)
+        gate.is_open = False
         assert (model(ids_BT).logits - ours).abs().max() > 0.1
         with peft.disable_adapter():
             assert torch.equal(model(ids_BT).logits, peft(ids_BT).logits)

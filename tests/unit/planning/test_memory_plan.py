@@ -14,7 +14,11 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.lora import AdapterSpec
 from idlm.train.config.schema import TrainConfig
+from idlm.train.data.dataset import collate
+from idlm.train.data.layout import pack_rows
+from idlm.train.model import attention as attention_file
 from idlm.train.model.gated_lora import add_adapter
+from idlm.train.objectives.base import Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning import state as estimate
 from idlm.train.planning.estimate import EFFICIENCY, Estimate, TimePlan, remedies, run_setup
@@ -28,6 +32,8 @@ from idlm.train.planning.memory import (
     shape_of,
 )
 from idlm.train.planning.state import GIB, DiskPlan, RunSetup, check_disk
+from idlm.train.step import BodyAndHead
+from tests.tiny_training import random_sample, stage_of, tiny_objective
 
 ROWS, LAYERS, RANK = 64, 3, 8
 
@@ -55,17 +61,17 @@ stand_in.register_autograd(
 )
 
 
-def attention(module, query, key, value, mask, **_):
+def plan_stand_in(module, query, key, value, mask, **_):
     return stand_in(query, key, value), None
 
 
-def decoder(family: str, dtype: torch.dtype):
-    AttentionInterface.register("plan_stand_in", attention)
+def decoder(family: str, dtype: torch.dtype, attention: str = "plan_stand_in"):
+    AttentionInterface.register("plan_stand_in", plan_stand_in)
     config = AutoConfig.for_model(
         family, hidden_size=96, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16, vocab_size=512, tie_word_embeddings=False,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="plan_stand_in").train()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
 
 
 @pytest.mark.parametrize(
@@ -136,30 +142,65 @@ def test_autocast_keeps_what_is_planned() -> None:
     assert kept_bytes(model, autocast=True) == pytest.approx(planned, rel=0.03)
 
 
-def test_a_frozen_layer_keeps_what_is_planned() -> None:
-    model = decoder("qwen3", torch.bfloat16)
-    shape = shape_of(model)
-    gate = add_adapter(model, AdapterSpec(rank=RANK, alpha=16.0))
-    gate.set(torch.arange(ROWS // 2))
-    run = replace(setup(rank=RANK), mask_rows=ROWS // 2)
-    # Gathered rows have half as many rows: count every storage.
-    planned = planned_bytes(shape, run)
+@pytest.mark.parametrize(
+    ("is_compiled", "is_checkpointed"),
+    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.slow)],
+)
+def test_a_gated_adapter_keeps_what_is_planned(
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool, is_checkpointed: bool
+) -> None:
+    """Noisy rows that run by themselves, and the keys and values of clean rows; all weights bfloat16."""
+    monkeypatch.setattr(
+        attention_file,
+        "split_attention_ranges",
+        lambda query, key, value, *_, **__: stand_in(query, key, value),
+    )
+    attention_file.register_attention()
+    model, batch = decoder("qwen3", torch.bfloat16, "idlm_split"), gated_batch()
+    shape, alive, kept = shape_of(model), [], {}
+    add_adapter(model, AdapterSpec(rank=RANK, alpha=16.0))
+    model.to(torch.bfloat16)
     weights = {value.untyped_storage().data_ptr() for value in model.parameters()}
-    kept: dict[int, int] = {}
+    if is_checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if is_compiled:
+        monkeypatch.setattr(
+            attention_file, "_attend_apart", torch.compiler.disable(attention_file._attend_apart)
+        )
+        for layer in model.model.layers:
+            layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
+        alive.append(tensor)
         return tensor
 
-    alive: list[torch.Tensor] = []
+    def compute(head, hidden):
+        return Terms(sums=hidden.new_zeros(1), loss=hidden.float().sum())
+
+    runner = BodyAndHead(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.model(
-            input_ids=torch.randint(0, 512, (1, ROWS)), attention_mask=torch.ones(1, 1, 1, 1) > 0,
-            position_ids=torch.arange(ROWS)[None], use_cache=False,
-        )  # fmt: skip
-    assert sum(kept.values()) == pytest.approx(planned, rel=0.04)
+        runner.terms(model, batch, "idlm_split", compute)
+    for tensor in (*alive, *sum(runner.clean_keys.of_module.values(), ())):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    mask_rows, rows = len(batch["gate_index"]), len(batch["gate_index"]) + len(batch["clean_rows"])
+    run = RunSetup(
+        rows=rows, targets=mask_rows, mask_rows=mask_rows, rank=RANK, zero_stage=1, is_compiled=is_compiled,
+        is_checkpointed=is_checkpointed, adapter_parameters=1,
+    )  # fmt: skip
+    name = "inputs of layers" if is_checkpointed else "layers"
+    [planned] = [t.num_bytes for t in memory_plan(shape, run).terms if t.name.endswith(name)]
+    last_norm = mask_rows * (4 + 2) * shape.width
+    found = sum(size for place, size in kept.items() if place not in weights)
+    assert found == pytest.approx(planned + last_norm, rel=0.04)
+
+
+def gated_batch() -> dict[str, torch.Tensor]:
+    """Two packed rows with other numbers of noisy than of clean rows."""
+    items = []
+    for b in range(2):
+        rows = tiny_objective().rows(random_sample(b, prompt=20, response=90 + 30 * b), stage_of(3))
+        items.append(pack_rows([rows], 270, pad_token_id=0) | {"item_id": b, "stage": 0})
+    return collate(items)
 
 
 @pytest.mark.slow
