@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -103,7 +104,7 @@ def planned_jobs(options: dict[str, str]) -> list[Job]:
     base_steps = int(options["base_steps"])
     control_steps = max(4, round(float(options["share"]) * base_steps))
     control = flops_per_step(CONTROL, size, device=device)
-    common = {
+    common: dict[str, Any] = {
         **{key: int(options[key]) for key in ("seed", "num", "max_tokens", "batch", "workers")},
         **{key: options[key] for key in ("size", "device", "results", "keep")},
         "folder": str(folder),
@@ -265,7 +266,9 @@ def probe(options: dict[str, str], jobs: list[Job]) -> int:
     write_samples(folder, int(options["num"]))
     processes = Processes(folder, time.monotonic() + float(options["seconds"]))
     try:
-        is_whole = processes.run([base], parallel=1) and processes.run(chosen, parallel=len(chosen))
+        processes.begin(base)
+        is_whole = processes.wait_for(base.output / TRAINED)
+        is_whole = is_whole and processes.run(chosen, parallel=len(chosen) + 1)
     finally:
         processes.stop()
     for line in speeds([base, *chosen]):
@@ -274,18 +277,18 @@ def probe(options: dict[str, str], jobs: list[Job]) -> int:
 
 
 def speeds(jobs: Sequence[Job]) -> Iterator[str]:
-    """Speed of training and of decoding of every arm that has a record."""
+    """Speed of training of every arm that is trained, and of decoding where that has ended."""
     for job in jobs:
-        if job.record.is_file():
-            record = json.loads(job.record.read_text())
-            trained, cells = record["trained"], record["cells"]
+        if (job.output / TRAINED).is_file():
+            trained = json.loads((job.output / TRAINED).read_text())
             yield (
-                f"{job.name:<14} {1000 * trained['step_seconds']:>7.1f} ms a step with its start, at last "
-                f"{trained['tokens_per_second']:>10,.0f} tok/s; training {trained['seconds']:.0f} s, "
-                f"decoding {sum(cell['seconds'] for cell in cells):.0f} s: "
-                + " ".join(f"{cell['num_tokens'] / cell['seconds']:,.0f}" for cell in cells)
-                + " tok/s"
+                f"{job.name:<10} {1000 * trained['step_seconds']:.1f} ms a step with its start, at last "
+                f"{trained['tokens_per_second']:,.0f} tok/s; {trained['seconds']:.0f} s in all"
             )
+        if job.record.is_file():
+            cells = json.loads(job.record.read_text())["cells"]
+            each = (f"{cell['num_tokens'] / cell['seconds']:,.0f}" for cell in cells)
+            yield f"{'':<10} decoding {sum(cell['seconds'] for cell in cells):.0f} s, tok/s: {' '.join(each)}"
 
 
 if __name__ == "__main__":

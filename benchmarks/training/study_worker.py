@@ -122,7 +122,12 @@ def run_arm(job: Job) -> None:
 def train(job: Job) -> None:
     """Run idlm-train in this process. UserError IDLM-0108 if it fails."""
     base = None if job.name == BASE else Path(job.folder) / BASE
-    shared = {"seed": job.seed, "steps": job.steps, "device": job.device, "workers": job.workers}
+    shared: dict[str, Any] = {
+        "seed": job.seed,
+        "steps": job.steps,
+        "device": job.device,
+        "workers": job.workers,
+    }
     words = train_arguments(job.name, SIZES[job.size], base=base, output=job.output, **shared)
     print("idlm-train", *words, flush=True)
     start = time.perf_counter()
