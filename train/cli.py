@@ -84,7 +84,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
             return 0
 
-    if sampler is None and config.report.enabled:
+    if sampler is None and (config.report.enabled or config.eval.num_prompts):
         from idlm.train.sampler import engine_sampler
 
         sampler = engine_sampler(config)

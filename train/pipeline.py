@@ -52,8 +52,6 @@ from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from idlm.train.config.monitoring import EvalConfig
-    from idlm.train.data.dataset import PackedDataset
     from idlm.train.loop.progress import Progress
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
@@ -128,7 +126,7 @@ def _run(
         lambda: remember_data(run, prepared.dataset.source, row_rule=row_rule, is_continued=is_continued)
     )
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
-    outcome, free = train(config, prepared, args, checkpoint, console, watchdog)
+    outcome, free = train(config, prepared, args, checkpoint, console, watchdog, sampler)
     last_step = outcome.last_step
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:
@@ -208,6 +206,7 @@ def train(
     checkpoint: Path | None,
     console: Any,
     watchdog: Watchdog,
+    sampler: Sampler | None,
 ) -> tuple[Outcome, Callable[[], None]]:
     """Train until the last step or what stops the run before; the last checkpoint is published then. Returns
     also what gives the memory of training back.
@@ -230,8 +229,7 @@ def train(
         train_dataset=prepared.dataset,
         objective=prepared.objective,
         attention=prepared.attention,
-        # The figures of a step come before anything else is done after it.
-        callbacks=[watchdog, progress],
+        callbacks=[watchdog, progress],  # Figures of a step come before anything else done after it.
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
     trainer.zero_stage, trainer.watchdog, trainer.writer = zero_stage(loop), watchdog, writer
@@ -239,10 +237,10 @@ def train(
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:
-        _add_evaluation(config.eval, prepared.held_out, trainer, progress)
+        _add_evaluation(config, prepared, trainer, progress, sampler)
     if len(prepared.curriculum.stages) > 1:
-        publish_stage = partial(_publish_stage, config, prepared, trainer)
-        trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
+        publish = partial(_publish_stage, config, prepared, trainer)
+        trainer.add_callback(StageExports(prepared.curriculum, publish))
     trainer.add_callback(stop)
     _open_tracker(config, progress)
     try:
@@ -259,8 +257,8 @@ def train(
         progress.close()
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
-    outcome = Outcome(signal=stop.received, last_step=trainer.state.global_step, is_time_up=stop.is_time_up)
-    return outcome, trainer.release
+    last_step = trainer.state.global_step
+    return Outcome(signal=stop.received, last_step=last_step, is_time_up=stop.is_time_up), trainer.release
 
 
 def _open_tracker(config: TrainConfig, progress: Progress) -> None:
@@ -270,18 +268,38 @@ def _open_tracker(config: TrainConfig, progress: Progress) -> None:
         progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
 
 
-def _publish_stage(config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, stage: Stage) -> None:
+def _publish_stage(
+    config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, stage: Stage, target: Path | None = None
+) -> None:
     trainer.at("export")
     trainer.refuse_bad_weights()
-    target = stage_directory(config.output_dir, stage)
+    target = target or stage_directory(config.output_dir, stage)
     publish_weights(config, prepared, stride=stage.stride, target=target)
 
 
 def _add_evaluation(
-    config: EvalConfig, held_out: PackedDataset, trainer: IdlmTrainer, progress: Progress
+    config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, progress: Progress, sampler: Sampler | None
 ) -> None:
-    from idlm.train.loop.evaluation import HeldOut
+    from idlm.train.loop.evaluation import Answers, HeldOut
 
-    assert config.every is not None
-    callback = HeldOut(held_out, progress, trainer, every=config.every, num_items=config.num_items)
-    trainer.add_callback(callback)
+    settings, answers = config.eval, None
+    assert settings.every is not None and prepared.held_out is not None
+    if settings.num_prompts and sampler is not None:
+        directory = Path(config.output_dir) / RUN_FOLDER / "decoded"
+        answers = Answers(
+            publish=lambda stage: _publish_stage(config, prepared, trainer, stage, directory),
+            directory=directory,
+            sampler=sampler,
+            num_prompts=settings.num_prompts,
+            stop_if=settings.stop_if,
+        )
+    trainer.add_callback(
+        HeldOut(
+            prepared.held_out,
+            progress,
+            trainer,
+            every=settings.every,
+            num_items=settings.num_items,
+            answers=answers,
+        )
+    )

@@ -1,4 +1,4 @@
-"""The samples of the report, which the engine generates from the published checkpoint.
+"""The samples of the report and of evaluations, which the engine generates from a published checkpoint.
 
 This is the only module of training that imports the engine.
 """
@@ -29,8 +29,8 @@ SAMPLE_TOKENS = 512
 def engine_sampler(config: TrainConfig) -> Sampler:
     """Return a function that generates greedily from the published checkpoint, with every decoder that fits.
 
-    The prompts are held-out prompts of a task, or the first ones of a file. If the engine fails, the report
-    has no samples: the checkpoint is published before.
+    The prompts are held-out prompts of a task, or the first ones of eval.path, else of the data's file. If
+    the engine fails there are no samples: the checkpoint is published before.
     """
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
@@ -42,7 +42,7 @@ def engine_sampler(config: TrainConfig) -> Sampler:
             if not is_out_of_memory(error):
                 raise
             problem = "out of memory: " + str(error).partition("\n")[0]
-        print(f"the report has no samples: {problem}", file=sys.stderr)
+        print(f"no samples: {problem}", file=sys.stderr)
         return SampleReport(problem=problem)
 
     return sample
@@ -78,7 +78,11 @@ def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
     """Return the prompts, and a judge `(place, answer) -> verdict`, which gives None without a checker."""
-    data = replace(config.data, split="validation") if has_splits(config.data.source) else config.data
+    data = config.data
+    if has_splits(data.source):
+        data = replace(data, split="validation")
+    elif config.eval.path is not None:
+        data = replace(data, path=config.eval.path, sources=[])
     source = open_source(data, make_encoder(data, engine.tokenizer, None), output_dir=config.output_dir)
     places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
     if isinstance(source, JudgedSource):

@@ -20,7 +20,7 @@ from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import DataConfig
-from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
+from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import (
     TASK_TOKENIZER,
     StageConfig,
@@ -58,7 +58,7 @@ AT_LEAST_ONE = (
 )
 NOT_NEGATIVE = (
     *("train.weight_decay", "train.max_grad_norm", "train.workers", "train.seed"),
-    *("train.max_padding", "data.workers", "report.num_samples"),
+    *("train.max_padding", "data.workers", "report.num_samples", "eval.num_prompts"),
 )
 ABOVE_ZERO = (
     *("train.learning_rate", "train.epochs", "train.hang_seconds", "train.max_clean_weight"),
@@ -88,6 +88,7 @@ def check_config(config: TrainConfig) -> None:
             *_adapter_problems(config),
             *_loop_problems(config),
             *_stage_problems(config),
+            *_stop_problems(config),
             *data_problems(config.data, config.eval.path),
             *_deepspeed_problems(config),
             *unused_options(config),
@@ -309,6 +310,18 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         )
     if loop.overlong == "split" and is_endless(source):
         problems.append(f"train.overlong=split is for files, not for data.source={source}")
+    return problems
+
+
+def _stop_problems(config: TrainConfig) -> list[str]:
+    problems = []
+    for name, fall in config.eval.stop_if.items():
+        if name not in DECODED:
+            problems.append(f"eval.stop_if: {name!r} is not one of {', '.join(DECODED)}")
+        elif fall <= 0:
+            problems.append(f"eval.stop_if: {name}={fall} must be above 0, a fall below the best value")
+        elif name == DECODED[0] and config.data.source != "task":
+            problems.append(f"eval.stop_if: {name} is known for data.source=task alone, which has a checker")
     return problems
 
 

@@ -11,6 +11,8 @@ from idlm.config.schema import option
 
 MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 700.0, "A100": 265.0}
 """bf16 TFLOP/s that matrix products of a GPU reach: H200 measured, the others about 0.8 of the data sheet."""
+DECODED = ("exact_match", "acceptance_rate", "tokens_per_forward")
+"""What the answers of a model that trains are measured by."""
 WANDB_MODES = ("disabled", "offline", "online")
 
 
@@ -27,7 +29,7 @@ class PlanConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Losses and acceptance by draft position on held-out data while training."""
+    """Losses and acceptance by draft position on held-out data while training, and answers of the engine."""
 
     every: int | None = option("optimizer steps between evaluations; null: none", None)
     num_items: int = option("packed rows per evaluation", 16)
@@ -35,6 +37,12 @@ class EvalConfig:
         "held-out file of the data source; null: the task's validation split, or eval.holdout", None
     )
     holdout: float = option("share of a file's samples that is held out, where path is null", 0.005)
+    num_prompts: int = option("prompts that the engine answers greedily at every evaluation; 0: none", 0)
+    stop_if: dict[str, float] = option(
+        "end the run where the answers' exact_match, acceptance_rate or tokens_per_forward is so far below "
+        "its best value in the same stage: {exact_match: 0.05}",
+        {},
+    )
 
 
 @dataclass(kw_only=True)

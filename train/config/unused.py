@@ -50,10 +50,11 @@ RULES = (
         "records of data.shape=text are trained on as they are",
     ),
     Rule(
-        ("eval.num_items", "eval.path", "eval.holdout"),
+        ("eval.num_items", "eval.path", "eval.holdout", "eval.num_prompts"),
         lambda c: c.eval.every is None,
         "nothing is evaluated without eval.every",
     ),
+    Rule(("eval.stop_if",), lambda c: not c.eval.num_prompts, "nothing is decoded without eval.num_prompts"),
     Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
     Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
     Rule(

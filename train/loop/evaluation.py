@@ -1,37 +1,104 @@
-"""Held-out losses and acceptance by draft position while training.
+"""Held-out losses and acceptance by draft position while training, and the answers of the engine.
 
-Uses the objective and the attention that train, one packed row at a time, without gradients. No random number
-is drawn, so that a run with evaluations trains the same weights. Every rank takes part: ZeRO-3 needs all of
-them to run a layer.
+Losses use the objective and the attention that train, one packed row at a time, without gradients. For
+answers, the weights of the step are published beside the run's checkpoints, decoded by the `Sampler` that the
+command line passes in, as for the report, and removed. No random number is drawn, so that a run with
+evaluations trains the same weights. Every rank takes part: ZeRO-3 needs all of them to run a layer, and to
+publish. They wait while rank 0 decodes, which must take less than `train.hang_seconds`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from idlm.devices import free_cached_memory
+from idlm.errors import UserError
+from idlm.train.config.monitoring import DECODED
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.distributed.collectives import all_reduce
-from idlm.train.loop.metrics import EVALUATION
+from idlm.train.distributed.collectives import all_reduce, from_rank_zero
+from idlm.train.loop.metrics import EVALUATION, read_metrics
 from idlm.train.loop.progress import Progress
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
+    from idlm.train.planning.report import Sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Greedy answers to `num_prompts` held-out prompts. `publish` writes the weights as they are now into
+    `directory`, to be decoded at the stride of a stage. `stop_if`: see `EvalConfig`.
+    """
+
+    publish: Callable[[Stage], None]
+    directory: Path
+    sampler: Sampler
+    num_prompts: int
+    stop_if: Mapping[str, float]
+
+    def measure(self, stage: Stage) -> dict[str, float]:
+        """Figures of every decoder that fits, as `isd_exact_match`; none if the engine failed. Collective."""
+        self.publish(stage)
+        return from_rank_zero(lambda: self._decode())
+
+    def _decode(self) -> dict[str, float]:
+        # The engine needs what the last step has left unused.
+        free_cached_memory()
+        try:
+            measurements = self.sampler(self.directory, self.num_prompts).measurements
+        finally:
+            shutil.rmtree(self.directory)
+        figures = {f"{one.decoder}_{name}": getattr(one, name) for one in measurements for name in DECODED}
+        return {name: value for name, value in figures.items() if value is not None}
+
+    def refuse_fall(self, record: dict[str, Any], metrics: Path) -> None:
+        """Raise UserError IDLM-0553 on every rank when a figure of `record`, the last one in `metrics`, is
+        further below its best value than `stop_if` allows. The decoder that is chosen by default counts.
+        """
+        if self.stop_if:
+            from_rank_zero(lambda: self._refuse_fall(record, metrics))
+
+    def _refuse_fall(self, record: dict[str, Any], metrics: Path) -> None:
+        known = [one for one in read_metrics(metrics) if one.get("stage") == record["stage"]]
+        for name, fall in self.stop_if.items():
+            key = next((key for key in record if key.endswith(f"_{name}")), "")
+            best = max((one[key] for one in known if key in one), default=0.0)
+            if key and record[key] < best - fall:
+                raise UserError(
+                    "IDLM-0553",
+                    f"step {record['step']}: {key} is {record[key]:.3f} after {best:.3f}, and "
+                    f"eval.stop_if allows a fall of {fall:g}",
+                    fix="checkpoints saved before are intact: lower train.learning_rate in a new run, or "
+                    "raise eval.stop_if to continue",
+                )
 
 
 class HeldOut(TrainerCallback):
-    """Evaluates every `every` steps and at the end of every stage."""
+    """Evaluates every `every` steps and at the end of every stage; `answers` None: losses alone."""
 
     def __init__(
-        self, dataset: PackedDataset, progress: Progress, trainer: IdlmTrainer, *, every: int, num_items: int
+        self,
+        dataset: PackedDataset,
+        progress: Progress,
+        trainer: IdlmTrainer,
+        *,
+        every: int,
+        num_items: int,
+        answers: Answers | None = None,
     ) -> None:
         rows = dataset.rows_per_epoch()
         self.dataset, self.progress, self.trainer, self.every = dataset, progress, trainer, every
         self.num_items = num_items if rows is None else min(rows, num_items)
+        self.answers = answers
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         curriculum, step = self.trainer.step.curriculum, state.global_step
@@ -40,8 +107,12 @@ class HeldOut(TrainerCallback):
             return
         with self.progress.paused():
             record = {"step": step, EVALUATION: self.num_items, **self.measure(stage)}
+            if self.answers is not None:
+                record |= self.answers.measure(stage)
             if state.is_world_process_zero:
                 self.progress.write(record)
+            if self.answers is not None:
+                self.answers.refuse_fall(record, self.progress.metrics_path)
 
     def measure(self, stage: Stage) -> dict[str, Any]:
         """Mean losses and acceptance of the held-out rows, laid out for `stage`. Collective."""

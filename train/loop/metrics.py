@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from idlm.train.config.monitoring import DECODED
 from idlm.train.distributed.collectives import all_reduce, highest
 from idlm.train.planning.flops import ModelWork, TokenCounts, peak_flops, train_flops
 from idlm.train.step import StepLosses
@@ -126,6 +127,7 @@ def describe(record: dict[str, Any]) -> str:
         parts.append(f"s {record['clean_weight']:.2f}")
     if record["acceptance"]:
         parts.append("acceptance " + " ".join(f"{value:.3f}" for value in record["acceptance"]))
+    parts += [f"{key} {value:.3f}" for key, value in record.items() if key.endswith(DECODED)]
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     if "mfu" in record:

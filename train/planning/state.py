@@ -170,7 +170,8 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
             config.train.save_total_limit + 1, math.ceil(curriculum.num_steps / config.train.save_every)
         ),
         export_bytes=published * (4 if is_float32_adapter else EXPORT_BYTES[dtype]),
-        num_exports=len(curriculum.stages),
+        # One more while the engine answers from the weights of a step.
+        num_exports=len(curriculum.stages) + (config.eval.num_prompts > 0),
         free_bytes=shutil.disk_usage(place).free,
         place=str(place),
         held_bytes=sum(path.stat().st_size for path in written if path.is_file()),
