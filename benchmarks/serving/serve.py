@@ -5,8 +5,9 @@
 
 A load has up to 512 requests of 32 to 2,048 prompt tokens (log-normal) and 64 to 768 answer tokens, with so
 many at a time. The first load of an engine is a cold start, the others are warm. The checkpoint has random
-weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). Part `regret` compares the
-stride controller with each of its modes on sequences in mid-answer.
+weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). `passes.py` counts what Triton
+compiled, eager passes, and times on host and device. Part `regret` compares the stride controller with each
+of its modes on sequences in mid-answer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.serving.passes import Passes, watching
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -162,7 +164,7 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         settings |= {"stride": stride, "adaptive": True}
         lanes, device = max(concurrency) + 1, torch.device(options["device"])
         replay = Replay(trace_of(options["trace"], stride), lanes, device)
-    with replaying(replay):
+    with replaying(replay), watching() as passes:
         start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
         case = {"decoder": decoder, "warmup": options["warmup"]}
@@ -171,16 +173,18 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
             bench.add(case, metric, ahead[metric], unit)
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
-        _measure_engine(bench, decoder, engine)
+        for row in passes.take():
+            bench.add({**case, "part": "ready"}, *row)
+        _measure_engine(bench, decoder, engine, passes)
         engine.close()
 
 
-def _measure_engine(bench: _Bench, decoder: str, engine: Engine) -> None:
+def _measure_engine(bench: _Bench, decoder: str, engine: Engine, passes: Passes) -> None:
     """All loads, then what the controller loses."""
     concurrency, start = _numbers(bench.options["concurrency"]), "cold"
     if "mixed" in bench.options["parts"].split(","):
         for number in concurrency:
-            _mixed(bench, decoder, engine, number, start)
+            _mixed(bench, decoder, engine, number, start, passes)
             start = "warm"
     if "regret" in bench.options["parts"].split(",") and decoder == "isd":
         for number in concurrency:
@@ -188,7 +192,7 @@ def _measure_engine(bench: _Bench, decoder: str, engine: Engine) -> None:
             bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
 
 
-def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str) -> None:
+def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str, passes: Passes) -> None:
     """One load, and its rows."""
     load = _load(bench, concurrency)
     before = engine.metrics()["graphs_captured_in_traffic"]
@@ -214,6 +218,8 @@ def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start:
         bench.add(case, "isd_over_ar", rate / baseline, "x", gate_passed=is_complete)
     captured = engine.metrics()["graphs_captured_in_traffic"] - before
     bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
+    for row in passes.take():
+        bench.add(case, *row)
 
 
 def _load(bench: _Bench, concurrency: int) -> Load:

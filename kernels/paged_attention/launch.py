@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 import triton
 
-from idlm.kernels.backend import INTERPRETED, has_pdl, pdl_options
+from idlm.kernels.backend import INTERPRETED, gpu_of, has_pdl, pdl_options
 from idlm.kernels.paged_attention.choice import Launch, choose_launch, padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
@@ -60,7 +60,7 @@ class TritonPlan:
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
     """Every reason why this back end cannot compute such heads; empty when it can."""
     found = []
-    if device.type != "cuda" and not INTERPRETED:
+    if gpu_of(device).type != "cuda" and not INTERPRETED:
         found.append(f"needs a CUDA device, got {device.type}")
     if shape.dtype not in DTYPES:
         found.append(f"computes bfloat16, float16 and float32, got {shape.dtype}")
@@ -332,6 +332,7 @@ def _combine(
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of the device, or a small number in the interpreter."""
+    device = gpu_of(device)
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -122,7 +122,7 @@ def _scratch(probs: RowProbs) -> tuple[Tensor, Tensor, Tensor]:
     """Chunk numbers and ties [X, C], a list of candidates per row."""
     num_rows, num_chunks = probs.masses_XC.shape
     device = probs.masses_XC.device
-    # Two tensors, so that both begin at 16 bytes: Triton would compile the kernel again for one that does not.
+    # Two tensors, so that both begin at 16 bytes: Triton compiles a kernel again for one that does not.
     chunks_XC, ties_XC = (
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device) for _ in range(2)
     )
