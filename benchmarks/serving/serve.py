@@ -61,6 +61,11 @@ MAX_LENGTH = 4096
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
 REGRET_PROMPT, SETTLING_PASSES, TIMED_PASSES = 1024, 50, 40
+SUMMARY = (
+    *("ready_s", "warm_up_seconds", "graphs_captured_ahead", "kernels_compiled", "output_tokens_per_s"),
+    *("isd_over_ar", "graphs_captured_in_traffic", "graph_passes", "eager_passes", "graph_host_ms"),
+    *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy", "controller_regret"),
+)
 SCALES = {"tiny": 16}
 """Models for tests have lengths divided by this."""
 
@@ -106,9 +111,20 @@ def measure(arguments: list[str]) -> int:
         for decoder in options["decoders"].split(","):
             _measure_decoder(bench, decoder)
             _free(options["device"])
+    _print_summary(bench.rows)
     if options["record"] == "true":
         append_rows("serve", bench.rows, results=Path(options["results"]))
     return 0 if all(row["gate_passed"] is not False for row in bench.rows) else 1
+
+
+def _print_summary(rows: list[dict[str, Any]]) -> None:
+    """The rows of `SUMMARY`, a line for each engine or load."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        if row["metric"] in SUMMARY:
+            case = " ".join(f"{row['case'][key]}" for key in ("decoder", "concurrency") if key in row["case"])
+            lines.setdefault(case, []).append(f"{row['metric']} {row['value']:.4g}")
+    print("", *(f"{case:10s} " + ", ".join(said) for case, said in lines.items()), sep="\n")
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ computes the passes before. Those only get their kernels compiled.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,62 +80,99 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     if not is_wanted or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
-    limits = (settings.most_sequences, parts.table.max_length)
-    prompts = prompt_shapes(parts.decoder, *limits, step.eager_rows, most_prompt_rows=settings.row_budget)
-    if on_meta is not None:
-        num_compiled = compile_ahead(on_meta(), [*prompts, *compiled_shapes(parts.decoder, *limits)])
-        taken = time.monotonic() - start_time
-        get_logger(__name__).info("warm-up: %d kernels compiled or loaded in %.1f s", num_compiled, taken)
-    captures_from = time.monotonic()
     path = None if parts.stride_controller is None else cache_file(_said(parts))
-    times = read_times(path) if path is not None and is_alone else {}
-    known, shapes, captured = dict(times), list[PassShape](), 0
-
-    def may_go_on() -> bool:
-        is_late = settings.warmup == "auto" and time.monotonic() - captures_from > AUTO_SECONDS
-        return not is_alone or not (is_late or memory_bytes(device)[0] < free // 2)
-
+    known = read_times(path) if path is not None and is_alone else {}
+    work = _Work(parts=parts, step=step, is_alone=is_alone, least_memory=free // 2, times=dict(known))
+    if on_meta is not None:
+        work.compile(on_meta())
     try:
-        for shape in prompts:
-            if may_go_on():
-                step.run(shape)
-        if prompts and is_alone and device.type == "cuda":
-            step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
-        shapes = shapes_ahead(parts.decoder, *limits, step.eager_rows)[:MAX_CUDA_GRAPHS]
-        timed = {} if path is None else timed_shapes(parts.decoder, *limits)
-        for key, shape in timed.items():
-            if shape.all_rows > step.eager_rows and key not in times and may_go_on():
-                times[key] = step.seconds(shape)
-        for shape in shapes:
-            if not may_go_on():
-                break
-            step.capture(shape)
-            captured += 1
-            key = shape.mode, shape.num_sequences
-            if timed.get(key) == shape and key not in times:
-                times[key] = step.seconds(shape)
+        work.capture()
     except RuntimeError as error:
         if not is_out_of_memory(error) or not is_alone:
             raise
-    step.is_warm = captured > 0
+    step.is_warm = work.num_captured > 0
     if device.type == "cuda":
         # What the stream of first passes has freed.
         torch.cuda.empty_cache()
-    if path is not None and times:
-        _teach(parts, times)
-        if is_alone and times != known and times.keys() >= timed.keys():
-            write_times(path, times)
+    if path is not None and work.times:
+        _teach(parts, work.times)
+        if is_alone and work.times != known and work.times.keys() >= work.timed.keys():
+            write_times(path, work.times)
     done = WarmUp(
-        num_graphs=captured,
-        num_wanted=len(shapes),
+        num_graphs=work.num_captured,
+        num_wanted=len(work.shapes),
         num_bytes=max(0, free - memory_bytes(device)[0]),
         seconds=time.monotonic() - start_time,
     )
     get_logger(__name__).info(
-        "warm-up: %d of %d CUDA graphs in %.1f s and %.2f GB; passes of %d rows and more are eager",
+        "warm-up: %d of %d CUDA graphs in %.1f s and %.2f GB; passes of more than %d rows are eager",
         *(done.num_graphs, done.num_wanted, done.seconds, done.num_bytes / 1e9, step.eager_rows),
     )
     return done
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """A warm-up in progress: the `shapes` to capture, of which the first `num_captured` are; those that are
+    `timed`, and `times` by the same keys.
+    """
+
+    parts: EngineParts
+    step: StaticStep
+    is_alone: bool
+    least_memory: int
+    times: dict[tuple[int, int], float]
+    shapes: list[PassShape] = field(default_factory=list)
+    timed: dict[tuple[int, int], PassShape] = field(default_factory=dict)
+    num_captured: int = 0
+    end_time: float = math.inf
+
+    def compile(self, on_meta: StaticStep) -> None:
+        """Compile all kernels; every one is needed, so that this has no limit of time."""
+        start_time = time.monotonic()
+        needed = [*self._prompts(), *compiled_shapes(self.parts.decoder, *self._limits())]
+        num_compiled, taken = compile_ahead(on_meta, needed), time.monotonic() - start_time
+        get_logger(__name__).info("warm-up: %d kernels compiled or loaded in %.1f s", num_compiled, taken)
+
+    def capture(self) -> None:
+        """Run passes that stay eager, then capture graphs, and time some of both."""
+        parts, step, prompts = self.parts, self.step, self._prompts()
+        is_cuda = parts.table.device.type == "cuda"
+        if parts.settings.warmup == "auto":
+            self.end_time = time.monotonic() + AUTO_SECONDS
+        for shape in prompts:
+            if self._may_go_on():
+                step.run(shape)
+        if prompts and self.is_alone and is_cuda:
+            step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
+        self.shapes = shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)[:MAX_CUDA_GRAPHS]
+        self.timed = {} if parts.stride_controller is None else timed_shapes(parts.decoder, *self._limits())
+        for key, shape in self.timed.items():
+            if shape.all_rows > step.eager_rows and key not in self.times and self._may_go_on():
+                self.times[key] = step.seconds(shape)
+        if is_cuda:
+            torch.cuda.empty_cache()
+        for shape in self.shapes:
+            if not self._may_go_on():
+                return
+            step.capture(shape)
+            self.num_captured += 1
+            key = shape.mode, shape.num_sequences
+            if self.timed.get(key) == shape and key not in self.times:
+                self.times[key] = step.seconds(shape)
+
+    def _may_go_on(self) -> bool:
+        has_memory = memory_bytes(self.parts.table.device)[0] >= self.least_memory
+        return not self.is_alone or (has_memory and time.monotonic() <= self.end_time)
+
+    def _limits(self) -> tuple[int, int]:
+        return self.parts.settings.most_sequences, self.parts.table.max_length
+
+    def _prompts(self) -> list[PassShape]:
+        num_rows = self.parts.settings.row_budget
+        return prompt_shapes(
+            self.parts.decoder, *self._limits(), self.step.eager_rows, most_prompt_rows=num_rows
+        )
 
 
 def _launch_seconds(step: StaticStep, shape: PassShape) -> float:

@@ -1,11 +1,12 @@
-"""The kernels that a warm-up compiles ahead, counted without a GPU: passes on the meta device tell which variants
-Triton would compile, and a driver that has no GPU takes the place of CUDA's.
+"""The kernels that a warm-up compiles ahead, counted without a GPU: passes on the meta device tell which
+variants Triton would compile, and a driver that has no GPU takes the place of CUDA's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,10 +88,10 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
     settings = check_options(
         name, {"warmup": "full", "graphs": "on", "max_num_batched_tokens": PROMPT_ROWS, "page_size": 16}
     ).settings
-    settings = build.dataclasses.replace(settings, max_num_seqs=LIMITS[0], max_length=LIMITS[1])
+    settings = replace(settings, max_num_seqs=LIMITS[0], max_length=LIMITS[1])
     device = torch.device("meta")
     model = LoadedModel(
-        trunk=make_trunk(build.dataclasses.replace(spec, num_layers=1), device=device, dtype=torch.bfloat16),
+        trunk=make_trunk(replace(spec, num_layers=1), device=device, dtype=torch.bfloat16),
         spec=spec,
         local=spec,
         semantics=Semantics(mask_token_id=151_935, stride=8),
@@ -115,10 +116,7 @@ def test_few_passes_tell_all_variants_that_a_warm_up_needs(
     prompts = warm_up.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, most_prompt_rows=PROMPT_ROWS)
     compile_ahead(step, [*prompts, *warm_up.compiled_shapes(decoder, *LIMITS)])
     ahead = Counter(compiled)
-    print(dict(ahead))
-    assert 20 < ahead.total() <= most, (
-        "each is compiled for seconds: see the alignment and padding of launches"
-    )
+    assert 20 < ahead.total() <= most, f"each takes a second to compile: {ahead}"
     shapes: list[PassShape] = warm_up.shapes_ahead(decoder, *LIMITS, EAGER_ROWS)
     compile_ahead(step, shapes[:: 1 if name == "ar" else 5])
     assert compiled == ahead, "a capture would compile"
