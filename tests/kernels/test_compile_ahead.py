@@ -101,7 +101,7 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
         directory=Path(),
     )
     parts: Any = SimpleNamespace(model=model, settings=settings, pool=SimpleNamespace(num_pages=4096))
-    return parts  # type: ignore[no-any-return]
+    return parts
 
 
 @pytest.mark.parametrize(
