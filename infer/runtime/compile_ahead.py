@@ -1,8 +1,8 @@
 """Compiles the kernels of a warm-up on all cores of the host at once.
 
-Otherwise they are compiled one after the other, as passes first launch them: for half a minute if a decoder
-has many modes. Passes over tensors without memory (on the meta device) launch nothing but tell which variants of
-the kernels are needed, and threads compile those. Compiled kernels stay in Triton's cache on disk.
+Otherwise passes compile them as they first launch them, one after the other: half a minute for many modes.
+Passes over tensors without memory (on the meta device) launch nothing but tell which variants of the kernels
+are needed, and threads compile those. Compiled kernels stay in Triton's cache on disk.
 """
 
 from __future__ import annotations
