@@ -131,8 +131,15 @@ class _Work:
         """Compile all kernels; every one is needed, so that this has no limit of time."""
         start_time = time.monotonic()
         needed = [*self._prompts(), *compiled_shapes(self.parts.decoder, *self._limits())]
-        num_compiled, taken = compile_ahead(on_meta, needed), time.monotonic() - start_time
-        get_logger(__name__).info("warm-up: %d kernels compiled or loaded in %.1f s", num_compiled, taken)
+        logger = get_logger(__name__)
+        try:
+            num_compiled = compile_ahead(on_meta, needed)
+        except (RuntimeError, TypeError) as error:
+            # The decoder of a plug-in may hold tensors of the GPU.
+            logger.warning("warm-up: kernels are compiled by the passes that launch them: %s", error)
+            return
+        taken = time.monotonic() - start_time
+        logger.info("warm-up: %d kernels compiled or loaded in %.1f s", num_compiled, taken)
 
     def capture(self) -> None:
         """Run passes that stay eager, then capture graphs, and time some of both."""
