@@ -15,8 +15,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter."""
-    return x.is_cuda or INTERPRETED
+    """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter. For tensors without
+    memory (meta) they are compiled and not launched (infer/runtime/compile_ahead.py).
+    """
+    return x.is_cuda or x.is_meta or INTERPRETED
+
+
+def gpu_of(device: torch.device) -> torch.device:
+    """The device, or of the meta device the GPU that kernels are compiled for."""
+    return torch.device("cuda") if device.type == "meta" else device
 
 
 @cache
@@ -24,6 +31,7 @@ def has_pdl(device: torch.device) -> bool:
     """Whether a kernel can launch before the kernel that it waits for has ended (programmatic dependent
     launch), which needs a GPU from Hopper on and is unknown to Triton's interpreter.
     """
+    device = gpu_of(device)
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= HOPPER
 
 

@@ -5,8 +5,9 @@
 
 A load has up to 512 requests of 32 to 2,048 prompt tokens (log-normal) and 64 to 768 answer tokens, with so
 many at a time. The first load of an engine is a cold start, the others are warm. The checkpoint has random
-weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). Part `regret` compares the
-stride controller with each of its modes on sequences in mid-answer.
+weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). `passes.py` counts what Triton
+compiled, eager passes, and times on host and device. Part `regret` compares the stride controller with each
+of its modes on sequences in mid-answer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.serving.passes import Passes, watching
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -59,6 +61,11 @@ MAX_LENGTH = 4096
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
 REGRET_PROMPT, SETTLING_PASSES, TIMED_PASSES = 1024, 50, 40
+SUMMARY = (
+    *("ready_s", "warm_up_seconds", "graphs_captured_ahead", "kernels_compiled", "output_tokens_per_s"),
+    *("isd_over_ar", "graphs_captured_in_traffic", "graph_passes", "eager_passes", "graph_host_ms"),
+    *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy", "controller_regret"),
+)
 SCALES = {"tiny": 16}
 """Models for tests have lengths divided by this."""
 
@@ -104,9 +111,20 @@ def measure(arguments: list[str]) -> int:
         for decoder in options["decoders"].split(","):
             _measure_decoder(bench, decoder)
             _free(options["device"])
+    _print_summary(bench.rows)
     if options["record"] == "true":
         append_rows("serve", bench.rows, results=Path(options["results"]))
     return 0 if all(row["gate_passed"] is not False for row in bench.rows) else 1
+
+
+def _print_summary(rows: list[dict[str, Any]]) -> None:
+    """The rows of `SUMMARY`, a line for each engine or load."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        if row["metric"] in SUMMARY:
+            case = " ".join(f"{row['case'][key]}" for key in ("decoder", "concurrency") if key in row["case"])
+            lines.setdefault(case, []).append(f"{row['metric']} {row['value']:.4g}")
+    print("", *(f"{case:10s} " + ", ".join(said) for case, said in lines.items()), sep="\n")
 
 
 @contextlib.contextmanager
@@ -162,7 +180,7 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         settings |= {"stride": stride, "adaptive": True}
         lanes, device = max(concurrency) + 1, torch.device(options["device"])
         replay = Replay(trace_of(options["trace"], stride), lanes, device)
-    with replaying(replay):
+    with replaying(replay), watching() as passes:
         start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
         case = {"decoder": decoder, "warmup": options["warmup"]}
@@ -171,16 +189,18 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
             bench.add(case, metric, ahead[metric], unit)
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
-        _measure_engine(bench, decoder, engine)
+        for row in passes.take():
+            bench.add({**case, "part": "ready"}, *row)
+        _measure_engine(bench, decoder, engine, passes)
         engine.close()
 
 
-def _measure_engine(bench: _Bench, decoder: str, engine: Engine) -> None:
+def _measure_engine(bench: _Bench, decoder: str, engine: Engine, passes: Passes) -> None:
     """All loads, then what the controller loses."""
     concurrency, start = _numbers(bench.options["concurrency"]), "cold"
     if "mixed" in bench.options["parts"].split(","):
         for number in concurrency:
-            _mixed(bench, decoder, engine, number, start)
+            _mixed(bench, decoder, engine, number, start, passes)
             start = "warm"
     if "regret" in bench.options["parts"].split(",") and decoder == "isd":
         for number in concurrency:
@@ -188,7 +208,7 @@ def _measure_engine(bench: _Bench, decoder: str, engine: Engine) -> None:
             bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
 
 
-def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str) -> None:
+def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str, passes: Passes) -> None:
     """One load, and its rows."""
     load = _load(bench, concurrency)
     before = engine.metrics()["graphs_captured_in_traffic"]
@@ -214,6 +234,8 @@ def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start:
         bench.add(case, "isd_over_ar", rate / baseline, "x", gate_passed=is_complete)
     captured = engine.metrics()["graphs_captured_in_traffic"] - before
     bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
+    for row in passes.take():
+        bench.add(case, *row)
 
 
 def _load(bench: _Bench, concurrency: int) -> Load:

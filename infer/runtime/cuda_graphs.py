@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,14 +44,13 @@ FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 
 MIN_SLOTS = 1024
 DOUBLED_SLOTS = 1 << 15
 """Bounds of contexts double up to here, then grow by at most a quarter."""
-WARM_UP_PASSES = 2
 MAX_CUDA_GRAPHS = 512
 """Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
 MAX_EAGER_PASSES = 32
 """After so many eager decoding passes of one shape its graph is captured even in traffic: without it they
-have taken longer than a capture does (two passes of launches, and the graph's creation).
+have taken longer than a capture does (a pass of launches, and the graph's creation).
 """
-TIMED_REPLAYS = 3
+TIMED_PASSES = 3
 BLOCK_SLACK, ROOM_SLACK = 1.25, 1.06
 """Passes with blocks may have so many times their rows in a captured shape: they have never been measured
 without graphs. Where rows are dropped their number changes slowly, so a graph that fits is soon there.
@@ -167,16 +167,17 @@ class StaticStep:
         self._graphs[shape] = self._capture(shape)
 
     def seconds(self, shape: PassShape) -> float:
-        """Time of a pass of a captured shape, without sequences; waits for the device."""
-        graph = self._graphs[shape].graph
+        """Time of a pass of the shape without sequences, in its graph if it has one; waits for the device."""
+        graph = self._graphs.get(shape)
+        launch = partial(self.run, shape) if graph is None else graph.graph.replay
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
+        launch()
         start.record()
-        for _ in range(TIMED_REPLAYS):
-            graph.replay()
+        for _ in range(TIMED_PASSES):
+            launch()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / TIMED_REPLAYS
+        return float(start.elapsed_time(end)) / 1e3 / TIMED_PASSES
 
     def capture_missed(self) -> bool:
         """Capture the shape that ran eagerly most often, while no request waits; False: there is none."""
@@ -265,8 +266,7 @@ class StaticStep:
         assert beside is not None
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
-            for _ in range(WARM_UP_PASSES):
-                self._step(self._batch(shape, columns_3B))
+            self._step(self._batch(shape, columns_3B))
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with _without_garbage_collection(), torch.cuda.graph(graph, pool=self._memory):

@@ -235,20 +235,23 @@ class StrideController:
         by how much the sequence's drafts are accepted more often than all.
         """
         mode = self._modes[number]
-        chances = (_shifted(self.acceptance(position), log_odds) for position in range(mode.stride - 1))
-        # Rounded, so that a value that was computed serves while acceptance hardly changes.
-        return self._tokens_per_forward(tuple(round(256 * chance) / 256 for chance in chances), mode)
+        chances = [self.acceptance(position) for position in range(mode.stride - 1)]
+        return self._tokens_per_forward(_rounded(chances, log_odds), mode)
 
     def _tokens(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
-        """Mean of `tokens` over sequences, by mode."""
+        """Mean of `tokens` over sequences, by mode. Between two passes there is a millisecond for it, so that
+        acceptance is shifted once for all modes.
+        """
         mean = self._mean_acceptance()
-        classes = Counter(_class_of(accepted, tested, mean) for accepted, tested in drafts) or {0: 1}
-        total = sum(classes.values())
-        return [
-            sum(count * self.tokens(number, LOG_ODDS_STEP * steps) for steps, count in classes.items())
-            / total
-            for number in range(len(self._modes))
-        ]
+        mean_odds = _log_odds(mean)
+        classes = Counter(_class_of(*own, mean, mean_odds) for own in drafts) or {0: 1}
+        total, sums = sum(classes.values()), [0.0] * len(self._modes)
+        average = [self.acceptance(position) for position in range(len(self._prior))]
+        for steps, count in classes.items():
+            chances = _rounded(average, LOG_ODDS_STEP * steps)
+            for number, mode in enumerate(self._modes):
+                sums[number] += count * self._tokens_per_forward(chances[: mode.stride - 1], mode)
+        return [value / total for value in sums]
 
     def seconds(self, number: int, load: Load) -> float:
         """Time of a step without its prompt rows: measured, or estimated by the warm-up's times, or from
@@ -320,11 +323,16 @@ class StrideController:
         return None
 
 
-def _class_of(accepted: int, tested: int, mean: float) -> int:
-    """By how many steps of log-odds a sequence's acceptance differs from the mean."""
+def _class_of(accepted: int, tested: int, mean: float, mean_odds: float) -> int:
+    """By how many steps of log-odds a sequence's acceptance differs from the mean, whose odds are given."""
     own = (accepted + REQUEST_WEIGHT * mean) / (tested + REQUEST_WEIGHT)
-    steps = round((_log_odds(own) - _log_odds(mean)) / LOG_ODDS_STEP)
+    steps = round((_log_odds(own) - mean_odds) / LOG_ODDS_STEP)
     return max(-MAX_LOG_ODDS_STEPS, min(MAX_LOG_ODDS_STEPS, steps))
+
+
+def _rounded(chances: Sequence[float], log_odds: float) -> tuple[float, ...]:
+    """Shifted, and rounded, so that a value that was computed serves while acceptance hardly changes."""
+    return tuple(round(256 * _shifted(chance, log_odds)) / 256 for chance in chances)
 
 
 def _log_odds(chance: float) -> float:

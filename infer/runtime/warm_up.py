@@ -1,17 +1,18 @@
 """Captures the graphs that traffic will need before the first request, and measures step times meanwhile.
 
 Passes that only decode get a graph for every mode and, in steps of an eighth, every number of sequences that
-the engine's limits allow. Passes of more rows than `eager_rows` need none: the host launches their kernels
-while the device still computes the passes before. The same holds for passes with prompts, of which a request
-has few; those only get their kernels compiled.
+the engine's limits allow; passes that also store a few prompt rows for every power of two of sequences.
+Passes of more rows than `eager_rows` need none: the host launches their kernels while the device still
+computes the passes before. Those only get their kernels compiled.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from idlm.infer.decoders.base import Decoder, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts, WarmUp
+from idlm.infer.runtime.compile_ahead import compile_ahead
 from idlm.infer.runtime.cuda_graphs import (
     CAPACITIES,
     FED_BLOCK_BUCKETS,
@@ -39,7 +41,12 @@ from idlm.log import get_logger
 AUTO_SECONDS = 20.0
 """Seconds of captures with warmup=auto; after `full`, none is missing."""
 LAUNCH_SECONDS = 4e-4
-"""Host time of a layer that is launched kernel by kernel: about 20 launches."""
+"""Host time of a layer that is launched kernel by kernel, before it is measured: about 20 launches."""
+TIMED_LAUNCHES = 3
+PROMPT_GRAPHS = (128, 256, 512)
+"""Prompt rows of graphs that also decode."""
+MAX_TIMED_ROWS = 2048
+"""A pass with more is slower for each token than one with fewer: its time is estimated."""
 FLOPS = 5.5e14
 """Of matrix products with hundreds of rows, on an H100 or H200."""
 MIN_EAGER_ROWS = 512
@@ -50,16 +57,20 @@ CONTEXT_STEP = 8
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
 
 
-def eager_rows(model: LoadedModel) -> int:
-    """Rows of a pass that computes as long as the host takes to launch its kernels one by one."""
+def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
+    """Rows of a pass that computes as long as the host takes to launch its kernels one by one, which is
+    `launch_seconds` (None: not measured).
+    """
     num_parameters = sum(weight.numel() for weight in model.trunk.parameters())
-    launching = model.spec.num_layers * LAUNCH_SECONDS
-    return max(MIN_EAGER_ROWS, int(launching * FLOPS / (2 * num_parameters)))
+    if launch_seconds is None:
+        launch_seconds = model.spec.num_layers * LAUNCH_SECONDS
+    return max(MIN_EAGER_ROWS, int(launch_seconds * FLOPS / (2 * num_parameters)))
 
 
-def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
+def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticStep] | None = None) -> WarmUp:
     """Capture ahead what `parts` may need, as `warmup` of its settings says, and tell the stride controller
-    the times of passes; logs what was done.
+    the times of passes; logs what was done. `on_meta` makes the same step without memory, whose kernels are
+    compiled first; None: kernels are compiled as they are launched.
 
     Ranks that share a model (not `is_alone`) must do the same, so that neither their clock, their memory nor
     files may decide: they capture all graphs (`full`) or none.
@@ -69,54 +80,117 @@ def warm_up(parts: EngineParts, *, is_alone: bool) -> WarmUp:
     if not is_wanted or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
-    limits = (settings.most_sequences, parts.table.max_length, step.eager_rows)
-    shapes = shapes_ahead(parts.decoder, *limits)[:MAX_CUDA_GRAPHS]
     path = None if parts.stride_controller is None else cache_file(_said(parts))
-    times = read_times(path) if path is not None and is_alone else {}
-    known, captured = dict(times), 0
-
-    def may_go_on() -> bool:
-        is_late = settings.warmup == "auto" and time.monotonic() - start_time > AUTO_SECONDS
-        return not is_alone or not (is_late or memory_bytes(device)[0] < free // 2)
-
+    known = read_times(path) if path is not None and is_alone else {}
+    work = _Work(parts=parts, step=step, is_alone=is_alone, least_memory=free // 2, times=dict(known))
+    if on_meta is not None:
+        work.compile(on_meta())
     try:
-        for shape in prompt_shapes(parts.decoder, *limits, most_prompt_rows=settings.row_budget):
-            if may_go_on():
-                step.run(shape)
-        for shape in shapes:
-            if not may_go_on():
-                break
-            step.capture(shape)
-            captured += 1
-            key = shape.mode, shape.num_sequences
-            if path is not None and key not in times:
-                times[key] = step.seconds(shape)
+        work.capture()
     except RuntimeError as error:
         if not is_out_of_memory(error) or not is_alone:
             raise
-    step.is_warm = captured > 0
+    step.is_warm = work.num_captured > 0
     if device.type == "cuda":
         # What the stream of first passes has freed.
         torch.cuda.empty_cache()
-    if path is not None and times:
-        _teach(parts, times)
-        if (
-            is_alone
-            and times != known
-            and times.keys() >= {(each.mode, each.num_sequences) for each in shapes}
-        ):
-            write_times(path, times)
+    if path is not None and work.times:
+        _teach(parts, work.times)
+        if is_alone and work.times != known and work.times.keys() >= work.timed.keys():
+            write_times(path, work.times)
     done = WarmUp(
-        num_graphs=captured,
-        num_wanted=len(shapes),
+        num_graphs=work.num_captured,
+        num_wanted=len(work.shapes),
         num_bytes=max(0, free - memory_bytes(device)[0]),
         seconds=time.monotonic() - start_time,
     )
     get_logger(__name__).info(
-        "warm-up: %d of %d CUDA graphs in %.1f s and %.2f GB",
-        *(done.num_graphs, done.num_wanted, done.seconds, done.num_bytes / 1e9),
+        "warm-up: %d of %d CUDA graphs in %.1f s and %.2f GB; passes of more than %d rows are eager",
+        *(done.num_graphs, done.num_wanted, done.seconds, done.num_bytes / 1e9, step.eager_rows),
     )
     return done
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """A warm-up in progress: the `shapes` to capture, of which the first `num_captured` are; those that are
+    `timed`, and `times` by the same keys.
+    """
+
+    parts: EngineParts
+    step: StaticStep
+    is_alone: bool
+    least_memory: int
+    times: dict[tuple[int, int], float]
+    shapes: list[PassShape] = field(default_factory=list)
+    timed: dict[tuple[int, int], PassShape] = field(default_factory=dict)
+    num_captured: int = 0
+    end_time: float = math.inf
+
+    def compile(self, on_meta: StaticStep) -> None:
+        """Compile all kernels; every one is needed, so that this has no limit of time."""
+        start_time = time.monotonic()
+        needed = [*self._prompts(), *compiled_shapes(self.parts.decoder, *self._limits())]
+        logger = get_logger(__name__)
+        try:
+            num_compiled = compile_ahead(on_meta, needed)
+        except (RuntimeError, TypeError) as error:
+            # The decoder of a plug-in may hold tensors of the GPU.
+            logger.warning("warm-up: kernels are compiled by the passes that launch them: %s", error)
+            return
+        taken = time.monotonic() - start_time
+        logger.info("warm-up: %d kernels compiled or loaded in %.1f s", num_compiled, taken)
+
+    def capture(self) -> None:
+        """Run passes that stay eager, then capture graphs, and time some of both."""
+        parts, step, prompts = self.parts, self.step, self._prompts()
+        is_cuda = parts.table.device.type == "cuda"
+        if parts.settings.warmup == "auto":
+            self.end_time = time.monotonic() + AUTO_SECONDS
+        for shape in prompts:
+            if self._may_go_on():
+                step.run(shape)
+        if prompts and self.is_alone and is_cuda:
+            step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
+        self.shapes = shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)[:MAX_CUDA_GRAPHS]
+        self.timed = {} if parts.stride_controller is None else timed_shapes(parts.decoder, *self._limits())
+        for key, shape in self.timed.items():
+            if shape.all_rows > step.eager_rows and key not in self.times and self._may_go_on():
+                self.times[key] = step.seconds(shape)
+        if is_cuda:
+            torch.cuda.empty_cache()
+        for shape in self.shapes:
+            if not self._may_go_on():
+                return
+            step.capture(shape)
+            self.num_captured += 1
+            key = shape.mode, shape.num_sequences
+            if self.timed.get(key) == shape and key not in self.times:
+                self.times[key] = step.seconds(shape)
+
+    def _may_go_on(self) -> bool:
+        has_memory = memory_bytes(self.parts.table.device)[0] >= self.least_memory
+        return not self.is_alone or (has_memory and time.monotonic() <= self.end_time)
+
+    def _limits(self) -> tuple[int, int]:
+        return self.parts.settings.most_sequences, self.parts.table.max_length
+
+    def _prompts(self) -> list[PassShape]:
+        num_rows = self.parts.settings.row_budget
+        return prompt_shapes(
+            self.parts.decoder, *self._limits(), self.step.eager_rows, most_prompt_rows=num_rows
+        )
+
+
+def _launch_seconds(step: StaticStep, shape: PassShape) -> float:
+    """Host time of launching a pass kernel by kernel, its kernels being compiled."""
+    found = []
+    for _ in range(TIMED_LAUNCHES):
+        torch.cuda.synchronize()
+        start_time = time.perf_counter()
+        step.run(shape)
+        found.append(time.perf_counter() - start_time)
+    return min(found)
 
 
 def _teach(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
@@ -150,18 +224,17 @@ def _said(parts: EngineParts) -> dict[str, Any]:
 
 
 def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_rows: int) -> list[PassShape]:
-    """The shapes to capture, those that traffic needs most first: without filters, with powers of two of
-    sequences, and of those the largest, whose memory the others use again. None for decoders of whole
+    """The shapes to capture, those that traffic needs most first (`_rank`). None for decoders of whole
     canvases, whose rows follow the lengths of requests.
     """
     kind = decoder.kv_policy.kind
     if kind == "none":
         return []
-    shapes = []
+    shapes, contexts = [], _contexts(max_length)
     for filters, context, is_tight in itertools.product(
-        (False, True), _contexts(max_length), (False, True) if kind == "block" else (False,)
+        (False, True), contexts, (False, True) if kind == "block" else (False,)
     ):
-        group = [
+        shapes += [
             each
             for mode in range(len(decoder.modes))
             for size in batch_sizes(
@@ -174,8 +247,46 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
                 decoder, _shape(decoder, mode, size, max_length, context, filters), is_tight
             )
         ]
-        shapes += sorted(group, key=lambda shape: (shape.num_sequences.bit_count() > 1, -shape.all_rows))
-    return shapes
+    if kind == "append":
+        shapes += [
+            replace(shape, num_prompt_rows=num_rows)
+            for shape in shapes
+            for num_rows in PROMPT_GRAPHS
+            if shape.num_sequences.bit_count() == 1 and shape.num_rows + num_rows <= eager_rows
+        ]
+    return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
+
+
+def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
+    """First powers of two of sequences, which hold all passes, then numbers between those, then passes with
+    prompts; each without filters somewhat before, and the largest first, whose memory the others use again.
+    """
+    has_prompts = shape.num_prompt_rows > 0 and kind == "append"
+    rank = 4 if has_prompts else min(3, shape.num_sequences.bit_count())
+    return rank + 1.5 * shape.filters, -shape.all_rows
+
+
+def compiled_shapes(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
+    """Decoding passes that between them need all kernels."""
+    context, sizes = _contexts(max_length)[0], {padded_sequences(most_sequences)}
+    sizes |= {1 << power for power in range(most_sequences.bit_length())}
+    return [
+        _shape(decoder, mode, size, max_length, context, filters=size == 1)
+        for mode in range(len(decoder.modes))
+        for size in sorted(sizes)
+    ]
+
+
+def timed_shapes(decoder: Decoder, most_sequences: int, max_length: int) -> dict[tuple[int, int], PassShape]:
+    """Decoding passes by mode and number of sequences, whose times tell those of all."""
+    context = _contexts(max_length)[0]
+    sizes = [1 << power for power in range(most_sequences.bit_length())]
+    return {
+        (mode, size): _shape(decoder, mode, size, max_length, context, filters=False)
+        for mode in range(len(decoder.modes))
+        for size in dict.fromkeys((*sizes, padded_sequences(most_sequences)))
+        if size == 1 or size * decoder.num_rows(mode, max_length) <= MAX_TIMED_ROWS
+    }
 
 
 def prompt_shapes(
@@ -190,7 +301,7 @@ def prompt_shapes(
         [PROMPT_STEP],
     )
     while rows[-1] < most_prompt_rows:
-        rows.append(min(2 * rows[-1], -(-most_prompt_rows // PROMPT_STEP) * PROMPT_STEP))
+        rows.append(min(4 * rows[-1], -(-most_prompt_rows // PROMPT_STEP) * PROMPT_STEP))
     shapes = [
         replace(_shape(decoder, mode, size, max_length, context, filters=False), num_prompt_rows=num_rows)
         for mode in {0, len(decoder.modes) - 1}
@@ -210,7 +321,8 @@ def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
         growth = 1.25 if size * width < STREAMED_ROWS else 1.125
         step = padded_sequences(size + 1) - padded_sequences(size)
         grown = int(size * growth) // step * step
-        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most))
+        # Powers of two are all among them: they are captured and timed first.
+        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most), 1 << size.bit_length())
         sizes.append(size)
     return sizes
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 import triton
 
-from idlm.kernels.backend import INTERPRETED, has_pdl, pdl_options
+from idlm.kernels.backend import INTERPRETED, gpu_of, has_pdl, pdl_options
 from idlm.kernels.paged_attention.choice import Launch, choose_launch, padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
@@ -29,6 +29,8 @@ from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 RECORD = 32
+PADDED_SEQUENCES, PADDED_TILES = (32, 512), (64, 512)
+"""Entries that a program of the plan reads, padded to a few sizes: each is compiled by itself."""
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -58,7 +60,7 @@ class TritonPlan:
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
     """Every reason why this back end cannot compute such heads; empty when it can."""
     found = []
-    if device.type != "cuda" and not INTERPRETED:
+    if gpu_of(device).type != "cuda" and not INTERPRETED:
         found.append(f"needs a CUDA device, got {device.type}")
     if shape.dtype not in DTYPES:
         found.append(f"computes bfloat16, float16 and float32, got {shape.dtype}")
@@ -151,7 +153,7 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         RECORD=RECORD,
         ROWS=tile_rows,
         BLOCK_N=launch.block_n,
-        BLOCK_B=triton.next_power_of_2(num_sequences + 1),
+        BLOCK_B=_padded(num_sequences + 1, PADDED_SEQUENCES),
         BLOCK_ROWS=triton.next_power_of_2(tile_rows),
         FIXED=launch.split_slots > 0,
         num_warps=1,
@@ -166,11 +168,16 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         RECORD=RECORD,
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
         OCTAVE=launch.octave,
-        BLOCK_TILES=triton.next_power_of_2(plan.num_tiles),
-        num_warps=1 if plan.num_tiles <= 256 else 4,
+        BLOCK_TILES=_padded(plan.num_tiles, PADDED_TILES),
+        num_warps=1 if plan.num_tiles <= PADDED_TILES[0] else 4,
     )
     # A kernel without dependent launch: the next one starts when the lists are complete (README.md).
     torch.zeros(1, dtype=torch.int32, device=plan.tiles.device)
+
+
+def _padded(length: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of `sizes` that holds `length`, else a power of two."""
+    return next((size for size in sizes if length <= size), triton.next_power_of_2(length))
 
 
 def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int) -> int:
@@ -325,6 +332,7 @@ def _combine(
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of the device, or a small number in the interpreter."""
+    device = gpu_of(device)
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -105,7 +105,7 @@ def is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
     return (tl.load(p_temperature + setting) != 0) & (limits_count | limits_mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_lane"])
 def stats_kernel(
     p_logits,
     p_temperature,
@@ -161,7 +161,7 @@ def stats_kernel(
     tl.store(p_masses + i_row * num_chunks + o_chunk, b_mass, mask=o_chunk < num_chunks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr):
     """1 + the first place where a sequence's row has no finite largest logit, or 0; rows -1 are skipped."""
     i_sequence = tl.program_id(0).to(tl.int64)

@@ -209,7 +209,7 @@ def kept_chunks(
     return tie, b_mass + b_ties.to(tl.float32) * each
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_lane"])
 def probs_kernel(
     p_logits,
     p_temperature,

@@ -32,7 +32,7 @@ NUM_VERDICT: tl.constexpr = tl.constexpr(6)
 NO_ROW: tl.constexpr = tl.constexpr(-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def verify_kernel(
     p_logits,
     p_numbers,
@@ -119,7 +119,7 @@ def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, m_token, m_store
     return tl.where(m_token, tl.maximum(b_p - b_q, 0.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def residual_kernel(
     p_logits,
     p_numbers,
@@ -179,7 +179,7 @@ def draw_excess(
     return i_chunk * CHUNK + pick(b_excess, target.to(tl.float32), CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def emit_kernel(
     p_logits,
     p_numbers,

@@ -122,9 +122,12 @@ def _scratch(probs: RowProbs) -> tuple[Tensor, Tensor, Tensor]:
     """Chunk numbers and ties [X, C], a list of candidates per row."""
     num_rows, num_chunks = probs.masses_XC.shape
     device = probs.masses_XC.device
-    ints_XC = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
+    # Two tensors, so that both begin at 16 bytes: Triton compiles a kernel again for one that does not.
+    chunks_XC, ties_XC = (
+        torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device) for _ in range(2)
+    )
     list_XL = torch.empty(num_rows, probs.tuning.capacity, dtype=torch.float32, device=device)
-    return ints_XC[0], ints_XC[1], list_XL
+    return chunks_XC, ties_XC, list_XL
 
 
 def _search_options(probs: RowProbs, shape: Shape) -> dict[str, int]:

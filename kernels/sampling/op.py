@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from idlm.kernels.backend import gpu_of
 from idlm.kernels.sampling import plain
 from idlm.kernels.sampling.types import (
     NUM_NUMBERS,
@@ -33,7 +34,7 @@ MAX_VOCABULARY = 1 << 24
 
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels compute on this device (a GPU), so that no probabilities are stored."""
-    return device.type == "cuda"
+    return gpu_of(device).type == "cuda"
 
 
 def _module(uses_kernels: bool) -> ModuleType:

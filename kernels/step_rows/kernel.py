@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["B", "R", "W", "stride_rows"],
+    do_not_specialize_on_alignment=["lanes_B", "feed_B", "wants_B", "samples_B", "advances_B"],
+)
 def pack_rows_kernel(
     known_Z,
     computed_Z,
@@ -38,6 +41,7 @@ def pack_rows_kernel(
     B,
     R,
     W,
+    stride_rows,
     J,
     L,
     mask_token_id,
@@ -97,18 +101,18 @@ def pack_rows_kernel(
         token = tl.where(is_known, token, tl.load(drafts_ZJ + lane * J + tl.maximum(source - 1, 0)))
     token = tl.where(is_mask, mask_token_id, token)
     tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
-    tl.store(rows_IR + R + row, token, mask=m_row)
+    tl.store(rows_IR + stride_rows + row, token, mask=m_row)
     position = tl.where(is_known, slot, base + tl.load(position_YW + place))
-    tl.store(rows_IR + 2 * R + row, position, mask=m_row)
-    tl.store(rows_IR + 3 * R + row, slot, mask=m_row)
+    tl.store(rows_IR + 2 * stride_rows + row, position, mask=m_row)
+    tl.store(rows_IR + 3 * stride_rows + row, slot, mask=m_row)
     limit = tl.where(is_known, slot + 1, base + tl.load(limit_YW + place))
-    tl.store(rows_IR + 4 * R + row, limit, mask=m_row)
+    tl.store(rows_IR + 4 * stride_rows + row, limit, mask=m_row)
     branch = tl.where(is_known, slot + 1, base + tl.load(branch_YW + place))
-    tl.store(rows_IR + 5 * R + row, branch, mask=m_row)
+    tl.store(rows_IR + 5 * stride_rows + row, branch, mask=m_row)
     tl.store(is_mask_R + row, is_mask, mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "B", "R", "P"])
 def map_slots_kernel(
     block_table_BP,
     sequence_R,

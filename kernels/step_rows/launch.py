@@ -9,7 +9,14 @@ from torch import Tensor
 from idlm.kernels.step_rows.kernel import commit_kernel, map_slots_kernel, pack_rows_kernel
 from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
 
-BLOCK = 32
+FEW_SEQUENCES, FEW_BLOCK = 16, 32
+"""Up to so many sequences one warp packs so many rows."""
+MANY_SEQUENCES, MANY_BLOCK = 256, 8
+"""Else four warps pack so many: 32 rows for each of 256 sequences take several times as long to compile."""
+ALIGNED_ROWS = 2
+"""Columns of int64 that make every row of a matrix begin at 16 bytes, whatever the number of rows of a pass:
+Triton compiles kernels anew for pointers that do not.
+"""
 MAX_COMMITTED = 256
 """Tokens that the one warp of a commit writes at a time; a canvas commits thousands."""
 
@@ -30,10 +37,13 @@ def run_pack_rows(
     has_drafts = drafts_ZJ is not None and drafts_ZJ.shape[1] > 0
     cu_rows_B1 = torch.empty(num_sequences + 1, dtype=torch.int64, device=device)
     logit_rows_X = torch.empty(num_sequences * width, dtype=torch.int64, device=device)
-    rows_IR = torch.empty(6, num_rows, dtype=torch.int64, device=device)
+    aligned_rows = triton.cdiv(num_rows, ALIGNED_ROWS) * ALIGNED_ROWS
+    rows_IR = torch.empty(6, aligned_rows, dtype=torch.int64, device=device)[:, :num_rows]
     samples_B, advances_B = torch.empty(2, num_sequences, dtype=torch.bool, device=device)
     is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
-    programs = triton.cdiv(num_rows, BLOCK) + triton.cdiv(num_sequences * width, BLOCK)
+    is_few = num_sequences <= FEW_SEQUENCES
+    block = FEW_BLOCK if is_few else MANY_BLOCK
+    programs = triton.cdiv(num_rows, block) + triton.cdiv(num_sequences * width, block)
     pack_rows_kernel[(programs,)](
         *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
         lanes_B if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z,
@@ -41,16 +51,16 @@ def run_pack_rows(
         *(table.width_Y, table.source_YW, table.position_YW, table.limit_YW, table.branch_YW),
         *columns_B,
         *(cu_rows_B1, samples_B, advances_B, logit_rows_X, rows_IR, is_mask_R),
-        *(num_sequences, num_rows, width),
+        *(num_sequences, num_rows, width, aligned_rows),
         0 if drafts_ZJ is None else drafts_ZJ.shape[1],
         lanes.tokens_ZL.shape[1],
         mask_token_id,
         HAS_DRAFT_BUFFER=lanes.draft_buffer_Z is not None,
         HAS_DRAFTS=has_drafts,
         MASK_SOURCE=MASK,
-        BLOCK_B=triton.next_power_of_2(num_sequences),
-        BLOCK=BLOCK,
-        num_warps=1 if num_sequences <= 16 else 4,
+        BLOCK_B=FEW_SEQUENCES if is_few else max(MANY_SEQUENCES, triton.next_power_of_2(num_sequences)),
+        BLOCK=block,
+        num_warps=1 if is_few else 4,
     )
     return PackedRows(
         cu_rows_B1=cu_rows_B1,

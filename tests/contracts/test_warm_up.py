@@ -70,6 +70,8 @@ def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(build, "_step", step_of)
+    # A model this small would have graphs of passes with any number of rows.
+    monkeypatch.setattr(warm_up, "PROMPT_GRAPHS", (graphs.PROMPT_STEP,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -161,7 +163,7 @@ def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
     assert decoding
     assert set(decoding) <= captured, "decoding has graphs"
     prompts = {shape.num_prompt_rows for shape in eager if shape.num_prompt_rows}
-    assert prompts == {graphs.PROMPT_STEP}, "prompts are stored eagerly, hardly padded"
+    assert prompts == {graphs.PROMPT_STEP}, "prompts are hardly padded"
 
 
 def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(

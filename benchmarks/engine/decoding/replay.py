@@ -47,10 +47,12 @@ class Replay:
     ) -> None:
         """Replace the verdict of each active sequence that has drafts by the trace's next outcome."""
         columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, layout_Z)
-        if lanes_B.is_cuda:
+        if lanes_B.is_cuda or lanes_B.is_meta:
             from benchmarks.engine.decoding import kernels as decode_kernels
 
-            trace = (self.accepted_S, self.filled_S, self.num_tests_Z)
+            # A warm-up asks on the meta device which kernels there are to compile.
+            device = lanes_B.device
+            trace = (self.accepted_S.to(device), self.filled_S.to(device), self.num_tests_Z.to(device))
             decode_kernels.overwrite(trace, verdict, tables, columns)
         else:
             self._overwrite_plainly(verdict, tables, columns)

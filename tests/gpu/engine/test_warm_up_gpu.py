@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.serving.passes import watching
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
+from idlm.infer.runtime import warm_up
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import CYCLE, prompts_of, write_foreseeing_toy
@@ -63,6 +65,29 @@ def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
         times = engine._stride_controller.times if engine._stride_controller is not None else None
         assert times is not None
         assert all(1e-6 < seconds < 1.0 for seconds in times.measured.values())
+
+
+@pytest.mark.parametrize(
+    ("decoder", "options"), [("ar", {}), ("isd", {"stride": 4, "adaptive": True})], ids=str
+)
+def test_all_kernels_are_compiled_before_the_first_pass(
+    checkpoint: Path, decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_ahead, calls = warm_up.compile_ahead, []
+
+    def noting(*arguments: Any) -> int:
+        calls.append(compile_ahead(*arguments))
+        passes.take()
+        return calls[-1]
+
+    monkeypatch.setattr(warm_up, "compile_ahead", noting)
+    with watching() as passes:
+        engine = Engine.from_pretrained(checkpoint, decoder, warmup="full", **OPTIONS, **options)
+        assert len(calls) == 1
+        engine.generate(PROMPTS, _params())
+        late = [name for _, name in passes.compiled]
+        assert not late
+        assert passes.loaded == 0, "what another process has compiled is loaded first, too"
 
 
 def test_eager_passes_between_graphs_leave_answers_alone(

@@ -1,0 +1,40 @@
+"""Compiles the kernels of a warm-up on all cores of the host at once.
+
+Otherwise passes compile them as they first launch them, one after the other: half a minute for many modes.
+Passes over tensors without memory (on the meta device) launch nothing but tell which variants of the kernels
+are needed, and threads compile those. Compiled kernels stay in Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
+
+MAX_THREADS = 16
+
+
+def compile_ahead(step: StaticStep, shapes: Iterable[PassShape]) -> int:
+    """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch. `step` is
+    on the meta device. Returns the number of variants that this process had not compiled yet.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *arguments, grid=grid, warmup=True, **options)
+
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool) as compiling:
+        JITFunction.run = compile_only
+        try:
+            for shape in shapes:
+                step.run(shape)
+        finally:
+            JITFunction.run = launch
+        return len(compiling.raw_futures)

@@ -1,0 +1,122 @@
+"""The kernels that a warm-up compiles ahead, counted without a GPU: passes on the meta device tell which
+variants Triton would compile, and a driver that has no GPU takes the place of CUDA's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engine.decoding.harness import MODELS
+from idlm.infer import build
+from idlm.infer.decoders.base import DECODERS, Decoder
+from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.loader import LoadedModel, make_trunk
+from idlm.infer.options import check_options
+from idlm.infer.parts import EngineParts
+from idlm.infer.runtime import warm_up
+from idlm.infer.runtime.compile_ahead import compile_ahead
+from idlm.infer.runtime.cuda_graphs import PassShape
+from idlm.kernels.backend import has_pdl
+from idlm.kernels.paged_attention.launch import num_multiprocessors
+from idlm.semantics import Semantics
+
+triton = pytest.importorskip("triton")
+DEVICE = 63
+"""A number that no GPU has, so that what is noted for it is used by nothing else."""
+LIMITS, EAGER_ROWS, PROMPT_ROWS = (256, 4096), 512, 8192
+
+
+class _Driver:
+    """What stands for CUDA's driver."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return DEVICE
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Names of kernels, and how many variants Triton is asked for, of which it compiles none."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    variants: Counter[str] = Counter()
+    kernels = set()
+
+    def note(self: Any, key: Any, signature: Any, device: int, *_: Any, **__: Any) -> Any:
+        variants[self.fn.__name__] += 1
+        kernels.add(self)
+        self.device_caches[device][0][key] = variants
+        return variants
+
+    monkeypatch.setattr(JITFunction, "_do_compile", note)
+    monkeypatch.setattr(driver, "_active", _Driver())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    yield variants
+    for kernel in kernels:
+        kernel.device_caches.pop(DEVICE, None)
+    has_pdl.cache_clear()
+    num_multiprocessors.cache_clear()
+
+
+def _decoder(name: str, options: dict[str, Any]) -> Decoder:
+    chosen = DECODERS.get(name)
+    return chosen(chosen.Config(**options), Semantics(mask_token_id=151_935, stride=8))
+
+
+def _parts(name: str, options: dict[str, Any]) -> EngineParts:
+    """What `_step_on_meta` reads of an engine of Qwen3-8B's shape."""
+    config = {**MODELS["qwen3-8b"], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
+    spec = FAMILIES.get("Qwen3ForCausalLM").spec({**config, "tie_word_embeddings": False})
+    settings = check_options(
+        name, {"warmup": "full", "graphs": "on", "max_num_batched_tokens": PROMPT_ROWS, "page_size": 16}
+    ).settings
+    settings = replace(settings, max_num_seqs=LIMITS[0], max_length=LIMITS[1])
+    device = torch.device("meta")
+    model = LoadedModel(
+        trunk=make_trunk(replace(spec, num_layers=1), device=device, dtype=torch.bfloat16),
+        spec=spec,
+        local=spec,
+        semantics=Semantics(mask_token_id=151_935, stride=8),
+        architecture="Qwen3ForCausalLM",
+        dtype=torch.bfloat16,
+        device=device,
+        directory=Path(),
+    )
+    parts: Any = SimpleNamespace(model=model, settings=settings, pool=SimpleNamespace(num_pages=4096))
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "most"),
+    [("ar", {}, 36), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 54)],
+    ids=str,
+)
+def test_few_passes_tell_all_variants_that_a_warm_up_needs(
+    name: str, options: dict[str, Any], most: int, compiled: Counter[str]
+) -> None:
+    step = build._step_on_meta(_parts(name, options), decoder := _decoder(name, options))
+    prompts = warm_up.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, most_prompt_rows=PROMPT_ROWS)
+    compile_ahead(step, [*prompts, *warm_up.compiled_shapes(decoder, *LIMITS)])
+    ahead = Counter(compiled)
+    assert 20 < ahead.total() <= most, f"each takes a second to compile: {ahead}"
+    shapes: list[PassShape] = warm_up.shapes_ahead(decoder, *LIMITS, EAGER_ROWS)
+    compile_ahead(step, shapes[:: 1 if name == "ar" else 5])
+    assert compiled == ahead, "a capture would compile"
