@@ -275,7 +275,7 @@ class Engine:
         if self._stride_controller is not None:
             schedule.mode = self._stride_controller.choose(Load.of(schedule))
         self._rooms.choose(schedule)
-        schedule.prompt_rows = schedule.find_prompt_rows()
+        schedule.derive()
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
         return True

@@ -25,8 +25,9 @@ from torch import Tensor
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.runtime.head_rows import head_bucket, head_buckets, row_room
 from idlm.infer.runtime.model_runner import Step, StepResult
-from idlm.infer.state.batch import Batch, RowRoom, Schedule, lane_of, to_device
+from idlm.infer.state.batch import Batch, RowRoom, Schedule, StepPlan, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.infer.structured.masks import with_grammars
 
 Columns = list[list[int]]
@@ -68,7 +69,8 @@ BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters"
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
     and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
-    fed. See `Batch` for the rest.
+    fed. `decides` False: the graph ends with logits, because what follows waits for grammars. See `Batch` for
+    the rest.
     """
 
     mode: int
@@ -84,6 +86,7 @@ class PassShape:
     num_canvases: int = 1
     num_wanted: int | None = None
     room: RowRoom | None = None
+    decides: bool = True
 
     @property
     def all_rows(self) -> int:
@@ -132,7 +135,8 @@ class StaticStep:
         self._step.runner.pool.flush()
         table = self._step.table
         shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
-        graph = self._graph(shape, schedule) if self.captures and not schedule.is_eager else None
+        has_graph = self.captures and schedule.prompt_rows is None
+        graph = self._graph(shape, schedule) if has_graph else None
         if graph is None:
             batch = self._batch(shape, to_device(self._columns(schedule, shape.num_sequences), self._device))
             return self._step(with_grammars(batch, schedule), schedule.prompt_rows)
@@ -141,8 +145,14 @@ class StaticStep:
         if graph.columns != columns:
             graph.columns_3B.copy_(to_device(columns, self._device), non_blocking=True)
             graph.columns = columns
+        if graph.result is not None:
+            graph.graph.replay()
+            return graph.result
+        batch = with_grammars(self._batch(shape, graph.columns_3B), schedule)
+        self._step.begin_masks(batch)
         graph.graph.replay()
-        return graph.result
+        assert graph.fed is not None
+        return self._step.decide(batch, *graph.fed)
 
     def clear(self) -> None:
         """Drop all graphs and their memory, and with them their references to NCCL's communicators, which
@@ -269,9 +279,15 @@ class StaticStep:
                 self._step(self._batch(shape, columns_3B))
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
+        result = fed = None
         with _without_garbage_collection(), torch.cuda.graph(graph, pool=self._memory):
-            result = self._step(self._batch(shape, columns_3B))
-        return _Graph(graph=graph, columns_3B=columns_3B, result=result)
+            if shape.decides:
+                result = self._step(self._batch(shape, columns_3B))
+            else:
+                fed = self._step.feed(self._batch(shape, columns_3B))
+                # They are computed when they are asked for first, which shall be here.
+                fed[1].logits()
+        return _Graph(graph=graph, columns_3B=columns_3B, result=result, fed=fed)
 
 
 @contextmanager
@@ -288,11 +304,14 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True)
 class _Graph:
-    """`columns` is what was last written to `columns_3B`."""
+    """`columns` is what was last written to `columns_3B`. Of a graph that ends with logits the plan and the
+    wanted rows (`fed`) are kept, else the `result`.
+    """
 
     graph: torch.cuda.CUDAGraph
     columns_3B: Tensor
-    result: StepResult
+    result: StepResult | None
+    fed: tuple[StepPlan, WantedRows] | None
     columns: Columns | None = None
 
 
@@ -349,6 +368,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         num_canvases=schedule.num_canvases,
         num_wanted=num_wanted,
         room=room,
+        decides=not schedule.grammars,
     )
 
 

@@ -27,11 +27,11 @@ MAX_COMPILED = 32
 
 class Grammar:
     """The grammar of one answer, in the state after the tokens that the answer has so far. `matcher` is
-    llguidance's.
+    llguidance's; it allows or forbids each of `vocab_size` tokens.
     """
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self.matcher, self.vocab_size = matcher, vocab_size
 
     def push(self, token_ids: Sequence[int]) -> bool:
         """Append tokens; False if one of them does not fit, after which the state is unknown."""
@@ -52,7 +52,7 @@ class Grammar:
 
     def branch(self) -> Grammar:
         """A copy that goes its own way: for drafts."""
-        return Grammar(self.matcher.deep_copy())
+        return Grammar(self.matcher.deep_copy(), self.vocab_size)
 
 
 class GrammarCompiler:
@@ -80,11 +80,11 @@ class GrammarCompiler:
         except ValueError as error:
             is_wrong, messages = True, [str(error)]
         if not is_wrong:
-            grammar = Grammar(llguidance.LLMatcher(vocabulary, text, log_level=0))
-            grammar.matcher.compute_bitmask()
-            if not grammar.problem:
+            grammar = Grammar(llguidance.LLMatcher(vocabulary, text, log_level=0), self._vocab_size)
+            has_tokens = any(grammar.matcher.compute_bitmask())
+            if has_tokens and not grammar.problem:
                 return grammar
-            messages = [f"{grammar.problem} (the vocabulary may lack what it begins with)"]
+            messages = [f"{grammar.problem or 'no token'} (the vocabulary may lack what it begins with)"]
         raise UserError(
             "IDLM-0474",
             f"constraint: this {kind} cannot be used: {' '.join(messages[0].split())}",
