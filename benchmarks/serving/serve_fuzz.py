@@ -108,7 +108,7 @@ def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
     shares = [20 if operation.method == "post" else 1 for operation in operations]
     counts: Counter[tuple[str, int]] = Counter()
     problems: list[tuple[str, str]] = []
-    bodies: dict[str, list[dict[str, Any]]] = {}
+    bodies: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for operation, share in zip(operations, shares, strict=True):
         for kind, mode in modes.items():
             most = -(-float(options["drawn"]) * num * share // (len(modes) * sum(shares)))
@@ -117,9 +117,9 @@ def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
                 if problem is not None:
                     problems.append((kind, problem))
                 if operation.method == "post" and isinstance(body, dict):
-                    bodies.setdefault(operation.path, []).append(body)
+                    bodies.setdefault(operation.path, {}).setdefault(kind, []).append(body)
     dice = random.Random(seed)
-    spliced = [(path, splice(known, dice)) for path, known in bodies.items()]
+    spliced = [(path, splice(*known.values(), dice=dice)) for path, known in bodies.items()]
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         cases = (next(source) for source in _cycle(spliced, num - counts.total()))
         for status, problem in pool.map(Poster(server.url), cases):
@@ -136,16 +136,19 @@ def _cycle(sources: list[tuple[str, Iterator[Any]]], num: int) -> Iterator[Itera
         yield ((path, body) for body in bodies)
 
 
-def splice(bodies: list[dict[str, Any]], dice: random.Random) -> Iterator[dict[str, Any]]:
-    """Bodies without end: one of those given, with a few fields, or values of other fields, of others."""
+def splice(*kinds: list[dict[str, Any]], dice: random.Random) -> Iterator[dict[str, Any]]:
+    """Bodies without end: one of the first kind with a few fields of others, a tenth of them with values of
+    other fields.
+    """
+    bodies = [body for kind in kinds for body in kind]
     values = [value for body in bodies for value in body.values()]
     while True:
-        made = dict(dice.choice(bodies))
+        made = dict(dice.choice(kinds[0]))
         for _ in range(dice.randrange(1, 4)):
-            other = dice.choice(bodies)
+            other = dice.choice(bodies if dice.random() < 0.2 else kinds[0])
             if other:
                 name = dice.choice(list(other))
-                made[name] = dice.choice(values) if dice.random() < 0.2 else other[name]
+                made[name] = dice.choice(values) if dice.random() < 0.1 else other[name]
         yield made
 
 

@@ -122,7 +122,6 @@ class IsdDecoder(Decoder):
     ) -> None:
         """Per lane: drafts and the distributions they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [DraftLayout(mode_layouts, device) for mode_layouts in self._layouts]
-        self.layout = self._stacked[0]
         self.draft_buffer_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
         self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
@@ -133,11 +132,10 @@ class IsdDecoder(Decoder):
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of the layout."""
-        self.layout = self._stacked[batch.mode]
         return plan_rows(
             table,
             batch,
-            layout=self.layout,
+            layout=self._stacked[batch.mode],
             mask_token_id=self._mask_token_id,
             draft_buffer_Z=self.draft_buffer_Z,
             drafts_ZJ=self.drafts_ZJ,
@@ -176,7 +174,7 @@ class IsdDecoder(Decoder):
         verdict = verify(
             probs,
             self.draft_probs,
-            self.layout.tables,
+            self._stacked[batch.mode].tables,
             lanes_B=lanes_B,
             first_rows_B=plan.first_logit_B,
             active_B=samples_B,

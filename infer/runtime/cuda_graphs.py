@@ -12,6 +12,7 @@ behind the passes before it.
 from __future__ import annotations
 
 import bisect
+import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -69,8 +70,8 @@ BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters"
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
     and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
-    fed. `decides` False: the graph ends with logits, because what follows waits for grammars. See `Batch` for
-    the rest.
+    fed. `decides` False: the graph ends with hidden states, because what follows waits for grammars; logits
+    would take memory of each graph's own. See `Batch` for the rest.
     """
 
     mode: int
@@ -152,7 +153,9 @@ class StaticStep:
         self._step.begin_masks(batch)
         graph.graph.replay()
         assert graph.fed is not None
-        return self._step.decide(batch, *graph.fed)
+        plan, wanted = graph.fed
+        # A copy, because wanted rows keep the logits that they have computed.
+        return self._step.decide(batch, plan, copy.copy(wanted))
 
     def clear(self) -> None:
         """Drop all graphs and their memory, and with them their references to NCCL's communicators, which
@@ -285,8 +288,6 @@ class StaticStep:
                 result = self._step(self._batch(shape, columns_3B))
             else:
                 fed = self._step.feed(self._batch(shape, columns_3B))
-                # They are computed when they are asked for first, which shall be here.
-                fed[1].logits()
         return _Graph(graph=graph, columns_3B=columns_3B, result=result, fed=fed)
 
 
@@ -304,8 +305,8 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True)
 class _Graph:
-    """`columns` is what was last written to `columns_3B`. Of a graph that ends with logits the plan and the
-    wanted rows (`fed`) are kept, else the `result`.
+    """`columns` is what was last written to `columns_3B`. Of a graph that ends with hidden states the plan
+    and the wanted rows (`fed`) are kept, else the `result`.
     """
 
     graph: torch.cuda.CUDAGraph

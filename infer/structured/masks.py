@@ -1,10 +1,10 @@
 """Masks of a pass whose sequences have grammars: logits of tokens that cannot follow become -inf.
 
 The host reads the drafts that such a pass tests, follows them through the grammars and sends bits, all in a
-thread beside the forward pass (`PassGrammars.begin`). What follows logits waits for the host and runs outside
-of CUDA graphs, and no such pass runs ahead of earlier results. Temperature and filters come after the masks,
-so that p is the AR law of the allowed tokens. q may be any distribution that is known when a draft is drawn;
-it gets the mask of the drafts before it, because a draft outside of the grammar is always rejected.
+thread beside the forward pass (`PassGrammars.begin`). What follows hidden states waits for the host and runs
+outside of CUDA graphs, and no such pass runs ahead of earlier results. Temperature and filters come after the
+masks, so that p is the AR law of the allowed tokens. q may be any distribution that is known when a draft is
+drawn; it gets the mask of the drafts before it, because a draft outside of the grammar is always rejected.
 Shapes: X wanted rows, Y rows with a mask, V vocabulary, C bytes of bits, B sequences.
 """
 

@@ -1,4 +1,4 @@
-"""Answers that match a grammar on a CUDA device: their forward passes are graphs, which end with logits.
+"""Answers that match a grammar on a CUDA device: their forward passes are graphs, which end with hidden states.
 
 python -m pytest tests/gpu/engine/test_structured_gpu.py -m gpu     (needs llguidance)
 """
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-LEVEL, DRAWS = 1e-6 / 24, 4000
+LEVEL, DRAWS = 1e-6 / 24, 2000
 ISD: dict[str, Any] = {"stride": 4, "rejection_strategy": "tree"}
 
 
