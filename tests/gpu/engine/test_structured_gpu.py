@@ -1,4 +1,4 @@
-"""Answers that match a grammar on a CUDA device: their forward passes are graphs, which end with hidden states.
+"""Answers that match a grammar on a CUDA device: forward passes are graphs, which end with hidden states.
 
 python -m pytest tests/gpu/engine/test_structured_gpu.py -m gpu     (needs llguidance)
 """
