@@ -1,6 +1,6 @@
 """Requests that schemathesis makes from the server's own OpenAPI schema, and bodies spliced from those.
 
-    python -m benchmarks.serve_fuzz [requests=100000] [drawn=0.05] [seed=0] [path=CHECKPOINT] [record=true]
+    python -m benchmarks.serve_fuzz [requests=100000] [drawn=0.02] [seed=0] [path=CHECKPOINT] [record=true]
 
 It needs `pip install schemathesis`, which takes 70 ms for a request. So it draws only the share `drawn`, half
 of them invalid; each other body is one of these with fields and values of others, which takes no time.
@@ -33,7 +33,7 @@ from idlm.errors import UserError
 
 DEFAULTS = {
     "requests": "100000",
-    "drawn": "0.05",
+    "drawn": "0.02",
     "seed": "0",
     "path": str(TINY),
     "record": "true",
