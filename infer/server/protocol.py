@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from idlm.contracts import ConstraintKind, SamplingParams
-from idlm.infer.server.body import Body, Text, Unicode
-from idlm.infer.server.constraints import ConstraintFields
 from idlm.infer.server.errors import ApiError
+from idlm.infer.server.fields.body import Body, Text, Unicode
+from idlm.infer.server.fields.constraints import ConstraintFields
+from idlm.infer.server.fields.tools import NamedTool, Tool, ToolCall
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers.hermes import calls_grammar
-from idlm.infer.server.tools import NamedTool, Tool, ToolCall
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]

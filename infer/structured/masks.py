@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 4
 """llguidance writes whole words of bits."""
+SLOW_BITS = 0.05
+"""Seconds for the bits of a pass, beyond which the next pass finds out whose grammar is slow."""
 
 
 class PassGrammars:
@@ -51,7 +54,15 @@ class PassGrammars:
         self._branches = {place: grammar.branch() for place, grammar in self._grammars.items()}
         pairs = [(branch, drafts[place] if drafts else ()) for place, branch in self._branches.items()]
         depths = [(b, depth) for b, (_, own) in zip(self._branches, pairs) for depth in range(1 + len(own))]
-        return depths, _bits(pairs, device)
+        for place, branch in self._branches.items():
+            if self._grammars[place].is_suspect:
+                self._grammars[place].charge(branch.mask_seconds())
+        start = time.perf_counter()
+        bits_YC = _bits(pairs, device)
+        if time.perf_counter() - start > SLOW_BITS:
+            for grammar in self._grammars.values():
+                grammar.is_suspect = True
+        return depths, bits_YC
 
     @contextmanager
     def masked(self, logits_XV: Tensor, num_sequences: int) -> Iterator[None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from idlm.infer.server.body import Body, Text, Unicode, is_unicode
 from idlm.infer.server.errors import ApiError
+from idlm.infer.server.fields.body import Body, Text, Unicode, is_unicode
 from idlm.infer.structured.grammar import JSON_OPTIONS
 
 
