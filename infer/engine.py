@@ -14,6 +14,7 @@ import itertools
 import reprlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Mapping, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +38,7 @@ from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
+from idlm.infer.structured.grammar import Grammar
 from idlm.text.detokenizer import Detokenizer
 
 
@@ -190,6 +192,12 @@ class Engine:
                 self._texts[request] = AnswerText(Detokenizer(self.tokenizer), stop)
             self.scheduler.add(request)
 
+    def begin_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Begin to compile the grammar of a request in a thread. While the future is kept and done,
+        `add_request` need not wait for it. None without a constraint.
+        """
+        return None if params.constraint is None else self._parts.grammars.begin(params.constraint)
+
     def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""
         self._parts.samples(request_id, prompt, params)
@@ -275,7 +283,7 @@ class Engine:
         if self._stride_controller is not None:
             schedule.mode = self._stride_controller.choose(Load.of(schedule))
         self._rooms.choose(schedule)
-        schedule.prompt_rows = schedule.find_prompt_rows()
+        schedule.derive()
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
         return True

@@ -53,10 +53,11 @@ def decoded_otherwise(request_id: str, num_tokens: int) -> UserError:
 
 
 def grammar_failed(request_id: str, num_tokens: int, problem: str) -> UserError:
-    """The error of a request whose grammar says of no token that it may come next."""
+    """The error of a request whose grammar does not say which tokens may come next."""
     return UserError(
         "IDLM-0478",
-        f"request {request_id!r} failed: after {num_tokens} tokens its constraint allows no token: {problem}",
+        f"request {request_id!r} failed: after {num_tokens} tokens its constraint cannot be followed: "
+        f"{problem}",
         fix="simplify the constraint, and write it so that tokens of this checkpoint can spell every answer",
     )
 

@@ -110,6 +110,9 @@ def params_of(request: Request, defaults: SamplingParams) -> SamplingParams:
     """The sampling settings of Dynamo's request. Raises ApiError for what the engine cannot honour."""
     given = {**(request.get("sampling_options") or {}), **(request.get("stop_conditions") or {})}
     hidden = given.pop("stop_token_ids_hidden", None) or []
+    guided = given.pop("guided_decoding", None) or {}
+    # Whatever compiles grammars there, it is llguidance here.
+    given |= {f"guided_{name}": value for name, value in guided.items() if value and name != "backend"}
     given["stop_token_ids"] = [*(given.pop("stop_token_ids", None) or []), *hidden]
     given["logprobs"] = (request.get("output_options") or {}).get("logprobs")
     try:

@@ -1,13 +1,15 @@
 """Mixed traffic through the public API: AR and ISD on one checkpoint, from the first request on.
 
     python -m benchmarks.serve [model=qwen3-8b] [path=DIR] [decoders=ar,isd] [concurrency=256,64,16,1]
-        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,regret] [record=true]
+        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,regret,structured]
+        [record=true]
 
 A load has up to 512 requests of 32 to 2,048 prompt tokens (log-normal) and 64 to 768 answer tokens, with so
 many at a time. The first load of an engine is a cold start, the others are warm. The checkpoint has random
 weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). `passes.py` counts what Triton
 compiled, eager passes, and times on host and device. Part `regret` compares the stride controller with each
-of its modes on sequences in mid-answer.
+of its modes on sequences in mid-answer. Part `structured` compares ISD of this
+stride with and without a JSON schema (structured_load.py), and needs a `path` without a checkpoint, or none.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.serving import structured_load
 from benchmarks.serving.passes import Passes, watching
 from idlm.cli import command
 from idlm.contracts import SamplingParams
@@ -57,6 +60,7 @@ DEFAULTS = {
     "record": "true",
     "results": str(RESULTS),
 }
+PARTS = {"mixed", "regret", "structured"}
 MAX_LENGTH = 4096
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
@@ -99,12 +103,9 @@ def measure(arguments: list[str]) -> int:
         raise UserError(
             "IDLM-0543", "no CUDA device", fix="run benchmarks.serve on a GPU, or give device=cpu"
         )
-    unknown = {*options["parts"].split(",")} - {"mixed", "regret"} | {*options["decoders"].split(",")} - {
-        "ar",
-        "isd",
-    }
+    unknown = {*options["parts"].split(",")} - PARTS | {*options["decoders"].split(",")} - {"ar", "isd"}
     if unknown:
-        fix = "use parts of mixed,regret and decoders of ar,isd"
+        fix = f"use parts of {','.join(sorted(PARTS))} and decoders of ar,isd"
         raise UserError("IDLM-0107", f"unknown {', '.join(sorted(unknown))}", fix=fix)
     with _checkpoint(options) as path:
         bench = _Bench(options=options, path=path, scale=SCALES.get(options["model"], 1))
@@ -156,6 +157,8 @@ def _make(options: dict[str, str], path: Path) -> None:
         torch.set_default_dtype(default)
     model.save_pretrained(path, max_shard_size="4GB")
     Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
+    if "structured" in options["parts"]:
+        structured_load.write_vocabulary(path, shape["vocab_size"])
     del model
     _free(options["device"])
     print(
@@ -177,9 +180,11 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
     }
     replay = None
     if decoder == "isd":
-        settings |= {"stride": stride, "adaptive": True}
+        has_grammars = "structured" in options["parts"]
+        settings |= {"stride": stride, "adaptive": not has_grammars}
         lanes, device = max(concurrency) + 1, torch.device(options["device"])
-        replay = Replay(trace_of(options["trace"], stride), lanes, device)
+        trace = trace_of(options["trace"], stride)
+        replay = Replay(trace, lanes, device, draws_from_p=has_grammars)
     with replaying(replay), watching() as passes:
         start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
@@ -206,6 +211,23 @@ def _measure_engine(bench: _Bench, decoder: str, engine: Engine, passes: Passes)
         for number in concurrency:
             regret = _regret(bench, engine, number)
             bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
+    if "structured" in bench.options["parts"].split(",") and decoder == "isd":
+        for number in concurrency:
+            _structured(bench, engine, number)
+
+
+def _structured(bench: _Bench, engine: Engine, concurrency: int) -> None:
+    """ISD with a schema over ISD without."""
+    stride, trace = int(bench.options["stride"]), bench.options["trace"]
+    case = {"decoder": "isd", "concurrency": concurrency, "stride": stride, "trace": trace}
+    found = structured_load.measure(engine, concurrency, bench.scale)
+    for name, (rate, tokens_per_pass, is_complete) in found.items():
+        own = {**case, "load": name}
+        bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
+        bench.add(own, "tokens_per_forward", tokens_per_pass, "tokens")
+    is_complete = all(complete for _, _, complete in found.values())
+    ratio = found["structured"][0] / found["free"][0]
+    bench.add(case, "structured_over_unconstrained", ratio, "x", gate_passed=is_complete)
 
 
 def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str, passes: Passes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments
+from idlm.infer.cli.config import EngineArguments, free_memory
 from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.generator import OnDone, Record, run_on_engine, run_on_server
 from idlm.infer.clients.loads import Job, Load
@@ -151,11 +150,7 @@ def engine_arm(name: str, arguments: EngineArguments) -> Iterator[Arm]:
     finally:
         engine.close()
         del engine
-        gc.collect()
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 @contextlib.contextmanager

@@ -123,6 +123,12 @@ class Decoder(ABC):
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Say what the pass is fed; changes nothing."""
 
+    def drafts(self, batch: Batch) -> Tensor | None:
+        """Numbers of drafts, and the drafts, that the pass tests for each sequence, int64 [B, 1 + J]; None:
+        it tests none. Asked of decoders that take constraints.
+        """
+        return None
+
     @abstractmethod
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Commit tokens from the wanted rows into the table and the decoder's state."""

@@ -122,7 +122,6 @@ class IsdDecoder(Decoder):
     ) -> None:
         """Per lane: drafts and the distributions they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [DraftLayout(mode_layouts, device) for mode_layouts in self._layouts]
-        self.layout = self._stacked[0]
         self.draft_buffer_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
         self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
@@ -133,11 +132,10 @@ class IsdDecoder(Decoder):
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of the layout."""
-        self.layout = self._stacked[batch.mode]
         return plan_rows(
             table,
             batch,
-            layout=self.layout,
+            layout=self._stacked[batch.mode],
             mask_token_id=self._mask_token_id,
             draft_buffer_Z=self.draft_buffer_Z,
             drafts_ZJ=self.drafts_ZJ,
@@ -150,8 +148,7 @@ class IsdDecoder(Decoder):
         """
         lanes_B, num_masks, logits_XV = plan.lanes_B, self.num_masks, wanted.logits()
         uniforms_BD = table.uniforms(lanes_B, 2 * num_masks + 1)
-        drafts = None if batch.grammars is None else self._held_drafts(lanes_B)
-        with masked(batch.grammars, logits_XV, len(lanes_B), drafts):
+        with masked(batch.grammars, logits_XV, len(lanes_B)):
             verdict, nonfinite_B = self._verify(table, batch, plan, logits_XV, uniforms_BD)
         if batch.grammars is not None and self.config.acceptance == "exact":
             uniforms_BJ = uniforms_BD[:, num_masks + 1 :].contiguous()
@@ -177,7 +174,7 @@ class IsdDecoder(Decoder):
         verdict = verify(
             probs,
             self.draft_probs,
-            self.layout.tables,
+            self._stacked[batch.mode].tables,
             lanes_B=lanes_B,
             first_rows_B=plan.first_logit_B,
             active_B=samples_B,
@@ -200,11 +197,11 @@ class IsdDecoder(Decoder):
         rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         return verdict, nonfinite(probs, rows_BA)
 
-    def _held_drafts(self, lanes_B: Tensor) -> list[list[int]]:
-        """The drafts of each sequence that the pass tests; waits for the device."""
-        num_drafts_B = self.layout.tables.num_drafts_Y[self.draft_buffer_Z[lanes_B]]
-        told = torch.cat((num_drafts_B[:, None], self.drafts_ZJ[lanes_B]), dim=1).tolist()
-        return [drafts[:num_drafts] for num_drafts, *drafts in told]
+    def drafts(self, batch: Batch) -> Tensor:
+        """Those of the draft buffer."""
+        tables, lanes_B = self._stacked[batch.mode].tables, batch.lanes_B
+        num_drafts_B = tables.num_drafts_Y[self.draft_buffer_Z[lanes_B]]
+        return torch.cat((num_drafts_B[:, None], self.drafts_ZJ[lanes_B]), dim=1)
 
     def _draft_again(
         self,
@@ -216,7 +213,7 @@ class IsdDecoder(Decoder):
         uniforms_BJ: Tensor,
     ) -> None:
         """Replace the drafts of sequences with a grammar, one after the other, by draws from q with the mask
-        of all tokens before: few others would be accepted. Waits for the device for each.
+        of all tokens before: few others would be accepted. Waits for the device for each but the last.
         """
         counts_B1 = verdict.num_emitted_B[:, None]
         told = torch.cat((counts_B1, verdict.token_ids_BA, verdict.draft_rows_BJ), dim=1).tolist()
@@ -236,5 +233,7 @@ class IsdDecoder(Decoder):
             rows_bJ = torch.full((len(lanes_b), self.num_masks), -1, device=logits_XV.device)
             rows_bJ[:, depth] = rows_b
             put(self.draft_probs, lanes_b, probs, rows_bJ, active_B=rows_b >= 0)
+            if depth == self.num_masks - 1:
+                return
             told_drafts = drafts_b.tolist()
             branches = branches.pushed({b: [told_drafts[row]] for row, b in enumerate(branches.places)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from idlm.config.compose import parse_value
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments
+from idlm.infer.cli.config import EngineArguments, free_memory
 from idlm.infer.cli.progress import engine_name
 from idlm.semantics import Semantics
 
@@ -146,15 +145,11 @@ def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
     """What `work` returns for an engine, whose memory is free again afterwards, so that the next one can size
     its own.
     """
-    import torch
-
     engine = arguments.load()
     try:
         result = work(engine)
     finally:
         engine.close()
     del engine
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return result

@@ -11,7 +11,7 @@ behind the passes before it.
 
 from __future__ import annotations
 
-import bisect
+import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,26 +24,24 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
+from idlm.infer.runtime.buckets import (
+    BATCH_BUCKETS,
+    FED_BLOCK_BUCKETS,
+    PROMPT_BUCKETS,
+    PROMPT_STEP,
+    bucket,
+    padded_sequences,
+    rows_bucket,
+    slots_bucket,
+)
 from idlm.infer.runtime.head_rows import head_bucket, head_buckets, row_room
 from idlm.infer.runtime.model_runner import Step, StepResult
-from idlm.infer.state.batch import Batch, RowRoom, Schedule, lane_of, to_device
+from idlm.infer.state.batch import Batch, RowRoom, Schedule, StepPlan, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.infer.structured.masks import with_grammars
 
 Columns = list[list[int]]
-BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
-"""A sequence may feed a block of rows, of which six bind a step's matrix products by their rows: up to 32
-sequences padding adds at most a twenty-fifth.
-"""
-PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
-"""Prompt rows beside the decoding rows."""
-PROMPT_STEP = 64
-"""The same of passes that need no graph: Triton compiles for numbers that are multiples of 16, and others."""
-FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""The same in blocks, including clean blocks of answers."""
-MIN_SLOTS = 1024
-DOUBLED_SLOTS = 1 << 15
-"""Bounds of contexts double up to here, then grow by at most a quarter."""
 MAX_CUDA_GRAPHS = 512
 """Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
 MAX_EAGER_PASSES = 32
@@ -68,7 +66,8 @@ BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters"
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
     and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
-    fed. See `Batch` for the rest.
+    fed. `decides` False: the graph ends with hidden states, because what follows waits for grammars; logits
+    would take memory of each graph's own. See `Batch` for the rest.
     """
 
     mode: int
@@ -84,6 +83,7 @@ class PassShape:
     num_canvases: int = 1
     num_wanted: int | None = None
     room: RowRoom | None = None
+    decides: bool = True
 
     @property
     def all_rows(self) -> int:
@@ -132,7 +132,8 @@ class StaticStep:
         self._step.runner.pool.flush()
         table = self._step.table
         shape = shape_of(schedule, self._step.decoder, table.max_length, is_warm=self.is_warm)
-        graph = self._graph(shape, schedule) if self.captures and not schedule.is_eager else None
+        has_graph = self.captures and schedule.prompt_rows is None
+        graph = self._graph(shape, schedule) if has_graph else None
         if graph is None:
             batch = self._batch(shape, to_device(self._columns(schedule, shape.num_sequences), self._device))
             return self._step(with_grammars(batch, schedule), schedule.prompt_rows)
@@ -141,8 +142,16 @@ class StaticStep:
         if graph.columns != columns:
             graph.columns_3B.copy_(to_device(columns, self._device), non_blocking=True)
             graph.columns = columns
+        if graph.result is not None:
+            graph.graph.replay()
+            return graph.result
+        batch = with_grammars(self._batch(shape, graph.columns_3B), schedule)
+        self._step.begin_masks(batch)
         graph.graph.replay()
-        return graph.result
+        assert graph.fed is not None
+        plan, wanted = graph.fed
+        # A copy, because wanted rows keep the logits that they have computed.
+        return self._step.decide(batch, plan, copy.copy(wanted))
 
     def clear(self) -> None:
         """Drop all graphs and their memory, and with them their references to NCCL's communicators, which
@@ -269,9 +278,13 @@ class StaticStep:
             self._step(self._batch(shape, columns_3B))
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
+        result = fed = None
         with _without_garbage_collection(), torch.cuda.graph(graph, pool=self._memory):
-            result = self._step(self._batch(shape, columns_3B))
-        return _Graph(graph=graph, columns_3B=columns_3B, result=result)
+            if shape.decides:
+                result = self._step(self._batch(shape, columns_3B))
+            else:
+                fed = self._step.feed(self._batch(shape, columns_3B))
+        return _Graph(graph=graph, columns_3B=columns_3B, result=result, fed=fed)
 
 
 @contextmanager
@@ -288,11 +301,14 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True)
 class _Graph:
-    """`columns` is what was last written to `columns_3B`."""
+    """`columns` is what was last written to `columns_3B`. Of a graph that ends with hidden states the plan
+    and the wanted rows (`fed`) are kept, else the `result`.
+    """
 
     graph: torch.cuda.CUDAGraph
     columns_3B: Tensor
-    result: StepResult
+    result: StepResult | None
+    fed: tuple[StepPlan, WantedRows] | None
     columns: Columns | None = None
 
 
@@ -301,7 +317,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
     not have a graph, so that it has fewer rows of padding.
     """
     policy = decoder.kv_policy
-    num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
+    num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
     if is_warm and policy.kind == "append":
         num_sequences = padded_sequences(len(schedule.requests))
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
@@ -314,10 +330,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
             if is_warm:
                 num_prompt_rows = -(-num_prompt_rows // PROMPT_STEP) * PROMPT_STEP
             else:
-                num_prompt_rows = _bucket(num_prompt_rows, PROMPT_BUCKETS)
+                num_prompt_rows = bucket(num_prompt_rows, PROMPT_BUCKETS)
         case "block":
             num_blocks = _num_blocks(schedule, num_sequences, policy)
-            num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
+            num_prompt_rows = policy.block_size * bucket(num_blocks, FED_BLOCK_BUCKETS)
             num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
             room = row_room(
                 schedule.room,
@@ -327,12 +343,12 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
                 block_size=policy.block_size,
             )
         case "none":
-            num_rows = _rounded_up(sum(schedule.num_rows))
+            num_rows = rows_bucket(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
             rows = zip(schedule.num_rows, schedule.requests, strict=True)
             longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
-            max_rows = min(_rounded_up(longest_canvas), most)
-            longest = min(_rounded_up(schedule.max_length), max_length)
+            max_rows = min(rows_bucket(longest_canvas), most)
+            longest = min(rows_bucket(schedule.max_length), max_length)
             # Guided passes need logits.
             is_greedy = schedule.is_greedy and schedule.num_canvases == 1
     return PassShape(
@@ -341,7 +357,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         num_rows=num_rows,
         max_rows=max_rows,
         num_prompt_rows=num_prompt_rows,
-        max_known=_slots_bucket(max(schedule.num_known)),
+        max_known=slots_bucket(max(schedule.num_known)),
         filters=schedule.filters,
         num_top=schedule.num_top,
         max_length=longest,
@@ -349,6 +365,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         num_canvases=schedule.num_canvases,
         num_wanted=num_wanted,
         room=room,
+        decides=not schedule.grammars,
     )
 
 
@@ -371,30 +388,4 @@ def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: in
     count against the budget.
     """
     size = kv_policy.block_size
-    return size * _bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)
-
-
-def _bucket(size: int, buckets: tuple[int, ...]) -> int:
-    """The smallest bucket that holds `size`; beyond the largest one, the next multiple of it."""
-    place = bisect.bisect_left(buckets, size)
-    return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
-
-
-def padded_sequences(num_sequences: int) -> int:
-    """Sequences of a pass that needs no graph, rounded up by at most a twenty-fifth beyond 192."""
-    step = 1 if num_sequences <= 16 else 2 if num_sequences <= 32 else 8
-    return -(-num_sequences // step) * step
-
-
-def _slots_bucket(num_slots: int) -> int:
-    """`PassShape.max_known` of so many tokens."""
-    if num_slots <= DOUBLED_SLOTS:
-        return max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
-    step = 1 << (num_slots.bit_length() - 3)
-    return -(-num_slots // step) * step
-
-
-def _rounded_up(num_rows: int) -> int:
-    """Rows of canvases, rounded up by less than an eighth."""
-    step = 1 << max(0, num_rows.bit_length() - 4)
-    return -(-num_rows // step) * step
+    return size * bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)

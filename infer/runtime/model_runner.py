@@ -65,10 +65,24 @@ class Step:
 
     def __call__(self, batch: Batch, prompt_rows: PromptRows | None = None) -> StepResult:
         """Feed `batch`, commit the outcome into the table, and report it."""
+        self.begin_masks(batch)
+        return self.decide(batch, *self.feed(batch), prompt_rows)
+
+    def begin_masks(self, batch: Batch) -> None:
+        """Let the host compute what the grammars of `batch` allow, while the device is fed."""
+        if batch.grammars is not None:
+            batch.grammars.begin(self.decoder.drafts(batch), self.table.device)
+
+    def feed(self, batch: Batch) -> tuple[StepPlan, WantedRows]:
+        """The rows of `batch`, and what the model makes of them."""
         plan = self.decoder.plan(self.table, batch)
         wanted = self.runner.forward(plan)
-        if wanted.dropped is not None:
-            plan = wanted.dropped.apply(plan)
+        return plan if wanted.dropped is None else wanted.dropped.apply(plan), wanted
+
+    def decide(
+        self, batch: Batch, plan: StepPlan, wanted: WantedRows, prompt_rows: PromptRows | None = None
+    ) -> StepResult:
+        """Commit the outcome of what was fed into the table, and report it."""
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
         counts = (outcome.nonfinite_B, *_room(batch, plan), outcome.num_emitted_B, *drafts)

@@ -19,7 +19,7 @@ from typing import Literal
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.server.errors import ApiError, engine_unavailable, internal_error
+from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error, internal_error
 from idlm.infer.server.messages import (
     FAULT,
     RECEIVE_BYTES,
@@ -344,6 +344,8 @@ class Generation:
         if event.error is not None:
             code, message, fix = event.error
             self._error = ApiError(STATUS.get(code, 500), f"{message} ({fix})", code=code)
+            if self._error.status == 400:
+                self._error = from_user_error(UserError(code, message, fix=fix), prompt_field="prompt")
         else:
             unread = self._unread.get(choice)
             self._unread[choice] = event if unread is None else joined(unread, event)

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import sys
+from concurrent.futures import Future
 
 from idlm.cli import command
 from idlm.contracts import SamplingParams
@@ -31,9 +32,12 @@ from idlm.infer.server.messages import (
     pack,
     unpacker,
 )
+from idlm.infer.structured.grammar import Grammar
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
+LOOK_MILLISECONDS = 5
+"""How often an engine without other work looks whether a grammar is compiled."""
 
 
 def main() -> int:
@@ -46,7 +50,7 @@ def run(connection: socket.socket) -> int:
     """Build the engine that the first message asks for, and serve it; returns the exit status."""
     inbox, messages = Inbox(connection), list[Message]()
     while inbox.is_open and not messages:
-        messages = inbox.take(waits=True)
+        messages = inbox.take(None)
     if not messages:
         return 0
     [start] = messages
@@ -94,9 +98,11 @@ class Inbox:
         self._poll.register(connection, select.POLLIN)
         self.is_open = True
 
-    def take(self, *, waits: bool) -> list[Message]:
-        """The messages that are here. `waits`: wait until there is one, or the front end is gone."""
-        if self._poll.poll(None if waits else 0):
+    def take(self, milliseconds: int | None) -> list[Message]:
+        """The messages that are here. Waits until there is one or the front end is gone, but no longer than
+        `milliseconds` (None: without a limit).
+        """
+        if self._poll.poll(milliseconds):
             self._receive()
         return list(self._unpacker)
 
@@ -114,23 +120,39 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
         self._engine, self._inbox, self._connection = engine, inbox, connection
+        self._compiling: dict[str, tuple[Future[Grammar], Message]] = {}
 
     def run(self) -> None:
         """Serve until the front end is gone."""
         while self._inbox.is_open:
             is_busy = self._engine.has_work or self._engine.capture_missed()
-            for message in self._inbox.take(waits=not is_busy):
+            wait = 0 if is_busy else LOOK_MILLISECONDS if self._compiling else None
+            for message in self._inbox.take(wait):
                 self._handle(message)
+            for request_id, (grammar, message) in list(self._compiling.items()):
+                if grammar.done():
+                    self._add(message)
+                    del self._compiling[request_id]
             if self._engine.has_work and self._inbox.is_open:
                 self._report(self._engine.step())
 
     def _handle(self, message: Message) -> None:
         request_id = message["id"]
         if message["type"] == "abort":
+            self._compiling.pop(request_id, None)
             self._abort(request_id)
             return
+        self._add(message)
+
+    def _add(self, message: Message) -> None:
+        """Queue a request, or keep it while its grammar is compiled."""
+        request_id = message["id"]
         try:
             params = SamplingParams(**message["params"])
+            grammar = self._engine.begin_grammar(params)
+            if grammar is not None and not grammar.done():
+                self._compiling[request_id] = grammar, message
+                return
             self._engine.add_request(request_id, message["prompt_ids"], params, streams=True)
         except UserError as error:
             self._send({"type": "refused", "id": request_id, **error_message(error)})

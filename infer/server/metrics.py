@@ -56,6 +56,9 @@ class Metrics:
         self._forwards = self._make(Counter, "idlm:request_forwards", "Forward passes of finished samples")
         drafts, position = "vllm:spec_decode_num_draft_tokens", ("position",)
         accepted = "vllm:spec_decode_num_accepted_tokens"
+        self._drafts = self._make(
+            Counter, "vllm:spec_decode_num_drafts", "Passes that tested drafts, for each sample"
+        )
         self._tested = self._make(Counter, drafts, "Tested drafts")
         self._accepted = self._make(Counter, accepted, "Accepted drafts")
         self._tested_at = self._make(
@@ -107,6 +110,8 @@ class Metrics:
         """One sample."""
         self._success.labels(self._model_name, figures.finish_reason).inc()
         self._forwards.inc(figures.num_forwards)
+        # Every pass with drafts tests the first one.
+        self._drafts.inc(figures.tested[0] if figures.tested else 0)
         self._tested.inc(sum(figures.tested))
         self._accepted.inc(sum(figures.accepted))
         for place, (tested, accepted) in enumerate(zip(figures.tested, figures.accepted, strict=True)):

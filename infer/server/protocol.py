@@ -7,81 +7,23 @@ that were asked for.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from idlm.config.suggest import did_you_mean
-from idlm.contracts import SamplingParams
-from idlm.infer.server.constraints import ConstraintFields
+from idlm.contracts import ConstraintKind, SamplingParams
 from idlm.infer.server.errors import ApiError
+from idlm.infer.server.fields.body import Body, Text, Unicode
+from idlm.infer.server.fields.constraints import ConstraintFields
+from idlm.infer.server.fields.tools import NamedTool, Tool, ToolCall
 from idlm.infer.server.messages import MAX_INTEGER
+from idlm.infer.server.parsers.hermes import calls_grammar
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
-Text = Annotated[str, Field(min_length=1)]
-Unicode = Annotated[str, Field(min_length=0)]
-"""Any text that can be encoded: pydantic lets lone surrogates pass in a `str` without a constraint."""
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES = 20, 128, 4096
-IGNORED = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "request_id", "priority"),
-    )
-)
-"""Fields that do not say what the answer shall be."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    # sglang-router adds these to every chat; whatever the parser finds is separate.
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "return_hidden_states": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "truncate_prompt_tokens": (),
-    "include_obfuscation": (False,),
-}
-"""Fields that are not supported, and their values that ask for nothing."""
-
-
-class Body(BaseModel):
-    """A JSON object; fields without a declaration stay in `model_extra`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    def check_extra(self, place: str = "") -> None:
-        """Raise ApiError for a field that is unknown or not supported; null counts as absent."""
-        for name, value in (self.model_extra or {}).items():
-            param = f"{place}{name}"
-            if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
-                continue
-            if name in NEUTRAL:
-                allowed = " or ".join(map(repr, NEUTRAL[name]))
-                rule = f"leave it out{f', or give {allowed}' if allowed else ''}"
-                raise ApiError(
-                    400, f"{param}: is not supported; {rule}", param=param, code="unsupported_parameter"
-                )
-            near = did_you_mean(name, type(self).model_fields)
-            raise ApiError(400, f"{param}: unknown field{near}", param=param, code="unknown_parameter")
 
 
 class StreamOptions(Body):
@@ -169,33 +111,6 @@ class TextPart(Body):
     text: Unicode
 
 
-class CalledFunction(Body):
-    """A call of an earlier answer; `arguments` is a JSON object, or empty."""
-
-    name: Text
-    arguments: Unicode
-
-
-class ToolCall(Body):
-    """The same, with the id that its result names."""
-
-    id: Unicode | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def plain(self, place: str) -> dict[str, Any]:
-        """The call for a chat template, which writes arguments as JSON itself."""
-        called, param = self.function, f"{place}.function.arguments"
-        try:
-            arguments = json.loads(called.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict) or not is_unicode(arguments):
-            raise ApiError(400, f"{param}: not a JSON object", param=param)
-        function = {"name": called.name, "arguments": arguments}
-        return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
-
-
 class ChatMessage(Body):
     """A turn of a conversation."""
 
@@ -230,46 +145,6 @@ class ChatMessage(Body):
             raise ApiError(400, f"{place}.content: Field required", param=f"{place}.content")
 
 
-class Function(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: Text
-    description: Unicode | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-    def plain(self) -> dict[str, Any]:
-        """The tool for a chat template."""
-        return self.model_dump(exclude_none=True)
-
-    def check(self, place: str) -> None:
-        """Raise ApiError for unknown fields, text that cannot be encoded, and what cannot be promised."""
-        self.check_extra(f"{place}.")
-        self.function.check_extra(f"{place}.function.")
-        if not is_unicode(self.plain()):
-            raise ApiError(400, f"{place}: not valid Unicode", param=place)
-        if self.function.strict:
-            param = f"{place}.function.strict"
-            message = f"{param}: arguments are not forced to follow the schema; leave it out, or give false"
-            raise ApiError(400, message, param=param, code="unsupported_parameter")
-
-
-def is_unicode(value: Any) -> bool:
-    """Whether JSON has no lone surrogates, and is not nested too deeply to be written."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 class TemplateOptions(Body):
     """Arguments of the chat template that a request may set."""
 
@@ -286,7 +161,7 @@ class ChatRequest(Sampling):
     enable_thinking: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Unicode | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
@@ -299,8 +174,26 @@ class ChatRequest(Sampling):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """The tools that the answer may call; a template gets all of them if one must be called."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is calls from its first token on."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def _given(self) -> list[tuple[str, ConstraintKind, Any]]:
+        """Also the grammar of calls, if they are forced in any way."""
+        given, tools, has_many = super()._given(), self.callable_tools, self.parallel_tool_calls is not False
+        is_strict = any(tool.function.strict for tool in tools)
+        if not tools or not (self.must_call or is_strict or not has_many):
+            return given
+        if isinstance(self.tool_choice, NamedTool):
+            name, has_many = self.tool_choice.function.name, False
+            tools = [tool for tool in tools if tool.function.name == name]
+        schemas = {tool.function.name: tool.schema(is_free=not self.must_call) for tool in tools}
+        text = calls_grammar(schemas, is_forced=self.must_call, has_many=has_many)
+        return [*given, ("tools", "grammar", text)]
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The conversation for a chat template."""
@@ -318,14 +211,22 @@ class ChatRequest(Sampling):
             raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
 
     def _check_tools(self) -> None:
+        names = set[str]()
         for number, tool in enumerate(self.tools or ()):
             tool.check(f"tools.{number}")
-        if self.tool_choice not in (None, "none", "auto"):
-            message = f"tool_choice: {self.tool_choice!r} is not supported; give 'none' or 'auto'"
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-        if self.parallel_tool_calls is False and self.callable_tools:
-            message = "parallel_tool_calls: an answer may have several calls; leave it out, or give true"
-            raise ApiError(400, message, param="parallel_tool_calls", code="unsupported_parameter")
+            if tool.function.name in names:
+                param = f"tools.{number}.function.name"
+                raise ApiError(400, f"{param}: {tool.function.name!r} is given twice", param=param)
+            names.add(tool.function.name)
+        if self.must_call and not names:
+            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+        if isinstance(self.tool_choice, NamedTool):
+            self.tool_choice.check_extra("tool_choice.")
+            self.tool_choice.function.check_extra("tool_choice.function.")
+            if self.tool_choice.function.name not in names:
+                param = "tool_choice.function.name"
+                message = f"{param}: {self.tool_choice.function.name!r} is none of the tools"
+                raise ApiError(400, message, param=param)
 
     def thinking(self, default: bool | None) -> bool | None:
         """`enable_thinking` for the template; None leaves it to the template."""

@@ -67,7 +67,7 @@ class Reply(ABC):
         model_name: str,
         texts: TokenTexts,
     ) -> None:
-        self._generation, self._texts = generation, texts
+        self._generation, self._texts, self._named = generation, texts, body.named
         self._has_usage, self._has_final_usage = body.has_continuous_usage, body.has_final_usage
         self._has_token_ids, self._num_top = bool(body.return_token_ids), body.prompt_logprobs
         self._head = {
@@ -84,9 +84,12 @@ class Reply(ABC):
     async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError if one of its samples fails."""
         done: dict[int, Event] = {}
-        async for index, event in self._generation:
-            self._count(index, event)
-            done[index] = joined(done[index], event) if index in done else event
+        try:
+            async for index, event in self._generation:
+                self._count(index, event)
+                done[index] = joined(done[index], event) if index in done else event
+        except ApiError as error:
+            raise self._named(error) from error
         choices = [self.choice(index, done[index]) for index in sorted(done)]
         own = {"object": self.whole, "choices": choices, "usage": self.usage()}
         return {**self._head, **own, **self._extras(), "exactness": self._figures[0].exactness}
@@ -100,7 +103,7 @@ class Reply(ABC):
                 for choice in self.deltas(index, event, is_first=is_first):
                     yield self._chunk([choice], usage=self.usage() if self._has_usage else None)
         except ApiError as error:
-            yield b"data: " + dump(error.body()) + b"\n\n"
+            yield b"data: " + dump(self._named(error).body()) + b"\n\n"
             return
         if self._has_final_usage:
             yield self._chunk([], usage=self.usage())

@@ -136,7 +136,8 @@ class Service:
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
         """The parser of one answer to a conversation."""
         template, config = template_text(self.tokenizer), self.config
-        is_constrained = body.params(config.sampling).constraint is not None
+        # Tools alone leave text free, unless one must be called.
+        is_constrained = body.must_call or body.has_whole_constraint
         prompt_end = self.token_texts.whole(prompt_ids[-LAST_TOKENS:]).rstrip()
         return AnswerParser(
             # A constrained answer is content from its first token on.

@@ -54,8 +54,9 @@ class Schedule:
     pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
     ones lose their KV, and `resumed` ones get (part of) it back.
     `mode`: which of the decoder's modes lays the pass out. Rows that the pass is likely to need (`RowRooms`;
-    None: unknown): `room`, if it may drop rows, else `num_wanted` of the head. `prompt_rows`: None if no
-    request of the pass asks for log-probabilities of its prompt.
+    None: unknown): `room`, if it may drop rows, else `num_wanted` of the head. `derive` sets the rest:
+    `prompt_rows`, None if no request of the pass asks for log-probabilities of its prompt, and `grammars` of
+    requests that decode, by place.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Schedule:
     num_wanted: int | None = None
     room: RowRoom | None = None
     prompt_rows: PromptRows | None = None
+    grammars: dict[int, Grammar] = field(default_factory=dict)
 
     @property
     def num_top(self) -> int | None:
@@ -89,17 +91,10 @@ class Schedule:
         return all(request.params.temperature == 0 for request in self.requests)
 
     @property
-    def grammars(self) -> dict[int, Grammar]:
-        """Grammars of requests that decode, by place."""
-        return {
-            place: request.grammar
-            for place, request in enumerate(self.requests)
-            if request.grammar is not None and self.samples[place]
-        }
-
-    @property
     def is_eager(self) -> bool:
-        """Whether the pass cannot be a graph: it keeps hidden states of prompts or waits for grammars."""
+        """Whether the whole pass cannot be a graph: it keeps hidden states of prompts or waits for
+        grammars.
+        """
         return self.prompt_rows is not None or bool(self.grammars)
 
     @property
@@ -130,18 +125,22 @@ class Schedule:
             num_canvases=self.num_canvases,
         )
 
-    def find_prompt_rows(self) -> PromptRows | None:
-        """`prompt_rows`, before the pass is launched."""
-        asked = [request.params.prompt_logprobs for request in self.requests if request.num_unscored]
-        if not asked:
-            return None
-        counts = [0] * len(self.requests)
-        for b, (request, num_feed) in enumerate(zip(self.requests, self.num_feed, strict=True)):
+    def derive(self) -> None:
+        """Set `prompt_rows` and `grammars`, once, before the pass is launched."""
+        counts, num_top = dict[int, int](), 0
+        for place, request in enumerate(self.requests):
+            if request.grammar is not None and self.samples[place]:
+                self.grammars[place] = request.grammar
             if request.num_unscored:
-                counts[b] = max(0, min(num_feed, len(request.prompt_ids) - 1 - request.num_computed))
-        starts = [request.num_computed for request in self.requests]
-        num_top = max(number or 0 for number in asked)
-        return PromptRows(starts=starts, counts=counts, num_top=num_top) if any(counts) else None
+                num_left = len(request.prompt_ids) - 1 - request.num_computed
+                counts[place] = max(0, min(self.num_feed[place], num_left))
+                num_top = max(num_top, request.params.prompt_logprobs or 0)
+        if any(counts.values()):
+            self.prompt_rows = PromptRows(
+                starts=[request.num_computed for request in self.requests],
+                counts=[counts.get(place, 0) for place in range(len(self.requests))],
+                num_top=num_top,
+            )
 
     def certain_rows(self) -> list[int]:
         """Of what is fed, for each request, the rows that the device has not stored yet for sure."""

@@ -11,8 +11,10 @@ import functools
 import importlib
 import json
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from idlm.contracts import Constraint
@@ -23,15 +25,25 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
+MAX_ITEMS_IN_ROW = 1200
+"""States that an ambiguous grammar may be in at once; the time of a mask may grow with their third power."""
+STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 50_000), 50_000_000
+"""Range of the states that a mask may visit, and their number times the grammar's length: each costs more
+in a larger grammar.
+"""
+SLOW_MASK, SLOW_MASKS = 0.01, 1.0
+"""Seconds of CPU time from which a mask is slow, and what the slow masks of an answer may take together."""
 
 
 class Grammar:
     """The grammar of one answer, in the state after the tokens that the answer has so far. `matcher` is
-    llguidance's.
+    llguidance's; it allows or forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so
+    the time of the next one has to be found out.
     """
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self.matcher, self.vocab_size = matcher, vocab_size
+        self.is_suspect, self._slow_seconds = False, 0.0
 
     def push(self, token_ids: Sequence[int]) -> bool:
         """Append tokens; False if one of them does not fit, after which the state is unknown."""
@@ -48,11 +60,26 @@ class Grammar:
     @property
     def problem(self) -> str | None:
         """Why nothing can be said about the next token; None if all is well."""
+        if self._slow_seconds > SLOW_MASKS:
+            return "it takes too long to find the tokens that may follow, because it is too ambiguous"
         return str(self.matcher.get_error()).partition("<state>")[0].strip() or None
+
+    def charge(self, seconds: float) -> None:
+        """Note the CPU time of a mask, for which other requests waited. Many slow ones are a `problem`."""
+        self.is_suspect = seconds > SLOW_MASK
+        self._slow_seconds += seconds * self.is_suspect
+
+    def mask_seconds(self) -> float:
+        """Compute the next token's mask, which the matcher keeps. Returns the CPU time: time of day would
+        blame a grammar for a busy machine.
+        """
+        start = time.thread_time()
+        self.matcher.compute_bitmask()
+        return time.thread_time() - start
 
     def branch(self) -> Grammar:
         """A copy that goes its own way: for drafts."""
-        return Grammar(self.matcher.deep_copy())
+        return Grammar(self.matcher.deep_copy(), self.vocab_size)
 
 
 class GrammarCompiler:
@@ -62,34 +89,68 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
+        self._recent = functools.lru_cache(MAX_COMPILED)(self._begin)
+        self._begun = weakref.WeakValueDictionary[Constraint, Future[Grammar]]()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
 
     def grammar(self, constraint: Constraint) -> Grammar:
         """The constraint's grammar before the first token. Raises UserError IDLM-0474 for one that cannot be
         compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
         llguidance.
         """
-        return _on_large_stack(self._compiled, constraint).branch()
+        begun = self.begin(constraint)
+        error = begun.exception()
+        if isinstance(error, UserError):
+            # The kept one would grow by a traceback each time.
+            raise UserError(error.code, error.message, fix=error.fix) from error
+        return begun.result().branch()
+
+    def begin(self, constraint: Constraint) -> Future[Grammar]:
+        """Begin to compile, in a thread; the interpreter's lock is free meanwhile. Who keeps the future finds
+        the grammar without waiting once it is done.
+        """
+        return self._recent(constraint)
+
+    def _begin(self, constraint: Constraint) -> Future[Grammar]:
+        begun = self._begun.get(constraint)
+        if begun is None:
+            # llguidance recurses, and an overflow would end the process. The first call starts the thread.
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                begun = self._begun[constraint] = self._thread.submit(self._compile, constraint)
+            finally:
+                threading.stack_size(before)
+        return begun
 
     def _compile(self, constraint: Constraint) -> Grammar:
-        llguidance, kind = _llguidance(), constraint.kind
-        vocabulary = self._vocabulary
         try:
-            text = _source(constraint, llguidance)
-            is_wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, vocabulary)
+            grammar = Grammar(self._matcher(constraint), self._vocab_size)
+            problem = grammar.problem
+            if problem is None:
+                grammar.charge(grammar.mask_seconds())
+                if grammar.problem or not any(grammar.matcher.compute_bitmask()):
+                    problem = f"no token can begin it ({grammar.problem})"
         except ValueError as error:
-            is_wrong, messages = True, [str(error)]
-        if not is_wrong:
-            grammar = Grammar(llguidance.LLMatcher(vocabulary, text, log_level=0))
-            grammar.matcher.compute_bitmask()
-            if not grammar.problem:
-                return grammar
-            messages = [f"{grammar.problem} (the vocabulary may lack what it begins with)"]
+            problem = str(error)
+        if problem is None:
+            return grammar
         raise UserError(
             "IDLM-0474",
-            f"constraint: this {kind} cannot be used: {' '.join(messages[0].split())}",
-            fix="correct its text; the documentation of llguidance says what it supports",
+            f"constraint: this {constraint.kind} cannot be used: {' '.join(problem.split())}",
+            fix="correct its text, which the checkpoint's tokens must be able to spell; the documentation of "
+            "llguidance says what it supports",
         )
+
+    def _matcher(self, constraint: Constraint) -> Any:
+        """llguidance's matcher. Raises ValueError."""
+        llguidance, vocabulary = _llguidance(), self._vocabulary
+        source = _source(constraint, llguidance)
+        fewest, most = STEP_ITEMS
+        limits = llguidance.LLParserLimits(
+            max_items_in_row=MAX_ITEMS_IN_ROW,
+            step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), most),
+        )
+        return llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
 
     @functools.cached_property
     def _vocabulary(self) -> Any:
@@ -108,16 +169,6 @@ class GrammarCompiler:
             return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids)
         except ValueError as error:
             raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
-
-
-def _on_large_stack(call: Callable[[Constraint], Grammar], constraint: Constraint) -> Grammar:
-    """Call in a thread of its own: llguidance recurses, and an overflow would end the process."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(call, constraint).result()
-    finally:
-        threading.stack_size(before)
 
 
 def _llguidance() -> Any:

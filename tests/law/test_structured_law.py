@@ -112,11 +112,11 @@ def _one_state_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
     """Every row of a sequence gets the mask of its first one."""
     original = masks._bits
 
-    def bits(branches: Any, logits_XV: Tensor) -> Tensor:
+    def bits(branches: Any, device: torch.device) -> Tensor:
         rows = [0]
         for _, drafts in branches:
             rows += [rows[-1] + 1 + len(drafts)]
-        bits_YC = original(branches, logits_XV)
+        bits_YC = original(branches, device)
         for start, end in zip(rows, rows[1:]):
             bits_YC[start:end] = bits_YC[start]
         return bits_YC

@@ -2,16 +2,22 @@
 
 A machine over an answer's content, which may come in any parts: the pieces of all parts, with adjacent
 content joined, are those of the whole text. A call is released when it is whole. What is in the tags and is
-no call stays content, tags included. Space before and after calls belongs to nothing.
+no call stays content, tags included. Space before and after calls belongs to nothing. `calls_grammar` is the
+other direction: whatever matches it is read back as calls of the given tools.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from idlm.infer.server.parsers.pieces import Piece, num_open
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|</tool_call>', re.DOTALL)
+"""A string of JSON, which may have no end yet, or the end of a call."""
 
 
 class HermesParser:
@@ -33,7 +39,7 @@ class HermesParser:
                 self._held, self._is_call = (rest, True) if begin else (text[len(kept) :], False)
                 if not begin:
                     break
-            body, end, rest = self._held.partition(END)
+            body, end, rest = _partition(self._held, is_last=is_last)
             if not end and not is_last:
                 break
             pieces += self._call(body, end)
@@ -58,6 +64,43 @@ class HermesParser:
             return self._content(BEGIN + body + end)
         self._space, self._follows_call = "", True
         return [call]
+
+
+def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
+    """The text before the end of a call, the end, and what follows. An end in a string of JSON is none,
+    unless there is no call otherwise.
+    """
+    found = next((one for one in STRING.finditer(text) if one[0] == END), None)
+    if found is None and not is_last:
+        return text, "", ""
+    if found is None or read_call(text[: found.start()]) is None:
+        return text.partition(END)
+    return text[: found.start()], END, text[found.end() :]
+
+
+def calls_grammar(tools: Mapping[str, Any], *, is_forced: bool, has_many: bool) -> str:
+    """Lark grammar of answers that call tools: JSON schemas of the arguments by name, each of an object.
+    `is_forced`: the answer is calls, at least one, else text with calls in it; `has_many`: it may have more
+    than one.
+    """
+    lines, names = ["%llguidance {}"], [f"call_{number}" for number in range(len(tools))]
+    for rule, (name, schema) in zip(names, tools.items(), strict=True):
+        head, tail = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{END}"
+        begin = _literal(BEGIN + head) if is_forced else f"begin {_literal(head)}"
+        lines.append(f"{rule}: {begin} %json {json.dumps(schema, ensure_ascii=False)} {_literal(tail)}")
+    call = f"({' | '.join(names)})"
+    if is_forced:
+        lines.append(f'start: {call} ("\\n" {call})*' if has_many else f"start: {call}")
+    else:
+        lines += [f"begin[lazy]: TEXT {_literal(BEGIN)}", r"TEXT: /(.|\n)*/"]
+        lines.append(rf"LAST: /(.|\n)*/ & ~/(.|\n)*{BEGIN}(.|\n)*/")
+        lines.append(f"start: {call}{'*' if has_many else '?'} LAST")
+    return "\n".join(lines)
+
+
+def _literal(text: str) -> str:
+    """The text as a string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def read_call(body: str) -> Piece | None:

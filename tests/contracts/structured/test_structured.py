@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from idlm.infer.cli.fingerprint import of_request
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.worker import Worker
+from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.semantics import Semantics
 from tests.contracts.engines import answers, assert_idle, build_engine
@@ -227,7 +229,7 @@ def test_large_constraints_compile(toy: Path) -> None:
 def test_what_no_token_can_spell_is_refused_or_fails(tmp_path: Path) -> None:
     """The vocabulary of letters lacks digits: before anything is queued, or where an answer comes to it."""
     engine = _lettered(tmp_path)
-    with pytest.raises(UserError, match="IDLM-0474.*vocabulary may lack"):
+    with pytest.raises(UserError, match="IDLM-0474.*no token can begin it"):
         engine.add_request("a", [1], SamplingParams(constraint=Constraint(kind="regex", text="[0-9]")))
     params = SamplingParams(constraint=Constraint(kind="regex", text="(a|b)(a|b)[0-9]"), seed=0)
     engine.add_request("b", [1], params)
@@ -237,6 +239,66 @@ def test_what_no_token_can_spell_is_refused_or_fails(tmp_path: Path) -> None:
     [error] = [event.error for event in events if event.error is not None]
     assert error.code == "IDLM-0478" and "after 2 tokens" in error.message
     assert sum(len(event.token_ids) for event in events) == 2
+
+
+SLOW_ITEMS = 200
+"""Alternatives of an ambiguous grammar whose masks take some 0.1 s each, within llguidance's limits."""
+
+
+def _ambiguous(num_alternatives: int, begin: str) -> Constraint:
+    """Each of many rules may be any of them again, so that everything is read in many ways."""
+    each = range(num_alternatives)
+    rules = "".join(f"e{n}: e | /[a-f]{{1,{3 + n % 40}}}/\n" for n in each)
+    either = " | ".join(f"e{n} e" for n in each)
+    return Constraint(kind="grammar", text=f'start: {begin}e\ne: {either} | "a"\n{rules}')
+
+
+def test_ambiguous_grammars_fail_without_their_neighbours(
+    toy: Path, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their first mask before they are queued, by the number of states, and by the time of their masks."""
+    engine = build_engine(toy, "isd", stride=3)
+    with pytest.raises(UserError, match=r"IDLM-0474.*(max is|limit) \d+"):
+        engine.add_request("first", PROMPTS[0], SamplingParams(constraint=_ambiguous(410, "")))
+    monkeypatch.setattr(grammars, "SLOW_MASKS", 0.1)
+    slow = {"states": _ambiguous(410, '"x" '), "time": _ambiguous(SLOW_ITEMS, '"x" ')}
+    for name, constraint in slow.items():
+        engine.add_request(name, PROMPTS[1], SamplingParams(constraint=constraint, seed=0, max_tokens=400))
+    engine.add_request("other", PROMPTS[0], _params()[0])
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= {event.request_id: event.completion for event in engine.step() if event.completion}
+    assert answers([done["other"]]) == answers(expected[:1])
+    for name, reason in {"states": "max is", "time": "takes too long"}.items():
+        error = done[name].error
+        assert error is not None and error.startswith("IDLM-0478") and reason in error, error
+    assert_idle(engine)
+
+
+def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future is kept by who waits; compiled grammars and refusals are kept for a time."""
+    compiler = build_engine(toy, "ar")._parts.grammars
+    may_go_on, compiled = threading.Event(), []
+
+    def source(constraint: Constraint, llguidance: Any) -> str:
+        assert may_go_on.wait(60)
+        compiled.append(constraint)
+        return original(constraint, llguidance)
+
+    original = grammars._source
+    monkeypatch.setattr(grammars, "_source", source)
+    begun = compiler.begin(DIGITS)
+    wrong = Constraint(kind="regex", text="(((")
+    assert compiler.begin(DIGITS) is begun and not begun.done()
+    compiler.begin(wrong)
+    may_go_on.set()
+    for number in range(grammars.MAX_COMPILED):
+        compiler.begin(Constraint(kind="regex", text=f"x{number}"))
+    assert compiler.grammar(DIGITS).push([]) and compiled.count(DIGITS) == 1
+    for _ in range(2):
+        with pytest.raises(UserError, match="IDLM-0474"):
+            compiler.grammar(wrong)
+    assert compiled.count(wrong) <= 2
 
 
 def _lettered(directory: Path) -> Engine:

@@ -18,8 +18,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from idlm.conf.recipe.serve_dynamo import Backend, Chunk, DynamoConfig, Request
-from idlm.contracts import Completion, SamplingParams
+from idlm.conf.recipe.serve_dynamo import Backend, Chunk, DynamoConfig, Request, params_of
+from idlm.contracts import Completion, Constraint, SamplingParams
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.errors import ApiError
 from idlm.text.tokenizer import encode_messages, encode_prompt
@@ -55,6 +55,25 @@ def request(token_ids: list[int], **settings: Any) -> Request:
     hidden = {"stop_token_ids_hidden": [2], "stop_token_ids_visible": None, "max_thinking_tokens": None}
     options = {"stop_conditions": stops | hidden, "sampling_options": sampling, "output_options": outputs}
     return {"model": "tiny", "token_ids": token_ids, **options, "eos_token_ids": [2], "routing": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("json", {"type": "integer"}, "json_schema"),
+        ("regex", "[0-9]", "regex"),
+        ("choice", ["5", "6"], "choice"),
+        ("grammar", 'start: "5"', "grammar"),
+    ],
+)
+def test_guided_decoding_is_a_constraint(name: str, value: Any, kind: str) -> None:
+    others = dict.fromkeys(("json", "regex", "choice", "grammar", "whitespace_pattern"))
+    guided = {**others, "choice": [], "backend": "xgrammar", name: value}
+    params = params_of(request([1], guided_decoding=guided), SamplingParams())
+    assert params.constraint == Constraint(kind=kind, text=value)  # type: ignore[arg-type]
+    assert params_of(request([1], guided_decoding=others), SamplingParams()).constraint is None
+    with pytest.raises(ApiError, match="guided_whitespace_pattern"):
+        params_of(request([1], guided_decoding={**guided, "whitespace_pattern": " "}), SamplingParams())
 
 
 def text_ids() -> list[int]:

@@ -267,6 +267,7 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
     before = [server.metric(name) for name in names]
     [done] = expected(text_ids(), temperature=0, max_tokens=SHORT)
     tested = server.metric("vllm:spec_decode_num_draft_tokens_total")
+    drafts = server.metric("vllm:spec_decode_num_drafts_total")
     at = [
         server.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(k)) for k in (0, 1)
     ]
@@ -274,6 +275,7 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
     grown = [server.metric(name) - old for name, old in zip(names, before, strict=True)]
     assert grown == [len(done.token_ids), done.num_prompt_tokens, 1]
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") - tested == sum(done.tested_by_position)
+    assert server.metric("vllm:spec_decode_num_drafts_total") - drafts == max(done.tested_by_position)
     now = [
         server.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(k)) for k in (0, 1)
     ]

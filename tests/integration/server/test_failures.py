@@ -298,9 +298,9 @@ def test_an_engine_reads_from_a_descriptor_with_a_large_number() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1024)) as large:
         inbox = engine_process.Inbox(large)
-        assert inbox.take(waits=False) == []
+        assert inbox.take(0) == []
         ours.sendall(pack({"type": "abort", "id": "0-0"}))
-        assert inbox.take(waits=True) == [{"type": "abort", "id": "0-0"}]
+        assert inbox.take(None) == [{"type": "abort", "id": "0-0"}]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

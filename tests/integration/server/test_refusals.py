@@ -18,8 +18,9 @@ from idlm.errors import UserError
 from idlm.infer.cli.serve import serve
 from idlm.infer.server import guard
 from idlm.infer.server.app import routes
+from idlm.infer.server.fields.body import NEUTRAL
 from idlm.infer.server.guard import OPEN_PATHS
-from idlm.infer.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
 from tests.integration.server.bad_fields import BAD_FIELDS, CHAT, COMPLETIONS, VALID
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running

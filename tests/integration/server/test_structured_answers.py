@@ -10,6 +10,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from tests.integration.server.servers import PATIENCE, Running, running
+from tests.integration.server.servers import TOOLS as TEMPLATE
+from tests.small_tokenizers import CHATML
 from tests.toy import write_spelling_toy
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -24,12 +26,17 @@ SCHEMA = {
     "x-guidance": {"whitespace_pattern": ""},
 }
 CHOICES = ["yes", "no", "日本"]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "place", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model = write_spelling_toy(tmp_path_factory.mktemp("model") / "toy")
-    with running("sampling.max_tokens=60", model=model) as found:
+    (model / "chat_template.jinja").write_text(CHATML + TEMPLATE)
+    with running("sampling.max_tokens=120", "tool_parser=hermes", "max_length=480", model=model) as found:
         yield found
 
 
@@ -96,3 +103,48 @@ def test_what_cannot_be_compiled_names_its_field(client: OpenAI) -> None:
         )
     assert found.value.param == "structured_outputs.regex"
     assert found.value.code == "IDLM-0474" and "unclosed group" in str(found.value)
+
+
+def calls_of(message: Any) -> list[str]:
+    """Names of the calls, whose arguments follow their schemas."""
+    for call in message.tool_calls or ():
+        if call.function.name == "place":
+            check(call.function.arguments)
+        else:
+            assert json.loads(call.function.arguments) == {}
+    return [call.function.name for call in message.tool_calls or ()]
+
+
+def test_tools_that_must_be_called(client: OpenAI) -> None:
+    settings: Any = {"model": "toy", "messages": MESSAGES, "tools": TOOLS, "seed": 3}
+    single: Any = {"tool_choice": "required", "parallel_tool_calls": False, "n": 6}
+    answer = client.chat.completions.create(**settings, **single)
+    names = [calls_of(choice.message) for choice in answer.choices]
+    assert {len(each) for each in names} == {1}
+    assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+    assert {choice.message.content for choice in answer.choices} == {None}
+    several = client.chat.completions.create(**settings, tool_choice="required", n=3)
+    assert all(calls_of(choice.message) for choice in several.choices)
+    named: Any = {"tool_choice": {"type": "function", "function": {"name": "place"}}}
+    [choice] = client.chat.completions.create(**settings, **named).choices
+    assert calls_of(choice.message) == ["place"]
+    parts = [
+        call.function
+        for chunk in client.chat.completions.create(**settings, **named, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or ()
+    ]
+    [whole] = choice.message.tool_calls or ()
+    assert [part.name for part in parts if part is not None and part.name] == ["place"]
+    assert "".join(part.arguments or "" for part in parts if part is not None) == whole.function.arguments  # type: ignore[union-attr]
+
+
+def test_strict_tools_leave_text_free(client: OpenAI) -> None:
+    """Random weights call nothing; what a call must look like is tested in tests/contracts/structured."""
+    settings: Any = {"model": "toy", "messages": MESSAGES, "seed": 3, "max_tokens": 20}
+    strict = client.chat.completions.create(**settings, tools=TOOLS).choices[0]
+    assert strict.message.content and not strict.message.tool_calls
+    with pytest.raises(BadRequestError) as found:
+        broken: Any = {"type": "object", "properties": {"a": {"type": "frob"}}}
+        tools: Any = [{"type": "function", "function": {"name": "f", "parameters": broken, "strict": True}}]
+        client.chat.completions.create(**settings, tools=tools)
+    assert (found.value.param, found.value.code) == ("tools", "IDLM-0474")

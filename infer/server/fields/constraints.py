@@ -68,6 +68,11 @@ class ConstraintFields(BaseModel):
             )
         return Constraint(kind=found[0][1], text=found[0][2]) if found else None
 
+    @property
+    def has_whole_constraint(self) -> bool:
+        """Whether the whole answer must match something."""
+        return any(field != "tools" for field, _, _ in self._given())
+
     def named(self, error: ApiError) -> ApiError:
         """An error about the constraint with the field that has it."""
         found = self._given()

@@ -1,0 +1,121 @@
+"""Grammars of tool calls: whatever matches one is read back by the parser of the same format as calls that
+follow their schemas, and everything else is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from idlm.contracts import Constraint
+from idlm.infer.server.parsers.hermes import BEGIN, END, HermesParser, calls_grammar
+from idlm.infer.server.parsers.pieces import Piece
+from idlm.infer.structured.grammar import Grammar, GrammarCompiler
+from idlm.text.tokenizer import load_tokenizer
+from tests.toy import write_spelling_toy
+
+EOS_ID, VOCAB = 2, 335
+SIZED = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"$ref": "#/$defs/tag"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"enum": ["x", END]}},
+    "x-guidance": {"whitespace_pattern": " ?"},
+}
+TOOLS: dict[str, Any] = {
+    'size "é"': SIZED,
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+SIZE = f'{BEGIN}\n{{"name": "size \\"é\\"", "arguments": {{"a": 1, "b": "{END}"}}}}\n{END}'
+NOW = f'{BEGIN}\n{{"name": "now", "arguments": {{}}}}\n{END}'
+WRONG = f'{BEGIN}\n{{"name": "now", "arguments": {{"a": 1}}}}\n{END}'
+MODES = [(True, True), (True, False), (False, True), (False, False)]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    return GrammarCompiler(
+        load_tokenizer(write_spelling_toy(tmp_path_factory.mktemp("calls") / "toy")), VOCAB, [EOS_ID]
+    )
+
+
+def grammar_of(compiler: GrammarCompiler, is_forced: bool, has_many: bool) -> Grammar:
+    text = calls_grammar(TOOLS, is_forced=is_forced, has_many=has_many)
+    return compiler.grammar(Constraint(kind="grammar", text=text))
+
+
+def parsed(text: str, size: int | None = None) -> list[Piece]:
+    """The pieces of a text that comes in parts of `size` characters; adjacent content is joined."""
+    parser, found, size = HermesParser(), list[Piece](), size or len(text)
+    pushed = [parser.push(text[start : start + size]) for start in range(0, len(text), size)]
+    for piece in [*itertools.chain(*pushed), *parser.push("", is_last=True)]:
+        if found and piece.kind == found[-1].kind == "content":
+            found[-1] = Piece("content", found[-1].text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
+@pytest.mark.parametrize(("is_forced", "has_many"), MODES)
+def test_what_the_grammar_takes(compiler: GrammarCompiler, is_forced: bool, has_many: bool) -> None:
+    for text, num_calls, has_text in (
+        (SIZE, 1, False),
+        (NOW, 1, False),
+        (f"{SIZE}\n{NOW}", 2, False),
+        (WRONG, None, False),
+        (f"Well. {WRONG}", None, True),
+        ("Well.", 0, True),
+        (f"Well. <tool_c {SIZE} Done.", 1, True),
+        (f"Well. {SIZE} and {NOW} Done.", 2, True),
+        (f"{NOW} {BEGIN}", None, True),
+    ):
+        is_allowed = num_calls is not None and (num_calls > 0 and not has_text if is_forced else True)
+        is_allowed = is_allowed and (has_many or (num_calls or 0) < 2)
+        grammar = grammar_of(compiler, is_forced, has_many)
+        token_ids = compiler._tokenizer.encode(text, add_special_tokens=False)
+        assert (grammar.push(token_ids) and grammar.matcher.is_accepting()) == is_allowed, text
+
+
+@pytest.mark.parametrize(("is_forced", "has_many"), MODES[:2])
+def test_what_the_grammar_makes_is_read_back(
+    compiler: GrammarCompiler, is_forced: bool, has_many: bool
+) -> None:
+    """Random answers, token by token among those that the grammar allows."""
+    dice, seen = random.Random(0), set[str]()
+    for _ in range(6):
+        grammar, token_ids = grammar_of(compiler, is_forced, has_many), list[int]()
+        while not grammar.is_finished and len(token_ids) < 400:
+            bits = grammar.matcher.compute_bitmask()
+            allowed = [one for one in range(VOCAB) if bits[one // 8] >> one % 8 & 1]
+            # Where it may end it does.
+            token_ids.append(EOS_ID if EOS_ID in allowed else dice.choice(allowed))
+            assert grammar.push(token_ids[-1:])
+        text = compiler._tokenizer.decode([one for one in token_ids if one != EOS_ID])
+        calls = parsed(text)
+        assert calls and {piece.kind for piece in calls} == {"call"}, text
+        assert calls == parsed(text, 1) == parsed(text, 7)
+        for call in calls:
+            arguments = json.loads(call.text)
+            seen.add(call.name)
+            if call.name == "now":
+                assert arguments == {}
+            else:
+                assert arguments["a"] in range(10) and arguments["b"] in ("x", END) and len(arguments) == 2
+    assert seen == set(TOOLS)
+
+
+def test_an_end_within_a_string_of_json_ends_no_call() -> None:
+    text = f"Well.\n{SIZE}\n{NOW}\nDone."
+    kinds = [piece.kind for piece in parsed(text)]
+    assert kinds == ["content", "call", "call", "content"]
+    for size in (1, 3, 50):
+        assert parsed(text, size) == parsed(text)
+    # A string without an end is no reason to swallow what follows.
+    broken = f'{BEGIN}{{"name": "now}}{END} and {NOW}'
+    assert [piece.kind for piece in parsed(broken)] == ["content", "call"]
+    assert parsed(broken, 2) == parsed(broken)
