@@ -6,13 +6,14 @@ store no KV. On a CPU the padded pass runs without a graph, which is how it is t
 After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
 captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
 takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
-behind the passes before it.
+behind the passes before it. Passes with blocks, whose shapes follow what earlier passes asked for, use a
+larger graph with or without a warm-up, until its padding has taken as long as a capture does.
 """
 
 from __future__ import annotations
 
-import bisect
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,16 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
+from idlm.infer.runtime.buckets import (
+    BATCH_BUCKETS,
+    FED_BLOCK_BUCKETS,
+    PROMPT_BUCKETS,
+    PROMPT_STEP,
+    bucket,
+    padded_sequences,
+    rounded_up,
+    slots_bucket,
+)
 from idlm.infer.runtime.head_rows import head_bucket, head_buckets, row_room
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.state.batch import Batch, RowRoom, Schedule, lane_of, to_device
@@ -30,19 +41,6 @@ from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.structured.masks import with_grammars
 
 Columns = list[list[int]]
-BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
-"""A sequence may feed a block of rows, of which six bind a step's matrix products by their rows: up to 32
-sequences padding adds at most a twenty-fifth.
-"""
-PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
-"""Prompt rows beside the decoding rows."""
-PROMPT_STEP = 64
-"""The same of passes that need no graph: Triton compiles for numbers that are multiples of 16, and others."""
-FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""The same in blocks, including clean blocks of answers."""
-MIN_SLOTS = 1024
-DOUBLED_SLOTS = 1 << 15
-"""Bounds of contexts double up to here, then grow by at most a quarter."""
 WARM_UP_PASSES = 2
 MAX_CUDA_GRAPHS = 512
 """Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
@@ -51,10 +49,12 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (two passes of launches, and the graph's creation).
 """
 TIMED_REPLAYS = 3
-BLOCK_SLACK, ROOM_SLACK = 1.25, 1.06
-"""Passes with blocks may have so many times their rows in a captured shape: they have never been measured
-without graphs. Where rows are dropped their number changes slowly, so a graph that fits is soon there.
-"""
+CAPTURE_PASSES = 16
+"""A capture takes as long as so many passes with blocks: two without a graph, and the graph's creation."""
+STREAMED_ROWS = 128
+"""Up to so many rows a pass takes as long as reading the weights does."""
+FEW_LAYERS = 16
+"""Rows of the first layers alone, or of the head, take a part of this of what other rows do."""
 CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
 """Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
 and block size the values that passes take, first the one that fits all (None), for graphs to be captured
@@ -90,6 +90,13 @@ class PassShape:
         """Rows of the pass in most of its layers."""
         return self.num_rows + self.num_prompt_rows if self.room is None else self.room.kept
 
+    @property
+    def weight(self) -> float:
+        """What the pass costs, in rows of all layers."""
+        all_rows = self.num_rows + self.num_prompt_rows
+        room = self.room or RowRoom(fed=all_rows, kept=all_rows, head=self.num_wanted or self.num_rows)
+        return max(room.kept, STREAMED_ROWS) + (room.fed + room.head) / FEW_LAYERS
+
     def holds(self, other: PassShape) -> bool:
         """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
         return all(_holds(name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
@@ -116,12 +123,14 @@ class StaticStep:
     def __init__(self, step: Step, *, spare_lane: int, captures: bool, eager_rows: int = 0) -> None:
         self._step, self._spare_lane, self.captures = step, spare_lane, captures
         self.eager_rows, self.is_warm, self.num_captured_in_traffic = eager_rows, False, 0
-        self._device = step.table.device
+        self._device, self._has_blocks = step.table.device, step.decoder.kv_policy.block_size > 1
         self._graphs: dict[PassShape, _Graph] = {}
         """The most recently used one is the last."""
         self._holders: dict[PassShape, PassShape | None] = {}
         """By shape the captured one that its passes run in; None: they run eagerly."""
         self._num_eager: Counter[PassShape] = Counter()
+        self._wasted: dict[int, float] = {}
+        """By number of sequences: padding of larger graphs since the last capture, in passes."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
         # One stream for all, because the allocator keeps what each stream has freed for that stream.
         self._beside = torch.cuda.Stream(self._device) if captures else None
@@ -150,6 +159,7 @@ class StaticStep:
         """
         self._graphs.clear()
         self._holders.clear()
+        self._wasted.clear()
         if self.captures:
             # A pool that no graph uses any more cannot be captured into again.
             self._memory = torch.cuda.graph_pool_handle()
@@ -164,6 +174,7 @@ class StaticStep:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
         self._num_eager.pop(shape, None)
+        self._wasted.pop(shape.num_sequences, None)
         self._graphs[shape] = self._capture(shape)
 
     def seconds(self, shape: PassShape) -> float:
@@ -191,6 +202,8 @@ class StaticStep:
         if shape not in self._holders:
             self._holders[shape] = self._holder(shape)
         holder = self._holders[shape]
+        if holder is not None and self._is_wasteful(shape, holder):
+            holder = None
         if holder is None and self.is_warm and not self._is_due(shape, schedule):
             return None
         if holder is None:
@@ -202,18 +215,25 @@ class StaticStep:
 
     def _holder(self, shape: PassShape) -> PassShape | None:
         """The captured shape with the fewest rows that such passes should run in."""
-        if shape in self._graphs or not self.is_warm:
+        if shape in self._graphs or not (self.is_warm or self._has_blocks):
             return shape if shape in self._graphs else None
-        has_blocks = self._step.decoder.kv_policy.block_size > 1
-        slack = ROOM_SLACK if shape.room is not None else BLOCK_SLACK if has_blocks else 1.0
-        most = max(self.eager_rows if shape.room is None else 0, slack * shape.all_rows)
+        most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
 
-        def cost(each: PassShape) -> tuple[int, ...]:
-            num_full = sum(getattr(each, name) is None for name in CAPACITIES)
-            return each.filters, each.all_rows, num_full, each.max_known
+        def cost(each: PassShape) -> tuple[float, ...]:
+            return each.filters, each.weight, each.max_known
 
         return min(fitting, key=cost, default=None)
+
+    def _is_wasteful(self, shape: PassShape, holder: PassShape) -> bool:
+        """Count the padding of a pass with blocks in a larger graph: whether it has cost as much as a capture
+        by now.
+        """
+        if holder == shape or not self._has_blocks:
+            return False
+        wasted = self._wasted.get(shape.num_sequences, 0.0) + max(0.0, holder.weight / shape.weight - 1)
+        self._wasted[shape.num_sequences] = wasted
+        return wasted > CAPTURE_PASSES
 
     def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
         """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing. Room
@@ -221,7 +241,7 @@ class StaticStep:
         """
         size = self._step.decoder.kv_policy.block_size
         decodes = all(schedule.samples) and max(schedule.num_feed) <= size
-        if not decodes or (size == 1 and shape.all_rows > self.eager_rows):
+        if not decodes or (not self._has_blocks and shape.all_rows > self.eager_rows):
             return False
         self._num_eager[shape] += 1
         return shape.room is not None or self._num_eager[shape] > MAX_EAGER_PASSES
@@ -301,7 +321,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
     not have a graph, so that it has fewer rows of padding.
     """
     policy = decoder.kv_policy
-    num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
+    num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
     if is_warm and policy.kind == "append":
         num_sequences = padded_sequences(len(schedule.requests))
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
@@ -314,10 +334,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
             if is_warm:
                 num_prompt_rows = -(-num_prompt_rows // PROMPT_STEP) * PROMPT_STEP
             else:
-                num_prompt_rows = _bucket(num_prompt_rows, PROMPT_BUCKETS)
+                num_prompt_rows = bucket(num_prompt_rows, PROMPT_BUCKETS)
         case "block":
             num_blocks = _num_blocks(schedule, num_sequences, policy)
-            num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
+            num_prompt_rows = policy.block_size * bucket(num_blocks, FED_BLOCK_BUCKETS)
             num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
             room = row_room(
                 schedule.room,
@@ -327,12 +347,12 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
                 block_size=policy.block_size,
             )
         case "none":
-            num_rows = _rounded_up(sum(schedule.num_rows))
+            num_rows = rounded_up(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
             rows = zip(schedule.num_rows, schedule.requests, strict=True)
             longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
-            max_rows = min(_rounded_up(longest_canvas), most)
-            longest = min(_rounded_up(schedule.max_length), max_length)
+            max_rows = min(rounded_up(longest_canvas), most)
+            longest = min(rounded_up(schedule.max_length), max_length)
             # Guided passes need logits.
             is_greedy = schedule.is_greedy and schedule.num_canvases == 1
     return PassShape(
@@ -341,7 +361,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         num_rows=num_rows,
         max_rows=max_rows,
         num_prompt_rows=num_prompt_rows,
-        max_known=_slots_bucket(max(schedule.num_known)),
+        max_known=slots_bucket(max(schedule.num_known)),
         filters=schedule.filters,
         num_top=schedule.num_top,
         max_length=longest,
@@ -371,30 +391,4 @@ def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: in
     count against the budget.
     """
     size = kv_policy.block_size
-    return size * _bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)
-
-
-def _bucket(size: int, buckets: tuple[int, ...]) -> int:
-    """The smallest bucket that holds `size`; beyond the largest one, the next multiple of it."""
-    place = bisect.bisect_left(buckets, size)
-    return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
-
-
-def padded_sequences(num_sequences: int) -> int:
-    """Sequences of a pass that needs no graph, rounded up by at most a twenty-fifth beyond 192."""
-    step = 1 if num_sequences <= 16 else 2 if num_sequences <= 32 else 8
-    return -(-num_sequences // step) * step
-
-
-def _slots_bucket(num_slots: int) -> int:
-    """`PassShape.max_known` of so many tokens."""
-    if num_slots <= DOUBLED_SLOTS:
-        return max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
-    step = 1 << (num_slots.bit_length() - 3)
-    return -(-num_slots // step) * step
-
-
-def _rounded_up(num_rows: int) -> int:
-    """Rows of canvases, rounded up by less than an eighth."""
-    step = 1 << max(0, num_rows.bit_length() - 4)
-    return -(-num_rows // step) * step
+    return size * bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)

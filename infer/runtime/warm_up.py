@@ -22,16 +22,19 @@ from idlm.infer.decoders.base import Decoder, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts, WarmUp
+from idlm.infer.runtime.buckets import (
+    FED_BLOCK_BUCKETS,
+    PROMPT_STEP,
+    bucket,
+    padded_sequences,
+    slots_bucket,
+)
 from idlm.infer.runtime.cuda_graphs import (
     CAPACITIES,
-    FED_BLOCK_BUCKETS,
     MAX_CUDA_GRAPHS,
-    PROMPT_STEP,
+    STREAMED_ROWS,
     PassShape,
     StaticStep,
-    _bucket,
-    _slots_bucket,
-    padded_sequences,
 )
 from idlm.infer.runtime.step_times import StepTimes, cache_file, read_times, write_times
 from idlm.log import get_logger
@@ -43,8 +46,6 @@ LAUNCH_SECONDS = 4e-4
 FLOPS = 5.5e14
 """Of matrix products with hundreds of rows, on an H100 or H200."""
 MIN_EAGER_ROWS = 512
-STREAMED_ROWS = 128
-"""Up to so many rows a pass takes as long as reading the weights does."""
 CONTEXT_STEP = 8
 """Bounds of contexts that have graphs of their own. Attention reads what there is, whatever the bound."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
@@ -217,9 +218,9 @@ def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
 
 def _contexts(max_length: int) -> list[int]:
     """Bounds of known tokens, the largest first."""
-    bounds = [_slots_bucket(max_length)]
+    bounds = [slots_bucket(max_length)]
     while bounds[-1] // CONTEXT_STEP >= 2 * PROMPT_STEP * CONTEXT_STEP:
-        bounds.append(_slots_bucket(bounds[-1] // CONTEXT_STEP))
+        bounds.append(slots_bucket(bounds[-1] // CONTEXT_STEP))
     return bounds
 
 
@@ -245,7 +246,7 @@ def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassSh
     if policy.kind == "append":
         return [shape]
     least = -(-shape.num_sequences // 8) if policy.fused_commit else 0
-    clean = [policy.block_size * _bucket(count, FED_BLOCK_BUCKETS) for count in (2 * least, least)]
+    clean = [policy.block_size * bucket(count, FED_BLOCK_BUCKETS) for count in (2 * least, least)]
     values = [
         [(name, value) for value in buckets(shape.num_sequences, policy.block_size)]
         for name, buckets in CAPACITIES.items()

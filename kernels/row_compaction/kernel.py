@@ -83,9 +83,11 @@ def count_kernel(
                 HAS_SCHEDULED, DROPS_STORED, SIZE, BLOCK_W,
             )  # fmt: skip
             other_key = tl.load(num_waits_B + c, mask=c < B, other=-1)
-            is_before = (other_key[None, :] > key[:, None]) | (
-                (other_key[None, :] == key[:, None]) & (c[None, :] < b[:, None])
+            is_as_long = other_key[None, :] == key[:, None]
+            is_smaller = (others[None, :] < needs[:, None]) | (
+                (others[None, :] == needs[:, None]) & (c[None, :] < b[:, None])
             )
+            is_before = (other_key[None, :] > key[:, None]) | (is_as_long & is_smaller)
             end += tl.sum(tl.where(is_before, others[None, :], 0), 1)
         waits = waits | ((needs > 0) & (end > capacity))
         before = tl.where(waits, scheduled, before)

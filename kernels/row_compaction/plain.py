@@ -36,7 +36,9 @@ def compact_rows(
             is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
         scheduled_B = torch.zeros_like(asked_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
         left = room.capacity - scheduled_B.sum()
-        waits_B = waits_B | take_room(asked_B - scheduled_B, room.num_waits_B, left)[1]
+        needs_B = asked_B - scheduled_B
+        priority_B = room.num_waits_B * (num_rows + 1) - needs_B
+        waits_B = waits_B | take_room(needs_B, priority_B, left)[1]
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
     numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows

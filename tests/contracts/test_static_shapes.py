@@ -12,6 +12,7 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runtime import buckets
 from idlm.infer.runtime import cuda_graphs as graphs
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import Schedule, StepPlan
@@ -126,26 +127,26 @@ def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
 
 
 def test_few_shapes_serve_all_loads() -> None:
-    sizes = {graphs._bucket(size, graphs.BATCH_BUCKETS) for size in range(1, 257)}
-    assert sizes == set(graphs.BATCH_BUCKETS)
-    assert all(graphs._bucket(size, graphs.BATCH_BUCKETS) >= size for size in range(1, 2000))
-    assert graphs._bucket(0, graphs.PROMPT_BUCKETS) == 0
+    sizes = {buckets.bucket(size, buckets.BATCH_BUCKETS) for size in range(1, 257)}
+    assert sizes == set(buckets.BATCH_BUCKETS)
+    assert all(buckets.bucket(size, buckets.BATCH_BUCKETS) >= size for size in range(1, 2000))
+    assert buckets.bucket(0, buckets.PROMPT_BUCKETS) == 0
 
 
 def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
     """Up to 32 sequences at most a twenty-fifth of the rows; contexts beyond 32K at most a quarter."""
     policy = KVWritePolicy(kind="block", block_size=32)
     for size in range(1, 33):
-        padded = graphs._bucket(size, graphs.BATCH_BUCKETS)
+        padded = buckets.bucket(size, buckets.BATCH_BUCKETS)
         assert padded <= 1.041 * size
         schedule = Schedule(num_feed=[0] * size)
-        num_clean = graphs._bucket(graphs._num_blocks(schedule, padded, policy), graphs.FED_BLOCK_BUCKETS)
+        num_clean = buckets.bucket(graphs._num_blocks(schedule, padded, policy), buckets.FED_BLOCK_BUCKETS)
         assert num_clean == -(-padded // 8), "room for the clean blocks of an eighth of the sequences"
-    assert graphs._slots_bucket(5) == graphs.MIN_SLOTS
-    assert graphs._slots_bucket(20_000) == 1 << 15
+    assert buckets.slots_bucket(5) == buckets.MIN_SLOTS
+    assert buckets.slots_bucket(20_000) == 1 << 15
     for length in (32_769, 65_568, 131_072, 131_104, 1_000_000):
-        assert length <= graphs._slots_bucket(length) <= 1.25 * length
-    assert graphs._slots_bucket(131_072) == 131_072, "a context of a power of two has its own bound"
+        assert length <= buckets.slots_bucket(length) <= 1.25 * length
+    assert buckets.slots_bucket(131_072) == 131_072, "a context of a power of two has its own bound"
 
 
 @pytest.mark.parametrize(

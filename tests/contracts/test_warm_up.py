@@ -14,8 +14,8 @@ from torch import Tensor
 from idlm.infer import build
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
+from idlm.infer.runtime import buckets, step_times, warm_up
 from idlm.infer.runtime import cuda_graphs as graphs
-from idlm.infer.runtime import step_times, warm_up
 from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
 from idlm.infer.runtime.head_rows import head_bucket, head_buckets
 from tests.contracts.block.test_block_decoder import write_block_toy
@@ -161,7 +161,7 @@ def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
     assert decoding
     assert set(decoding) <= captured, "decoding has graphs"
     prompts = {shape.num_prompt_rows for shape in eager if shape.num_prompt_rows}
-    assert prompts == {graphs.PROMPT_STEP}, "prompts are stored eagerly, hardly padded"
+    assert prompts == {buckets.PROMPT_STEP}, "prompts are stored eagerly, hardly padded"
 
 
 def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
@@ -231,5 +231,5 @@ def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
     assert len(sizes) <= 40
     for size in range(1, min(most, sizes[-1]) + 1):
         padded = next(each for each in sizes if each >= size)
-        share = 1.25 if size * width <= warm_up.STREAMED_ROWS else 1.125
-        assert padded <= max(share * size + 1, graphs.padded_sequences(size) + 8 * (size > 32))
+        share = 1.25 if size * width <= graphs.STREAMED_ROWS else 1.125
+        assert padded <= max(share * size + 1, buckets.padded_sequences(size) + 8 * (size > 32))

@@ -34,7 +34,7 @@ NO_EVICTION = 1e9
 RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
 WARM_UP_BLOCKS = 2
-MAX_WARM_ROUNDS = 3
+MAX_WARM_ROUNDS = 8
 """Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
 """Share of lanes."""
@@ -161,25 +161,27 @@ class SteadyTrace(SteadyBlocks):
         with super().toggled(), replaying_blocks(self.replay_of_blocks), _toggles(arm):
             yield
 
-    def warm_up(self) -> None:
-        """Start all requests and decode until every sequence has left the block of its prompt."""
+    def settle(self, num_passes: int) -> None:
+        """Start all requests and decode until every sequence has left the block of its prompt, and a round of
+        `num_passes` passes captures no graph.
+        """
         self.start_requests()
         self.run_tokens(self.warm_up_tokens)
         while any(one.num_known == len(one.prompt_ids) for one in self.engine.scheduler.running):
             self.run_passes(1)
         self.drain()
+        for _ in range(MAX_WARM_ROUNDS):
+            captured = self.num_captured
+            self.run_passes(num_passes)
+            self.drain()
+            if self.num_captured == captured:
+                break
 
     def window(self, rounds: int, num_passes: int) -> Window:
         """Start all requests, warm up, and measure `rounds` of `num_passes` passes, one after the other."""
         found = Window(batch=self.load.concurrency)
         with self.toggled():
-            self.warm_up()
-            for _ in range(MAX_WARM_ROUNDS):
-                captured = self.num_captured
-                self.run_passes(num_passes)
-                self.drain()
-                if self.num_captured == captured:
-                    break
+            self.settle(num_passes)
             before, counts = self._places(), row_counts_of(self.engine)
             captured = self.num_captured
             for _ in range(rounds):
