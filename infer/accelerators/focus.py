@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView, by_row
+from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import fill_lanes
 from idlm.kernels.block_eviction import (
     BlockKeys,
@@ -33,6 +33,7 @@ from idlm.kernels.block_eviction import (
     finish_blocks,
     select_places,
 )
+from idlm.kernels.row_compaction import spread_places
 
 LAST_LAYER = 1
 """The last layer whose attention is measured; rows are dropped after its queries and keys."""
@@ -103,11 +104,9 @@ class FocusPass(RowsPass):
             return None
         selected = self._select(self._first_BPW, found_BPW)
         self.budget_B = selected.budget_B
-        limits_BW = (view.active.starts_B + selected.ends_B)[:, None].expand_as(view.rows_BW)
-        return RowSelection(
-            keep_R=by_row(selected.kept_BW, view.rows_BW, len(q_RNH), other=True),
-            limits_R=by_row(limits_BW, view.rows_BW, len(q_RNH), other=torch.iinfo(torch.int64).max),
-        )
+        starts_B, num_rows = view.active.starts_B, len(q_RNH)
+        keep_R, limits_R = spread_places(selected.kept_BW, selected.ends_B, starts_B, view.rows_BW, num_rows)
+        return RowSelection(keep_R=keep_R, limits_R=limits_R)
 
     def finish(self) -> None:
         """Kept positions have keys and values in all layers now; decoded ones with decoded right neighbours

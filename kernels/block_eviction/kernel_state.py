@@ -101,12 +101,14 @@ def begin_kernel(
         # Where nothing of the active block was decided, the block before is still the one in work.
         in_work = known == start - SIZE
         stays = (in_work & frozen) | ((in_work == 0) & before & (known_before == start - SIZE))
+        # The last rows ahead of the block, which are those of the block before unless they end earlier.
         first, last = tl.load(cu_rows_B1 + b), tl.load(cu_rows_B1 + b + 1)
-        first_slot = tl.load(slots_R + first, mask=first < last, other=0)
-        stored = first + start - SIZE + w - first_slot
-        has_row = m_w & (stored >= first) & (stored < last)
+        num_before = last - first - tl.sum((row >= 0).to(tl.int64), 0)
+        stored = first + num_before - SIZE + w
+        has_row = m_w & (stored >= first)
+        ends_here = tl.load(slots_R + first, mask=first < last, other=0) + num_before == start
         same = tl.load(tokens_R + stored, mask=has_row, other=-2) == tl.where(in_work, ids, before_ids)
-        stays = stays & same
+        stays = stays & same & ends_here
         if SHIFTED:
             # The last row predicts the first place of the next block.
             stays = stays & (w < SIZE - 1)

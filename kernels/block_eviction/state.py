@@ -60,7 +60,8 @@ class BlockState:
 class FedBlocks:
     """What a pass feeds: `rows_BW` (int64, -1: none) and `is_mask_BW` (bool) of the block that begins at slot
     `starts_B`; all rows of sequence b, of ascending slots without a gap, are cu_rows_B1[b] :
-    cu_rows_B1[b + 1]. Lanes of sequences are distinct, but for sequences that feed nothing.
+    cu_rows_B1[b + 1], and those before the block end where it begins, or at the end of an earlier block.
+    Lanes of sequences are distinct, but for sequences that feed nothing.
     """
 
     lanes_B: Tensor
@@ -91,7 +92,7 @@ class Begun:
     """`mine_B` (bool): blocks that are fed whole and have masks; rows may be dropped of `evicts_B` (bool).
     `mean_decoded_B` (fp64): tokens decoded per pass, at least 1. `token_ids_BW`: those fed, anything where
     there is no row. `keep_R` (bool): rows that are computed; it says nothing of rows other than those of
-    active blocks and, if stored ones are kept, of the blocks before.
+    active blocks and, if stored ones are kept, the last W before them.
     """
 
     mine_B: Tensor

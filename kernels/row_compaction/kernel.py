@@ -222,6 +222,39 @@ def place_kernel(
 
 
 @triton.jit
+def find_kernel(
+    cu_rows_B1, slots_R, mask_R, starts_B, rows_BW, is_mask_BW,
+    HAS_MASKS: tl.constexpr, SIZE: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """The row at each place of one sequence's block, and whether it is a mask."""
+    b = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
+    m_w, at = w < SIZE, b * SIZE + w
+    first, last = tl.load(cu_rows_B1 + b), tl.load(cu_rows_B1 + b + 1)
+    row = first + tl.load(starts_B + b) + w - tl.load(slots_R + first, mask=first < last, other=0)
+    has_row = m_w & (row >= first) & (row < last)
+    tl.store(rows_BW + at, tl.where(has_row, row, -1), mask=m_w)
+    is_mask = has_row
+    if HAS_MASKS:
+        is_mask = tl.load(mask_R + row, mask=has_row, other=0) != 0
+    tl.store(is_mask_BW + at, is_mask & HAS_MASKS, mask=m_w)
+
+
+@triton.jit
+def spread_kernel(
+    kept_BW, ends_B, starts_B, rows_BW, keep_R, limits_R, SIZE: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Flags of one sequence's places to their rows, and the slot below which these see their block."""
+    b = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
+    row = tl.load(rows_BW + b * SIZE + w, mask=w < SIZE, other=-1)
+    kept = tl.load(kept_BW + b * SIZE + w, mask=w < SIZE, other=0)
+    limit = tl.load(starts_B + b) + tl.load(ends_B + b)
+    tl.store(keep_R + row, kept, mask=row >= 0)
+    tl.store(limits_R + row, limit + w * 0, mask=row >= 0)
+
+
+@triton.jit
 def gather_one(source, target, stride, width, row, to, BLOCK: tl.constexpr):
     """A part of one row of one tensor, in words."""
     x = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -70,6 +70,29 @@ def compact_rows(
     )
 
 
+def find_places(
+    cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """See `op.find_places`."""
+    first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None]
+    first_slot_B1 = slots_R[first_B1.clamp(max=len(slots_R) - 1)]
+    rows_BW = first_B1 + starts_B[:, None] - first_slot_B1 + torch.arange(size, device=slots_R.device)
+    has_row_BW = (rows_BW >= first_B1) & (rows_BW < last_B1)
+    rows_BW = torch.where(has_row_BW, rows_BW, -1)
+    if is_mask_R is None:
+        return rows_BW, torch.zeros_like(has_row_BW)
+    return rows_BW, has_row_BW & is_mask_R[rows_BW.clamp(min=0)]
+
+
+def spread_places(
+    kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """See `op.spread_places`."""
+    limits_BW = (starts_B + ends_B)[:, None].expand_as(rows_BW)
+    keep_R = _by_row(kept_BW, rows_BW, num_rows, other=True)
+    return keep_R, _by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
+
+
 def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool) -> Tensor:
     """For each row the value [R] of its place; `other` for rows of no place."""
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()

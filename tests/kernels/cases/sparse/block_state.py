@@ -19,7 +19,7 @@ from idlm.kernels.block_eviction import (
     finish_reference,
 )
 
-MASK, NUM_LANES, NUM_STEPS, NUM_TOKENS = 99, 6, 14, 3
+MASK, NUM_LANES, NUM_STEPS, NUM_TOKENS = 99, 6, 10, 3
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Sequence:
         texts[self.start - size :] = self.before
         texts += self.tokens
         slots = list(range(self.start - num_before, self.start + num_fed))
+        if not num_fed and num_before == 2 * size:
+            slots = slots[:size]
         self.fed = dict(enumerate(self.tokens[:num_fed]))
         self.masks = {place for place, token in self.fed.items() if token == MASK}
         places = {slot: slot - self.start + size for slot in slots if self.start - size <= slot < self.start}
@@ -126,7 +128,10 @@ def _check_pass(
         kept = {place for place in one.fed if begun.keep_R[rows[b][place]]}
         assert kept == one.fed.keys() - dropped
         if rules.keeps_stored:
-            assert {place for place, row in stored[b].items() if not begun.keep_R[row]} == stays
+            num_before = ends[b + 1] - ends[b] - len(one.fed)
+            last = range(ends[b] + max(0, num_before - size), ends[b] + num_before)
+            dropped_rows = {stored[b][place] for place in stays}
+            assert {row for row in last if not begun.keep_R[row]} == dropped_rows
         computed.append({place for place in kept if dice.random() < 0.7})
         if mine and not waits[b]:
             finish_reference(
