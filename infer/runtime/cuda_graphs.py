@@ -219,6 +219,9 @@ class StaticStep:
             return shape if shape in self._graphs else None
         most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
+        if not self.is_warm:
+            sampled = shape.filters, shape.num_top
+            fitting = [each for each in fitting if (each.filters, each.num_top) == sampled]
 
         def cost(each: PassShape) -> tuple[float, ...]:
             return each.filters, each.weight, each.max_known
