@@ -7,7 +7,8 @@ After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass withou
 captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
 takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
 behind the passes before it. Passes with blocks, whose shapes follow what earlier passes asked for, use a
-larger graph with or without a warm-up, until its padding has taken as long as a capture does.
+larger graph with or without a warm-up, until its padding has taken as long as a capture does; the first graphs
+of a number of sequences, of which early passes need far more room than later ones, give way sooner.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (two passes of launches, and the graph's creation).
 """
 TIMED_REPLAYS = 3
-CAPTURE_PASSES = 16
-"""A capture takes as long as so many passes with blocks: two without a graph, and the graph's creation."""
+CAPTURE_PASSES, PASSES_PER_GRAPH = 16, 0.5
+"""A capture takes as long as the first number of passes with blocks: two without a graph, and the graph's
+creation. It comes after as much padding, but while there are few graphs after the second number for each.
+"""
+FREE_PADDING = 0.03
+"""Padding of a larger graph that does not count, as a part of the pass: graphs so near gain nothing."""
 STREAMED_ROWS = 128
 """Up to so many rows a pass takes as long as reading the weights does."""
 FEW_LAYERS = 16
@@ -230,13 +235,15 @@ class StaticStep:
 
     def _is_wasteful(self, shape: PassShape, holder: PassShape) -> bool:
         """Count the padding of a pass with blocks in a larger graph: whether it has cost as much as a capture
-        by now.
+        may by now.
         """
         if holder == shape or not self._has_blocks:
             return False
-        wasted = self._wasted.get(shape.num_sequences, 0.0) + max(0.0, holder.weight / shape.weight - 1)
-        self._wasted[shape.num_sequences] = wasted
-        return wasted > CAPTURE_PASSES
+        size = shape.num_sequences
+        padding = max(0.0, holder.weight / shape.weight - 1 - FREE_PADDING)
+        self._wasted[size] = self._wasted.get(size, 0.0) + padding
+        num_graphs = sum(each.num_sequences == size for each in self._graphs)
+        return self._wasted[size] > min(CAPTURE_PASSES, PASSES_PER_GRAPH * num_graphs)
 
     def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
         """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing. Room

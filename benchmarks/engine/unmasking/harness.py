@@ -34,6 +34,11 @@ NO_EVICTION = 1e9
 RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
 WARM_UP_BLOCKS = 2
+SETTLING_TOKENS = 512
+"""Tokens of a sequence that passes which drop rows decode before the window, if graphs hold them: rooms follow
+the mean of 64 passes, and the first ones need more. Sequences begin as many tokens before their context (at
+most half of it), so that the window begins there.
+"""
 MAX_WARM_ROUNDS = 8
 """Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
@@ -145,13 +150,16 @@ class SteadyTrace(SteadyBlocks):
     def __init__(self, model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> None:
         blocks = trace.whole(arm.replayed)
         self.replay_of_blocks = UnmaskingReplay(blocks, trace.block_size, model.device)
+        settles, most = arm.alpha is not None and arm.graphs, load.context // 2 // arm.stride * arm.stride
+        self._num_settling = min(SETTLING_TOKENS, most) if settles else 0
+        load = replace(load, context=load.context - self._num_settling)
         SteadyEngine.__init__(self, model, arm, load, None)
         self._count_captures()
 
     @property
     def warm_up_tokens(self) -> int:
-        """The first block, of which a part is fixed, and the blocks behind it that choose the shapes."""
-        return WARM_UP_BLOCKS * self.arm.stride
+        """The first block, of which a part is fixed, and the tokens behind it that choose the shapes."""
+        return WARM_UP_BLOCKS * self.arm.stride + self._num_settling
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
