@@ -70,10 +70,11 @@ class RowSelection:
     their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
     what earlier passes stored of them stays.
 
-    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences take it in
-    order, first those that waited longest. A sequence whose rows find none waits: it drops out of the
-    denoising part of this pass, decides nothing, and its random stream and its answer stay those it would
-    have had. Its pass must leave no trace in an accelerator's state: `finish` skips `PassView.waits_B`.
+    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences that waited
+    longest take it first, then those that need the fewest rows. A sequence whose rows find none waits: it
+    drops out of the denoising part of this pass, decides nothing, and its random stream and its answer stay
+    those it would have had. Its pass must leave no trace in an accelerator's state: `finish` skips
+    `PassView.waits_B`.
     """
 
     keep_R: Tensor

@@ -6,13 +6,16 @@ store no KV. On a CPU the padded pass runs without a graph, which is how it is t
 After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
 captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
 takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
-behind the passes before it.
+behind the passes before it. Passes with blocks, whose shapes follow what earlier passes asked for, use a
+larger graph with or without a warm-up, until its padding has taken as long as a capture does; the first graphs
+of a number of sequences, of which early passes need far more room than later ones, give way sooner.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,10 +52,16 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (a pass of launches, and the graph's creation).
 """
 TIMED_PASSES = 3
-BLOCK_SLACK, ROOM_SLACK = 1.25, 1.06
-"""Passes with blocks may have so many times their rows in a captured shape: they have never been measured
-without graphs. Where rows are dropped their number changes slowly, so a graph that fits is soon there.
+CAPTURE_PASSES, PASSES_PER_GRAPH = 16, 0.5
+"""A capture takes as long as the first number of passes with blocks: two without a graph, and the graph's
+creation. It comes after as much padding, but while there are few graphs after the second number for each.
 """
+FREE_PADDING = 0.03
+"""Padding of a larger graph that does not count, as a part of the pass: graphs so near gain nothing."""
+STREAMED_ROWS = 128
+"""Up to so many rows a pass takes as long as reading the weights does."""
+FEW_LAYERS = 16
+"""Rows of the first layers alone, or of the head, take a part of this of what other rows do."""
 CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
 """Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
 and block size the values that passes take, first the one that fits all (None), for graphs to be captured
@@ -90,6 +99,13 @@ class PassShape:
         """Rows of the pass in most of its layers."""
         return self.num_rows + self.num_prompt_rows if self.room is None else self.room.kept
 
+    @property
+    def weight(self) -> float:
+        """What the pass costs, in rows of all layers."""
+        all_rows = self.num_rows + self.num_prompt_rows
+        room = self.room or RowRoom(fed=all_rows, kept=all_rows, head=self.num_wanted or self.num_rows)
+        return max(room.kept, STREAMED_ROWS) + (room.fed + room.head) / FEW_LAYERS
+
     def holds(self, other: PassShape) -> bool:
         """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
         return all(_holds(name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
@@ -116,12 +132,14 @@ class StaticStep:
     def __init__(self, step: Step, *, spare_lane: int, captures: bool, eager_rows: int = 0) -> None:
         self._step, self._spare_lane, self.captures = step, spare_lane, captures
         self.eager_rows, self.is_warm, self.num_captured_in_traffic = eager_rows, False, 0
-        self._device = step.table.device
+        self._device, self._has_blocks = step.table.device, step.decoder.kv_policy.block_size > 1
         self._graphs: dict[PassShape, _Graph] = {}
         """The most recently used one is the last."""
         self._holders: dict[PassShape, PassShape | None] = {}
         """By shape the captured one that its passes run in; None: they run eagerly."""
         self._num_eager: Counter[PassShape] = Counter()
+        self._wasted: dict[int, float] = {}
+        """By number of sequences: padding of larger graphs since the last capture, in passes."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
         # One stream for all, because the allocator keeps what each stream has freed for that stream.
         self._beside = torch.cuda.Stream(self._device) if captures else None
@@ -159,6 +177,7 @@ class StaticStep:
         """
         self._graphs.clear()
         self._holders.clear()
+        self._wasted.clear()
         if self.captures:
             # A pool that no graph uses any more cannot be captured into again.
             self._memory = torch.cuda.graph_pool_handle()
@@ -173,6 +192,7 @@ class StaticStep:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
         self._num_eager.pop(shape, None)
+        self._wasted.pop(shape.num_sequences, None)
         self._graphs[shape] = self._capture(shape)
 
     def seconds(self, shape: PassShape) -> float:
@@ -201,6 +221,8 @@ class StaticStep:
         if shape not in self._holders:
             self._holders[shape] = self._holder(shape)
         holder = self._holders[shape]
+        if holder is not None and self._is_wasteful(shape, holder):
+            holder = None
         if holder is None and self.is_warm and not self._is_due(shape, schedule):
             return None
         if holder is None:
@@ -212,18 +234,30 @@ class StaticStep:
 
     def _holder(self, shape: PassShape) -> PassShape | None:
         """The captured shape with the fewest rows that such passes should run in."""
-        if shape in self._graphs or not self.is_warm:
+        if shape in self._graphs or not (self.is_warm or self._has_blocks):
             return shape if shape in self._graphs else None
-        has_blocks = self._step.decoder.kv_policy.block_size > 1
-        slack = ROOM_SLACK if shape.room is not None else BLOCK_SLACK if has_blocks else 1.0
-        most = max(self.eager_rows if shape.room is None else 0, slack * shape.all_rows)
+        most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
+        if not self.is_warm:
+            sampled = shape.filters, shape.num_top
+            fitting = [each for each in fitting if (each.filters, each.num_top) == sampled]
 
-        def cost(each: PassShape) -> tuple[int, ...]:
-            num_full = sum(getattr(each, name) is None for name in CAPACITIES)
-            return each.filters, each.all_rows, num_full, each.max_known
+        def cost(each: PassShape) -> tuple[float, ...]:
+            return each.filters, each.weight, each.max_known
 
         return min(fitting, key=cost, default=None)
+
+    def _is_wasteful(self, shape: PassShape, holder: PassShape) -> bool:
+        """Count the padding of a pass with blocks in a larger graph: whether it has cost as much as a capture
+        may by now.
+        """
+        if holder == shape or not self._has_blocks:
+            return False
+        size = shape.num_sequences
+        padding = max(0.0, holder.weight / shape.weight - 1 - FREE_PADDING)
+        self._wasted[size] = self._wasted.get(size, 0.0) + padding
+        num_graphs = sum(each.num_sequences == size for each in self._graphs)
+        return self._wasted[size] > min(CAPTURE_PASSES, PASSES_PER_GRAPH * num_graphs)
 
     def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
         """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing. Room
@@ -231,7 +265,7 @@ class StaticStep:
         """
         size = self._step.decoder.kv_policy.block_size
         decodes = all(schedule.samples) and max(schedule.num_feed) <= size
-        if not decodes or (size == 1 and shape.all_rows > self.eager_rows):
+        if not decodes or (not self._has_blocks and shape.all_rows > self.eager_rows):
             return False
         self._num_eager[shape] += 1
         return shape.room is not None or self._num_eager[shape] > MAX_EAGER_PASSES

@@ -11,29 +11,35 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from idlm.infer.state.batch import RowRoom, Schedule
 
-NUM_PASSES = 32
-"""Passes that are remembered: those of about two blocks, so that sequences in step do not surprise."""
+NUM_PASSES = 64
+"""Passes that are remembered: those of about four blocks, so that sequences in step do not surprise, and a
+choice that a graph was captured for stays."""
 MIN_PASSES = 4
 MARGIN = 2.5
 """Standard deviations above the mean that have room."""
-KEPT_MARGIN = 0.5
-"""The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. In
-a simulation of 128 sequences one pair of (sequence, pass) in 200 waits, and 6 % of the rows are padding.
+KEPT_MARGINS = (0.5, 0.75, 1.0)
+"""The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. The
+first is enough from 32 sequences on: in a simulation one pair of (sequence, pass) in 400 waits at 128, and
+7 % of the rows are padding. The next is taken after passes in which more than `MOST_WAITS` of the pairs wait,
+the one before after fewer than `LEAST_WAITS`.
 """
+LEAST_WAITS, MOST_WAITS = 0.005, 0.01
 STEADY = 0.97
 """A choice stays until less than this part of it is needed: each number of rows is a graph of its own."""
 MIN_PLACES = 256
 """Up to so many places the head is bound by its weights, so that all have room."""
 PARTS = 8
-"""Room grows by this part of all places: each size in use is a graph of its own."""
-STEPS: tuple[tuple[float, int], ...] = ((256, 16), (1024, 32), (math.inf, 64))
+"""Room grows by this part of all places: each size in use is a graph of its own. Passes that drop rows have
+finer room (`HEAD_STEPS`): few of their places ask for logits.
+"""
+STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 """Below the first number, rows that are kept are rounded up to a multiple of the second."""
-FED_STEPS = 4
-"""Embedded rows are rounded up to so many of these steps: few layers compute them."""
+FED_STEPS, HEAD_STEPS = 4, 2
+"""Embedded rows and rows of the head are rounded up to so many of these steps: few layers compute them."""
 NONE = RowRoom(fed=0, kept=0, head=0)
 
 
@@ -54,7 +60,7 @@ class LateCounts:
     """Remembers the rows per decoding sequence that passes asked for."""
 
     def __init__(self, margin: float = MARGIN) -> None:
-        self._margin, self._chosen = margin, 0.0
+        self.margin, self._chosen = margin, 0.0
         self._asked: deque[float] = deque(maxlen=NUM_PASSES)
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
@@ -71,7 +77,7 @@ class LateCounts:
             return None
         mean = sum(self._asked) / count
         variance = sum((asked - mean) ** 2 for asked in self._asked) / count
-        needed = mean + self._margin * math.sqrt(variance)
+        needed = mean + self.margin * math.sqrt(variance)
         if not STEADY * self._chosen <= needed <= self._chosen:
             self._chosen = needed
         return math.ceil(self._chosen * num_sequences)
@@ -94,7 +100,9 @@ class RowRooms:
 
     def __init__(self, *, drops: bool) -> None:
         self._drops, self.counts = drops, RowCounts()
-        self._head, self._fed, self._kept = LateCounts(), LateCounts(), LateCounts(KEPT_MARGIN)
+        self._head, self._fed, self._kept = LateCounts(), LateCounts(), LateCounts(KEPT_MARGINS[0])
+        self._since = RowCounts()
+        """As `counts` was when the margin of kept rows was last looked at."""
 
     def choose(self, schedule: Schedule) -> None:
         """Set what the schedule reserves. Rows that are stored for certain, mostly of prompts, are known."""
@@ -117,6 +125,16 @@ class RowRooms:
             told = [one for one in decoding if getattr(one.rows, name) or not one.waited]
             certain = sum(one.certain for one in told) if late is not self._head else 0
             late.observe(max(0, sum(getattr(one.rows, name) for one in told) - certain), len(told))
+        if counts.num_passes - self._since.num_passes >= NUM_PASSES:
+            self._judge_margin()
+
+    def _judge_margin(self) -> None:
+        """Take the next margin of kept rows where too many waited, or one back where nearly none did."""
+        waited = self.counts.num_waits - self._since.num_waits
+        share = waited / max(1, self.counts.num_pairs - self._since.num_pairs)
+        place = KEPT_MARGINS.index(self._kept.margin) + (share > MOST_WAITS) - (share < LEAST_WAITS)
+        self._kept.margin = KEPT_MARGINS[min(max(place, 0), len(KEPT_MARGINS) - 1)]
+        self._since = replace(self.counts)
 
 
 def _sum(rooms: Sequence[RowRoom]) -> RowRoom:
@@ -146,8 +164,13 @@ def row_room(
     least = num_scheduled + 2 * block_size
     fed = min(num_rows, _rounded_up(max(wanted.fed, least), FED_STEPS))
     kept = min(fed, _rounded_up(max(wanted.kept, least), 1))
-    head = head_bucket(wanted.head, num_sequences, block_size)
-    return RowRoom(fed=fed, kept=kept, head=num_sequences * block_size if head is None else head)
+    num_places = num_sequences * block_size
+    head = num_places
+    if num_places > MIN_PLACES:
+        # Rows that are bound by the weights cost nothing, and numbers that differ cost a graph each.
+        least_head = max(num_sequences + block_size, MIN_PLACES // 2)
+        head = min(num_places, _rounded_up(max(wanted.head, least_head), HEAD_STEPS))
+    return RowRoom(fed=fed, kept=kept, head=head)
 
 
 def _rounded_up(num_rows: int, num_steps: int) -> int:

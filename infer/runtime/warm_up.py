@@ -28,6 +28,7 @@ from idlm.infer.runtime.compile_ahead import compile_ahead
 from idlm.infer.runtime.cuda_graphs import (
     CAPACITIES,
     MAX_CUDA_GRAPHS,
+    STREAMED_ROWS,
     PassShape,
     StaticStep,
 )
@@ -46,8 +47,6 @@ MAX_TIMED_ROWS = 2048
 FLOPS = 5.5e14
 """Of matrix products with hundreds of rows, on an H100 or H200."""
 MIN_EAGER_ROWS = 512
-STREAMED_ROWS = 128
-"""Up to so many rows a pass takes as long as reading the weights does."""
 CONTEXT_STEP = 8
 """Bounds of contexts that have graphs of their own. Attention reads what there is, whatever the bound."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")

@@ -12,6 +12,7 @@ head (and head dim), N query heads, K KV heads, C listed slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +25,9 @@ from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels.paged_attention import Plan
 from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, flagged
+
+USUAL = 1.25
+"""Of the rows that are left of a sequence on average, so many times: most sequences have no more."""
 
 
 class SparseKV:
@@ -183,6 +187,7 @@ class SparseKV:
             limits_R=left.rows.limits_R,
             branch_starts_R=left.rows.branch_starts_R,
             is_mask_R=left.rows.is_mask_R,
+            usual_rows=math.ceil(USUAL * len(left.numbers_I) / len(view.waits_B)),
         )
         view.rows_BW, view.waits_B = left.rows_BW, left.waits_B
         self._plans.clear()

@@ -20,10 +20,11 @@ from idlm.infer.accelerators.base import (
     RowsAccelerator,
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
+from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
+from idlm.kernels.row_compaction import find_places
 
 AcceleratorOptions = Mapping[str, Mapping[str, Any]]
 """The options of each accelerator, by its name."""
@@ -87,16 +88,14 @@ class AcceleratorStack:
         """Start a sparse pass; None if the pass is exact. `make_plan` plans attention of a plan's rows."""
         if plan.active is None:
             return None
-        rows_BW = rows_by_place(plan, plan.active)
-        is_fed_BW = rows_BW >= 0
-        if plan.is_mask_R is None:
-            is_mask_BW = torch.zeros_like(is_fed_BW)
-        else:
-            is_mask_BW = is_fed_BW & plan.is_mask_R[rows_BW.clamp(min=0)]
-        is_working_B = is_fed_BW.any(dim=-1)
+        active = plan.active
+        rows_BW, is_mask_BW = find_places(
+            plan.cu_rows_B1, plan.slots_R, plan.is_mask_R, active.starts_B, active.size
+        )
+        is_working_B = (rows_BW >= 0).any(dim=-1)
         view = PassView(
             plan=plan,
-            active=plan.active,
+            active=active,
             cache=cache,
             block_table_BP=block_table_BP,
             page_size=page_size,

@@ -123,20 +123,6 @@ def scheduled_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
     return is_stored_R & (number_R < active.num_scheduled_B[plan.sequence_R])
 
 
-def rows_by_place(plan: StepPlan, active: ActiveBlocks, *, blocks_before: int = 0) -> Tensor:
-    """`PassView.rows_BW` of a plan's rows; the same of the block so many blocks before the active ones."""
-    size, device = active.size, plan.slots_R.device
-    num_places = len(active.starts_B) * size
-    rows_R = torch.arange(len(plan.slots_R), device=device)
-    place_R = plan.slots_R - active.starts_B[plan.sequence_R] + blocks_before * size
-    is_inside_R = (place_R >= 0) & (place_R < size) & (rows_R < plan.cu_rows_B1[-1])
-    # Rows of no block go to one more place, which is cut off.
-    target_R = torch.where(is_inside_R, plan.sequence_R * size + place_R, num_places)
-    rows_X = torch.full((num_places + 1,), PassView.NOT_FED, dtype=torch.int64, device=device)
-    rows_X.scatter_(0, target_R, rows_R)
-    return rows_X[:-1].view(-1, size)
-
-
 def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
     """For each row the value [R] of its position in its active block; `other` for all other rows."""
     # Positions without a row go to one more row, which is cut off.

@@ -208,8 +208,8 @@ class ActiveBlocks:
     of the `num_steps_B` that its quota allows; some strategies need fewer. `num_scheduled_B`: tokens of each
     sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
     are fed. `room`: as in `Batch`, with room for two blocks beside those at least; sequences take it in the
-    order of `num_waits_B`, the number of passes in a row in which they waited. `is_exact`: the host waits for
-    the device to count rows, so that no pass has more than it needs.
+    order of `num_waits_B`, the number of passes in a row in which they waited, then those with few rows
+    first. `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs.
 
     `num_wanted_B`: wanted rows that each sequence asked for; `waits_B` (bool): those that found no room, of
     which nothing is decided and remembered in this pass; None: all found room. Once rows were dropped:
@@ -247,7 +247,8 @@ class StepPlan:
     sequence decodes in this pass; the wanted rows of the others are ignored. `advances_B` (bool): its fed
     tokens become computed ones; False for a sequence that has its full length. `active`: block diffusion
     only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
-    upper bounds known to the host. `takes_best`: the decoder first asks for `WantedRows.best`, and for logits
+    upper bounds known to the host; most sequences have no more than `usual_rows`, if that is known.
+    `takes_best`: the decoder first asks for `WantedRows.best`, and for logits
     only if there is none.
 
     A plan may hold more sequences than the batch, after those of the batch: their further canvases. Sequence
@@ -275,6 +276,7 @@ class StepPlan:
     takes_best: bool = False
     first_slots_B: Tensor | None = None
     logit_group: int = 1
+    usual_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

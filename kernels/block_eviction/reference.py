@@ -6,6 +6,7 @@ I queries and J keys of a block, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -57,3 +58,85 @@ def select_reference(
     kept |= {place for place in deltas if place < last and place not in processed}
     seen = kept | processed if sees_processed else kept
     return kept, max(seen, default=-1) + 1, budget
+
+
+@dataclass(slots=True)
+class LaneState:
+    """What a lane remembers: its block and the one before (first slots), frozen tokens by place in both,
+    processed places, masks at the block's beginning and its passes, and both of earlier blocks.
+    """
+
+    start: int = -1
+    before_start: int = -1
+    is_new: bool = True
+    frozen: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    processed: set[int] = field(default_factory=set)
+    num_masks: int = 0
+    num_passes: int = 0
+    num_decoded: int = 0
+    num_earlier: int = 0
+
+
+def begin_reference(
+    lane: LaneState,
+    start: int,
+    size: int,
+    fed: dict[int, int],
+    masks: set[int],
+    stored: dict[int, int],
+    *,
+    of_request: bool,
+    keeps_stored: bool,
+    shifted: bool,
+    prefills: bool,
+) -> tuple[bool, bool, float, set[int], set[int]]:
+    """Whether the block is fed whole with masks and whether it may lose rows, the average, and the places
+    that are not computed, of the block and of the one before.
+
+    `fed`, `stored`: tokens fed, by place of the block and of the one before.
+    """
+    mine = len(fed) == size and bool(masks)
+    evicts = mine and not (prefills and lane.is_new)
+    if mine and lane.start != start:
+        lane.num_decoded += lane.num_masks if lane.num_passes else 0
+        lane.num_earlier += lane.num_passes
+        lane.num_passes = 0
+        if keeps_stored:
+            lane.before_start, lane.before = lane.start, lane.frozen
+        lane.start, lane.frozen, lane.processed = start, {}, set()
+    if mine and not lane.num_passes:
+        lane.num_masks = len(masks)
+    decoded, passes = lane.num_masks - len(masks), lane.num_passes
+    if of_request:
+        decoded, passes = decoded + lane.num_decoded, passes + lane.num_earlier
+    if mine:
+        lane.frozen = {place: token for place, token in lane.frozen.items() if fed[place] == token}
+    kept: dict[int, int] = {}
+    if keeps_stored and start - size in (lane.start, lane.before_start):
+        kept = lane.frozen if lane.start == start - size else lane.before
+    stays = {place for place, token in kept.items() if stored.get(place) == token}
+    stays -= {size - 1} if shifted else set()
+    return mine, evicts, max(1.0, decoded / max(1, passes)), set(lane.frozen) if mine else set(), stays
+
+
+def finish_reference(
+    lane: LaneState,
+    fed: dict[int, int],
+    masks: set[int],
+    computed: set[int],
+    *,
+    evicts: bool,
+    stability: str,
+) -> None:
+    """The end of a pass of a block that is fed whole with masks, and that does not wait: `computed` places
+    went through all layers.
+    """
+    lane.processed |= computed
+    lane.num_passes += evicts
+    lane.is_new = False
+    if stability == "off":
+        return
+    for place in fed.keys() - masks:
+        if stability == "plain" or place + 1 not in masks:
+            lane.frozen[place] = fed[place]

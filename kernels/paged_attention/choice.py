@@ -57,14 +57,15 @@ def choose_launch(
     shape: HeadShape,
     *,
     max_rows: int,
+    usual_rows: int | None = None,
     num_rows: int | None = None,
     max_slots: int = 0,
     num_sequences: int = 1,
     multiprocessors: int = 132,
     deterministic: bool = False,
 ) -> Launch:
-    """Choose tile and pipeline by the heads, the rows of a sequence and of all (None: there is one sequence),
-    and the number of slots.
+    """Choose tile and pipeline by the heads, the rows of a sequence (those that most have, if they are known)
+    and of all (None: there is one sequence), and the number of slots.
 
     `deterministic`: everything that affects the bits of a row is the same for every batch.
     """
@@ -74,7 +75,7 @@ def choose_launch(
     block_n = 128 if block_h <= 64 else 64 if block_h <= 128 else 32
     if is_wide:
         block_n = 32 if block_h <= 128 else 16
-    packed = max_rows * shape.group
+    packed = min(max_rows, usual_rows or max_rows) * shape.group
     # Deterministic rows are computed by one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)

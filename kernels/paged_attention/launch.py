@@ -87,6 +87,7 @@ def plan(
         chosen = choose_launch(
             shape,
             max_rows=rows.max_rows,
+            usual_rows=rows.usual_rows,
             num_rows=num_rows,
             # Most rows of a pass with lists see them.
             max_slots=rows.max_slots

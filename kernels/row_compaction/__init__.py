@@ -1,6 +1,6 @@
 """The rows that a pass goes on with, packed again; contract in README.md."""
 
-from idlm.kernels.row_compaction.op import compact_rows, gather_rows
+from idlm.kernels.row_compaction.op import compact_rows, find_places, gather_rows, spread_places
 from idlm.kernels.row_compaction.plain import flagged, take_room
 from idlm.kernels.row_compaction.reference import compact_reference
 from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
@@ -12,7 +12,9 @@ __all__ = [
     "Room",
     "compact_reference",
     "compact_rows",
+    "find_places",
     "flagged",
     "gather_rows",
+    "spread_places",
     "take_room",
 ]

@@ -83,9 +83,11 @@ def count_kernel(
                 HAS_SCHEDULED, DROPS_STORED, SIZE, BLOCK_W,
             )  # fmt: skip
             other_key = tl.load(num_waits_B + c, mask=c < B, other=-1)
-            is_before = (other_key[None, :] > key[:, None]) | (
-                (other_key[None, :] == key[:, None]) & (c[None, :] < b[:, None])
+            is_as_long = other_key[None, :] == key[:, None]
+            is_smaller = (others[None, :] < needs[:, None]) | (
+                (others[None, :] == needs[:, None]) & (c[None, :] < b[:, None])
             )
+            is_before = (other_key[None, :] > key[:, None]) | (is_as_long & is_smaller)
             end += tl.sum(tl.where(is_before, others[None, :], 0), 1)
         waits = waits | ((needs > 0) & (end > capacity))
         before = tl.where(waits, scheduled, before)
@@ -217,6 +219,39 @@ def place_kernel(
         ints_JI, is_mask_I, NUM, row, to, goes_on, goes_on & (needs_all == 0), goes_on, num_origins,
         HAS_LIMITS, HAS_MASKS,
     )  # fmt: skip
+
+
+@triton.jit
+def find_kernel(
+    cu_rows_B1, slots_R, mask_R, starts_B, rows_BW, is_mask_BW,
+    HAS_MASKS: tl.constexpr, SIZE: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """The row at each place of one sequence's block, and whether it is a mask."""
+    b = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
+    m_w, at = w < SIZE, b * SIZE + w
+    first, last = tl.load(cu_rows_B1 + b), tl.load(cu_rows_B1 + b + 1)
+    row = first + tl.load(starts_B + b) + w - tl.load(slots_R + first, mask=first < last, other=0)
+    has_row = m_w & (row >= first) & (row < last)
+    tl.store(rows_BW + at, tl.where(has_row, row, -1), mask=m_w)
+    is_mask = has_row
+    if HAS_MASKS:
+        is_mask = tl.load(mask_R + row, mask=has_row, other=0) != 0
+    tl.store(is_mask_BW + at, is_mask & HAS_MASKS, mask=m_w)
+
+
+@triton.jit
+def spread_kernel(
+    kept_BW, ends_B, starts_B, rows_BW, keep_R, limits_R, SIZE: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Flags of one sequence's places to their rows, and the slot below which these see their block."""
+    b = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
+    row = tl.load(rows_BW + b * SIZE + w, mask=w < SIZE, other=-1)
+    kept = tl.load(kept_BW + b * SIZE + w, mask=w < SIZE, other=0)
+    limit = tl.load(starts_B + b) + tl.load(ends_B + b)
+    tl.store(keep_R + row, kept, mask=row >= 0)
+    tl.store(limits_R + row, limit + w * 0, mask=row >= 0)
 
 
 @triton.jit

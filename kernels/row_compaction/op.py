@@ -94,6 +94,57 @@ def compact_rows(
     )
 
 
+def find_places(
+    cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """The row at each place of the blocks of `size` places that begin at slots `starts_B`, int64 [B, W], -1:
+    none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence have
+    ascending slots without a gap.
+    """
+    if not runs_kernels(slots_R):
+        return plain.find_places(cu_rows_B1, slots_R, is_mask_R, starts_B, size)
+    import triton
+
+    from idlm.kernels.row_compaction.kernel import find_kernel
+
+    rows_BW = torch.empty(len(starts_B), size, dtype=torch.int64, device=slots_R.device)
+    is_mask_BW = torch.empty(len(starts_B), size, dtype=torch.bool, device=slots_R.device)
+    find_kernel[(len(starts_B),)](
+        *(cu_rows_B1, slots_R, slots_R if is_mask_R is None else is_mask_R, starts_B),
+        *(rows_BW, is_mask_BW),
+        HAS_MASKS=is_mask_R is not None,
+        SIZE=size,
+        BLOCK_W=triton.next_power_of_2(size),
+        num_warps=1,
+    )
+    return rows_BW, is_mask_BW
+
+
+def spread_places(
+    kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """`Drop.keep_R` and `Drop.limits_R` [num_rows] of places that go on (bool) and see the first `ends_B`
+    places of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`.
+    """
+    if not runs_kernels(rows_BW):
+        return plain.spread_places(kept_BW, ends_B, starts_B, rows_BW, num_rows)
+    import triton
+
+    from idlm.kernels.row_compaction.kernel import spread_kernel
+
+    (num_sequences, size), device = rows_BW.shape, rows_BW.device
+    assert kept_BW.is_contiguous() and rows_BW.is_contiguous(), f"{kept_BW.stride()=} {rows_BW.stride()=}"
+    keep_R = torch.empty(num_rows, dtype=torch.bool, device=device)
+    limits_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    spread_kernel[(num_sequences,)](
+        *(kept_BW, ends_B, starts_B, rows_BW, keep_R, limits_R),
+        SIZE=size,
+        BLOCK_W=triton.next_power_of_2(size),
+        num_warps=1,
+    )
+    return keep_R, limits_R
+
+
 def gather_rows(
     numbers_I: Tensor, tensors: Sequence[Tensor], *, out: Sequence[Tensor] | None = None
 ) -> Sequence[Tensor]:

@@ -36,7 +36,9 @@ def compact_rows(
             is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
         scheduled_B = torch.zeros_like(asked_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
         left = room.capacity - scheduled_B.sum()
-        waits_B = waits_B | take_room(asked_B - scheduled_B, room.num_waits_B, left)[1]
+        needs_B = asked_B - scheduled_B
+        priority_B = room.num_waits_B * (num_rows + 1) - needs_B
+        waits_B = waits_B | take_room(needs_B, priority_B, left)[1]
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
     numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows
@@ -66,6 +68,29 @@ def compact_rows(
         waits_B=waits_B,
         asked_B=asked_B,
     )
+
+
+def find_places(
+    cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """See `op.find_places`."""
+    first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None]
+    first_slot_B1 = slots_R[first_B1.clamp(max=len(slots_R) - 1)]
+    rows_BW = first_B1 + starts_B[:, None] - first_slot_B1 + torch.arange(size, device=slots_R.device)
+    has_row_BW = (rows_BW >= first_B1) & (rows_BW < last_B1)
+    rows_BW = torch.where(has_row_BW, rows_BW, -1)
+    if is_mask_R is None:
+        return rows_BW, torch.zeros_like(has_row_BW)
+    return rows_BW, has_row_BW & is_mask_R[rows_BW.clamp(min=0)]
+
+
+def spread_places(
+    kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """See `op.spread_places`."""
+    limits_BW = (starts_B + ends_B)[:, None].expand_as(rows_BW)
+    keep_R = _by_row(kept_BW, rows_BW, num_rows, other=True)
+    return keep_R, _by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
 
 
 def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool) -> Tensor:

@@ -35,7 +35,7 @@ def compact_reference(
     if capacity is None or num_waits is None:
         return [first + then for first, then in left], list(waits), asked
     waits, taken = list(waits), sum(len(first) for first, _ in left)
-    for b in sorted(range(len(rows)), key=lambda b: (-num_waits[b], b)):
+    for b in sorted(range(len(rows)), key=lambda b: (-num_waits[b], needs[b], b)):
         taken += needs[b]
         waits[b] = waits[b] or (needs[b] > 0 and taken > capacity)
     return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits, asked

@@ -53,8 +53,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, sequences take in
-    order, but first those with the largest `num_waits_B` (int64).
+    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, those sequences take
+    first that have the largest `num_waits_B` (int64), of these those that need the fewest rows.
     """
 
     capacity: int

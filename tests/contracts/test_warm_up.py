@@ -18,6 +18,7 @@ from idlm.infer.runtime import buckets, step_times, warm_up
 from idlm.infer.runtime import cuda_graphs as graphs
 from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
 from idlm.infer.runtime.head_rows import head_bucket, head_buckets
+from idlm.infer.state.batch import RowRoom
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     CYCLE,
@@ -233,5 +234,34 @@ def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
     assert len(sizes) <= 40
     for size in range(1, min(most, sizes[-1]) + 1):
         padded = next(each for each in sizes if each >= size)
-        share = 1.25 if size * width <= warm_up.STREAMED_ROWS else 1.125
+        share = 1.25 if size * width <= graphs.STREAMED_ROWS else 1.125
         assert padded <= max(share * size + 1, buckets.padded_sequences(size) + 8 * (size > 32))
+
+
+def test_passes_with_blocks_run_in_a_larger_graph_until_it_wastes_a_capture(tmp_path: Path) -> None:
+    directory = write_block_toy(tmp_path, shifted=False)
+    engine = build_engine(directory, "block", graphs="on", accelerators="focus")
+    step = _step(engine)
+    wide = PassShape(
+        mode=0,
+        num_sequences=8,
+        num_rows=4096,
+        max_rows=8,
+        num_prompt_rows=0,
+        max_known=1024,
+        filters=False,
+        num_top=None,
+    )
+    step.capture(wide)
+    room = RowRoom(fed=2048, kept=1024, head=512)
+    for needed, graph in ((room, wide), (replace(room, kept=512), wide)):
+        assert step._holder(replace(wide, room=needed)) == graph
+    assert step._holder(replace(wide, filters=True, room=room)) is None, "sampling costs more"
+    tight, num_passes = replace(wide, room=room), 1
+    while not step._is_wasteful(tight, wide):
+        num_passes += 1
+    share = wide.weight / tight.weight - 1 - graphs.FREE_PADDING
+    assert num_passes == pytest.approx(graphs.PASSES_PER_GRAPH / share, abs=1)
+    step.capture(tight)
+    assert step._holder(replace(tight, room=replace(room, kept=512))) == tight
+    assert not step._is_wasteful(tight, tight)

@@ -139,6 +139,19 @@ def test_the_walk_compiles_for_hopper(
     assert copies[0] in ptx[first_wait:] and copies[0] not in ptx[:first_wait]
 
 
+def test_the_tile_is_that_of_the_rows_that_most_sequences_have() -> None:
+    """Behind a drop of rows, 7 rows of 128 sequences; whole blocks and prompts keep theirs."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    sizes: dict[str, Any] = {"max_rows": 4096, "num_rows": 928, "max_slots": 1152, "num_sequences": 128}
+    usual_rows = (None, 40, 10, 6)
+    tiles = {usual: choose_launch(QWEN3_8B, usual_rows=usual, **sizes).block_m for usual in usual_rows}
+    assert tiles == {None: 128, 40: 128, 10: 64, 6: 32}
+    fixed = {choose_launch(QWEN3_8B, usual_rows=usual, deterministic=True, **sizes) for usual in (None, 10)}
+    assert len({(one.block_m, one.block_n, one.split_slots, one.octave, one.warps) for one in fixed}) == 1
+
+
 def test_planning_and_combining_compile_for_hopper() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel_parts, kernel_plan

@@ -258,6 +258,14 @@ class SteadyEngine:
             into.passes.append(self.num_passes() - before)
             self.abort_all()
 
+    def settle(self, num_passes: int) -> None:
+        """Start all requests and warm up; `num_passes`: how long a round without captures has to be, for
+        engines whose shapes follow their traffic.
+        """
+        self.start_requests()
+        self.run_tokens(self.warm_up_tokens)
+        self.drain()
+
     def start_requests(self, *, max_tokens: int = 1 << 20) -> None:
         """Add all requests, with contexts that count as computed."""
         params = replace(self.load.sampling, max_tokens=max_tokens, ignore_eos=True, seed=self._num_rounds)

@@ -25,7 +25,7 @@ from idlm.infer.models.loader import LoadedModel
 
 TOKENS_A_PASS = 4
 """Room for tokens: more than a pass decides on average."""
-SMALL_BATCH, SMALL_FACTOR = 16, 4
+SMALL_BATCH, SMALL_FACTOR = 32, 2
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,7 +34,12 @@ NO_EVICTION = 1e9
 RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
 WARM_UP_BLOCKS = 2
-MAX_WARM_ROUNDS = 3
+SETTLING_TOKENS = 512
+"""Tokens of a sequence that passes which drop rows decode before the window, if graphs hold them: rooms follow
+the mean of 64 passes, and the first ones need more. Sequences begin as many tokens before their context (at
+most half of it), so that the window begins there.
+"""
+MAX_WARM_ROUNDS = 8
 """Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
 """Share of lanes."""
@@ -145,13 +150,16 @@ class SteadyTrace(SteadyBlocks):
     def __init__(self, model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> None:
         blocks = trace.whole(arm.replayed)
         self.replay_of_blocks = UnmaskingReplay(blocks, trace.block_size, model.device)
+        settles, most = arm.alpha is not None and arm.graphs, load.context // 2 // arm.stride * arm.stride
+        self._num_settling = min(SETTLING_TOKENS, most) if settles else 0
+        load = replace(load, context=load.context - self._num_settling)
         SteadyEngine.__init__(self, model, arm, load, None)
         self._count_captures()
 
     @property
     def warm_up_tokens(self) -> int:
-        """The first block, of which a part is fixed, and the blocks behind it that choose the shapes."""
-        return WARM_UP_BLOCKS * self.arm.stride
+        """The first block, of which a part is fixed, and the tokens behind it that choose the shapes."""
+        return WARM_UP_BLOCKS * self.arm.stride + self._num_settling
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
@@ -161,25 +169,27 @@ class SteadyTrace(SteadyBlocks):
         with super().toggled(), replaying_blocks(self.replay_of_blocks), _toggles(arm):
             yield
 
-    def warm_up(self) -> None:
-        """Start all requests and decode until every sequence has left the block of its prompt."""
+    def settle(self, num_passes: int) -> None:
+        """Start all requests and decode until every sequence has left the block of its prompt, and a round of
+        `num_passes` passes captures no graph.
+        """
         self.start_requests()
         self.run_tokens(self.warm_up_tokens)
         while any(one.num_known == len(one.prompt_ids) for one in self.engine.scheduler.running):
             self.run_passes(1)
         self.drain()
+        for _ in range(MAX_WARM_ROUNDS):
+            captured = self.num_captured
+            self.run_passes(num_passes)
+            self.drain()
+            if self.num_captured == captured:
+                break
 
     def window(self, rounds: int, num_passes: int) -> Window:
         """Start all requests, warm up, and measure `rounds` of `num_passes` passes, one after the other."""
         found = Window(batch=self.load.concurrency)
         with self.toggled():
-            self.warm_up()
-            for _ in range(MAX_WARM_ROUNDS):
-                captured = self.num_captured
-                self.run_passes(num_passes)
-                self.drain()
-                if self.num_captured == captured:
-                    break
+            self.settle(num_passes)
             before, counts = self._places(), row_counts_of(self.engine)
             captured = self.num_captured
             for _ in range(rounds):

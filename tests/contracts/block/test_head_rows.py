@@ -191,8 +191,16 @@ def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
     sizes: dict[str, int] = {"num_rows": 4096, "num_sequences": 64, "block_size": 32}
     assert row_room(None, num_scheduled=0, **sizes) is None
     least = row_room(RowRoom(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
-    assert least == RowRoom(fed=192, kept=160, head=256)
-    for kept, rounded in ((161, 176), (256, 256), (257, 288), (1023, 1024), (1025, 1088), (9000, 4096)):
+    assert least == RowRoom(fed=192, kept=160, head=128)
+    for kept, rounded in (
+        (161, 176),
+        (256, 256),
+        (257, 272),
+        (513, 544),
+        (1023, 1024),
+        (1025, 1088),
+        (9000, 4096),
+    ):
         room = row_room(RowRoom(fed=9000, kept=kept, head=2048), num_scheduled=0, **sizes)
         assert room == RowRoom(fed=4096, kept=rounded, head=2048)
 

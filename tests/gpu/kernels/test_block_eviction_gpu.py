@@ -10,6 +10,7 @@ import torch
 
 from idlm.kernels.block_eviction import block_importance
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
+from tests.kernels.cases.sparse.block_state import check_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +39,11 @@ def test_importance_equals_the_definition(
 @pytest.mark.parametrize("seed", range(200))
 def test_selection_equals_the_definition(seed: int) -> None:
     check_selection(seed, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_state_equals_the_definition(seed: int) -> None:
+    check_state(seed, "cuda")
 
 
 def test_a_sequence_has_the_same_bits_in_any_company() -> None:

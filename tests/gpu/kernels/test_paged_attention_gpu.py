@@ -19,6 +19,7 @@ from tests.kernels.cases.paged_attention import (
     SCALE,
     Case,
     Row,
+    block,
     branch,
     build,
     causal,
@@ -135,6 +136,18 @@ def test_prompt_chunks_with_decoding_sequences() -> None:
     sequences = [branch(900), causal(1000, 2048), tree(77), causal(0, 700), [], steady(3000)]
     case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=100)
     assert error_ratio(case, run(case, Setting(shape=case.shape))) <= 2
+
+
+@pytest.mark.parametrize("usual_rows", [3, 9, 12, None])
+def test_tiles_for_the_rows_that_most_sequences_have(usual_rows: int | None) -> None:
+    """As behind a drop of rows: a few rows of most blocks, two whole blocks of some."""
+    dice = random.Random(1)
+    sequences = [block(dice.randrange(900, 1300), dice.choice([3, 5, 7, 8, 9, 64])) for _ in range(48)]
+    case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=40)
+    rows = replace(case.rows, usual_rows=usual_rows, max_rows=4096)
+    plan = plan_attention(rows, case.shape, backend="triton")
+    found = paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE)
+    assert error_ratio(case, found) <= 2
 
 
 def fixed_content(case: Case, b: int) -> Case:

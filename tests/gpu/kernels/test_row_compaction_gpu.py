@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.sparse.row_compaction import check, check_gather, make_case
+from tests.kernels.cases.sparse.row_compaction import check, check_gather, check_places, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,3 +24,8 @@ def test_compaction_equals_the_definition(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(54))
 def test_gathers_equal_indexing(seed: int) -> None:
     check_gather(seed, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_places_are_found_and_spread_again(seed: int) -> None:
+    check_places(seed, "cuda")

@@ -82,6 +82,12 @@ def test_a_mixed_step(tunables: Launch) -> None:
     check(build(MIXED, SMALL), tunables)
 
 
+@pytest.mark.parametrize("usual_rows", [1, 4])
+def test_sequences_with_more_rows_than_is_usual_take_more_tiles(usual_rows: int) -> None:
+    case = build(MIXED, SMALL)
+    check(replace(case, rows=replace(case.rows, usual_rows=usual_rows)))
+
+
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
 def test_parts_in_half_precision(size: float) -> None:
     """The error is relative to the largest part, for values of any size and 1,000 times smaller ones."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
+from tests.kernels.cases.sparse.block_state import check_state
 
 
 @pytest.mark.parametrize("over_block", [False, True])
@@ -22,6 +23,26 @@ def test_plain_importance_equals_the_reference(
 @pytest.mark.parametrize("seed", range(60))
 def test_plain_selection_equals_the_reference(seed: int) -> None:
     check_selection(seed)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_plain_state_equals_the_reference(seed: int) -> None:
+    check_state(seed)
+
+
+def test_the_kernels_of_the_state_compile_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.block_eviction.kernel_state import begin_kernel, finish_kernel
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    types = dict.fromkeys((*begin_kernel.arg_names, *finish_kernel.arg_names), "*i64")
+    bools = ("is_new_Z", "frozen_ZW", "processed_ZW", "before_frozen_ZW", "mask_BW", "mine_B", "evicts_B")
+    types |= dict.fromkeys((*bools, "keep_R", "waits_B"), "*i1") | {"mean_B": "*fp64"}
+    shape = {"SIZE": 32, "BLOCK_W": 32, "PREFILLS": True}
+    begin = {"OF_REQUEST": True, "KEEPS_STORED": True, "SHIFTED": True}
+    finish = {"FREEZES": True, "BY_NEIGHBOUR": True}
+    for kernel, constants in ((begin_kernel, begin), (finish_kernel, finish)):
+        assert compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=1).spilled_bytes == 0
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32")])

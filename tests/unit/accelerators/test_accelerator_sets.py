@@ -21,10 +21,11 @@ from idlm.infer.accelerators import prefix
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.memory.base import Caching, MemoryDemand
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
+from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
+from idlm.kernels.row_compaction import find_places
 from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
@@ -129,7 +130,7 @@ class World:
                 self.normal(*new),
                 self.normal(*new),
             )
-        rows_BW = rows_by_place(plan, active)
+        rows_BW, _ = find_places(plan.cu_rows_B1, plan.slots_R, None, active.starts_B, active.size)
         is_fed_BW = rows_BW >= 0
         return PassView(
             plan=plan,

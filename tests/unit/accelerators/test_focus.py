@@ -12,9 +12,10 @@ from torch import Tensor
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import ActiveBlocks, RowRoom, StepPlan
 from idlm.infer.state.kv_cache import KVCache
+from idlm.kernels.row_compaction import find_places
 from tests.focus_reference import (
     BlockState,
     FocusRules,
@@ -184,7 +185,9 @@ class Bench:
     def view(self, plan: StepPlan) -> PassView:
         """What an accelerator is shown of it."""
         assert plan.active is not None and plan.is_mask_R is not None
-        rows_BW = rows_by_place(plan, plan.active)
+        rows_BW, is_mask_BW = find_places(
+            plan.cu_rows_B1, plan.slots_R, plan.is_mask_R, plan.active.starts_B, self.size
+        )
         return PassView(
             plan=plan,
             active=plan.active,
@@ -194,7 +197,7 @@ class Bench:
             scale=SCALE,
             rows_BW=rows_BW,
             is_working_B=plan.samples_B,
-            is_mask_BW=(rows_BW >= 0) & plan.is_mask_R[rows_BW.clamp(min=0)],
+            is_mask_BW=is_mask_BW,
             needs_all_rows_B=torch.tensor([lane.is_needed for lane in self.lanes]),
         )
 

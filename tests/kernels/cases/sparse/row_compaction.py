@@ -18,7 +18,9 @@ from idlm.kernels.row_compaction import (
     Room,
     compact_reference,
     compact_rows,
+    find_places,
     gather_rows,
+    spread_places,
 )
 
 SIZES = (1, 3, 4, 8, 32)
@@ -153,6 +155,40 @@ def check(case: Case) -> None:
     assert found.rows_BW.tolist() == [
         [number_of.get(row, -1) for row in of_sequence] for of_sequence in drop.rows_BW.tolist()
     ]
+
+
+def check_places(seed: int, device: str = "cpu") -> None:
+    """Rows of places and back, of sequences that feed rows before their block, some of its rows, or none."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    size, num_sequences = SIZES[seed % len(SIZES)], rng.choice([1, 2, 5, 17])
+    starts = [size * rng.randrange(4) for _ in range(num_sequences)]
+    slots: list[int] = []
+    rows, ends = [[-1] * size for _ in starts], [0]
+    for b, start in enumerate(starts):
+        first, num_fed = rng.randrange(start + 1), rng.choice([0, size, size, rng.randrange(size + 1)])
+        for slot in range(first, start + num_fed):
+            if slot >= start:
+                rows[b][slot - start] = len(slots)
+            slots.append(slot)
+        ends.append(len(slots))
+    slots += [3] * rng.choice([0 if slots else 1, 1, 5])
+    is_mask_R = torch.randint(0, 2, (len(slots),), generator=generator) > 0
+    moved = [torch.tensor(each).to(device) for each in (ends, slots, starts)]
+    for masks_R in (None, is_mask_R.to(device)):
+        rows_BW, is_mask_BW = find_places(moved[0], moved[1], masks_R, moved[2], size)
+        assert rows_BW.tolist() == rows
+        expected = [
+            [row >= 0 and masks_R is not None and bool(is_mask_R[row]) for row in each] for each in rows
+        ]
+        assert is_mask_BW.tolist() == expected
+    kept_BW = torch.randint(0, 2, (num_sequences, size), generator=generator) > 0
+    ends_B = torch.randint(0, size + 1, (num_sequences,), generator=generator)
+    keep_R, limits_R = spread_places(kept_BW.to(device), ends_B.to(device), moved[2], rows_BW, len(slots))
+    for b, of_sequence in enumerate(rows):
+        for place, row in enumerate(of_sequence):
+            if row >= 0:
+                assert bool(keep_R[row]) == bool(kept_BW[b, place])
+                assert int(limits_R[row]) == starts[b] + int(ends_B[b])
 
 
 def check_gather(seed: int, device: str = "cpu") -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
+from tests.kernels.cases.sparse.block_state import check_state
 
 DTYPES = [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float8_e4m3fn)]
 
@@ -24,3 +25,8 @@ def test_importance_equals_the_reference(
 @pytest.mark.parametrize("seed", range(20))
 def test_selection_equals_the_reference(seed: int) -> None:
     check_selection(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_state_equals_the_reference(seed: int) -> None:
+    check_state(seed)

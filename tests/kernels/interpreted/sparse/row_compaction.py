@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.cases.sparse.row_compaction import check, check_gather, make_case
+from tests.kernels.cases.sparse.row_compaction import check, check_gather, check_places, make_case
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -15,3 +15,8 @@ def test_compaction_equals_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_gathers_equal_indexing(seed: int) -> None:
     check_gather(seed)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_places_are_found_and_spread_again(seed: int) -> None:
+    check_places(seed)

@@ -1,0 +1,159 @@
+"""Random passes over blocks for the tests of their state: the op against the reference, pass by pass."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from idlm.kernels.block_eviction import (
+    BlockState,
+    FedBlocks,
+    LaneState,
+    StateRules,
+    begin_blocks,
+    begin_reference,
+    finish_blocks,
+    finish_reference,
+)
+
+MASK, NUM_LANES, NUM_STEPS, NUM_TOKENS = 99, 6, 10, 3
+
+
+@dataclass
+class Sequence:
+    """What a lane decodes. Its tokens are few, so that some edits change nothing."""
+
+    start: int
+    tokens: list[int]
+    before: list[int]
+    state: LaneState = field(default_factory=LaneState)
+    fed: dict[int, int] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
+    masks: set[int] = field(default_factory=set)
+    evicts: bool = False
+
+    def layout(self, dice: random.Random, size: int) -> tuple[list[int], list[int]]:
+        """Slots and tokens that this pass feeds: some before the block, and mostly all of it."""
+        num_before = dice.choice([0, 0, 0, size, size, 2 * size, size // 2])
+        num_before = min(num_before, self.start)
+        num_fed = dice.choice([size] * 6 + [0, size - 1])
+        texts = [7] * self.start
+        texts[self.start - size :] = self.before
+        texts += self.tokens
+        slots = list(range(self.start - num_before, self.start + num_fed))
+        if not num_fed and num_before == 2 * size:
+            slots = slots[:size]
+        self.fed = dict(enumerate(self.tokens[:num_fed]))
+        self.masks = {place for place, token in self.fed.items() if token == MASK}
+        places = {slot: slot - self.start + size for slot in slots if self.start - size <= slot < self.start}
+        self.stored = {place: texts[slot] for slot, place in places.items()}
+        return slots, [texts[slot] for slot in slots]
+
+    def go_on(self, dice: random.Random, size: int) -> None:
+        """Decide and edit some places, or begin the next block."""
+        if MASK not in self.tokens or dice.random() < 0.1:
+            known = [dice.randrange(NUM_TOKENS) if token == MASK else token for token in self.tokens]
+            self.before, self.tokens, self.start = known, [MASK] * size, self.start + size
+        for place, token in enumerate(self.tokens):
+            if (token == MASK and dice.random() < 0.3) or (token != MASK and dice.random() < 0.1):
+                self.tokens[place] = dice.randrange(NUM_TOKENS)
+
+
+def check_state(seed: int, device: str = "cpu") -> None:
+    """Everything that the passes say and leave behind equals the reference."""
+    dice = random.Random(seed)
+    size = (2, 4, 7, 32)[seed % 4]
+    rules = StateRules(
+        of_request=seed % 2 == 1,
+        keeps_stored=seed % 3 > 0,
+        shifted=seed % 5 == 0,
+        prefills=seed % 7 == 0,
+        stability=("neighbour", "plain", "off", "neighbour")[seed // 4 % 4],
+    )
+    state = BlockState.empty(NUM_LANES, size, torch.device(device))
+    lanes = [Sequence(size, [MASK] * size, [1] * size) for _ in range(NUM_LANES)]
+    for _ in range(NUM_STEPS):
+        chosen = dice.sample(range(NUM_LANES), dice.randrange(1, NUM_LANES))
+        _check_pass(dice, state, [lanes[lane] for lane in chosen], chosen, rules, size, device)
+        for lane in chosen:
+            lanes[lane].go_on(dice, size)
+            _check_lane(state, lane, lanes[lane].state, rules)
+
+
+def _check_pass(
+    dice: random.Random,
+    state: BlockState,
+    sequences: list[Sequence],
+    lanes: list[int],
+    rules: StateRules,
+    size: int,
+    device: str,
+) -> None:
+    def ints(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    laid_out = [one.layout(dice, size) for one in sequences]
+    slots = [slot for some, _ in laid_out for slot in some]
+    ends = [sum(len(some) for some, _ in laid_out[:number]) for number in range(len(laid_out) + 1)]
+    rows = [[-1] * size for _ in sequences]
+    stored = [{} for _ in sequences]
+    for number, (one, (some, _)) in enumerate(zip(sequences, laid_out, strict=True)):
+        for row, slot in enumerate(some, start=ends[number]):
+            if slot >= one.start:
+                rows[number][slot - one.start] = row
+            elif slot >= one.start - size:
+                stored[number][slot - one.start + size] = row
+    padding = dice.randrange(4) + (not slots)
+    fed = FedBlocks(
+        lanes_B=ints(lanes),
+        starts_B=ints([one.start for one in sequences]),
+        rows_BW=ints(rows),
+        is_mask_BW=ints([[place in one.masks for place in range(size)] for one in sequences]) > 0,
+        cu_rows_B1=ints(ends),
+        slots_R=ints(slots + [0] * padding),
+        token_ids_R=ints([token for _, some in laid_out for token in some] + [0] * padding),
+    )
+    begun = begin_blocks(state, fed, rules)
+    options = {name: value for name, value in asdict(rules).items() if name != "stability"}
+    waits, computed = [dice.random() < 0.2 for _ in sequences], []
+    for b, one in enumerate(sequences):
+        mine, one.evicts, mean, dropped, stays = begin_reference(
+            one.state, one.start, size, one.fed, one.masks, one.stored, **options
+        )
+        assert (bool(begun.mine_B[b]), bool(begun.evicts_B[b])) == (mine, one.evicts)
+        assert not mine or float(begun.mean_decoded_B[b]) == mean
+        kept = {place for place in one.fed if begun.keep_R[rows[b][place]]}
+        assert kept == one.fed.keys() - dropped
+        if rules.keeps_stored:
+            num_before = ends[b + 1] - ends[b] - len(one.fed)
+            last = range(ends[b] + max(0, num_before - size), ends[b] + num_before)
+            dropped_rows = {stored[b][place] for place in stays}
+            assert {row for row in last if not begun.keep_R[row]} == dropped_rows
+        computed.append({place for place in kept if dice.random() < 0.7})
+        if mine and not waits[b]:
+            finish_reference(
+                one.state, one.fed, one.masks, computed[b], evicts=one.evicts, stability=rules.stability
+            )
+    left = [[0 if place in some else -1 for place in range(size)] for some in computed]
+    waits_B = torch.tensor(waits, device=device)
+    finish_blocks(state, fed, begun, rules, rows_BW=ints(left), waits_B=waits_B)
+
+
+def _check_lane(state: BlockState, lane: int, expected: LaneState, rules: StateRules) -> None:
+    def frozen(flags_ZW: torch.Tensor, ids_ZW: torch.Tensor) -> dict[int, int]:
+        places = flags_ZW[lane].nonzero()[:, 0].tolist()
+        return {place: int(ids_ZW[lane, place]) for place in places}
+
+    assert int(state.starts_Z[lane]) == expected.start
+    assert frozen(state.frozen_ZW, state.frozen_ids_ZW) == expected.frozen
+    assert set(state.processed_ZW[lane].nonzero()[:, 0].tolist()) == expected.processed
+    numbers = (expected.num_masks, expected.num_passes, expected.num_decoded, expected.num_earlier)
+    assert tuple(state.counts_Z4[lane].tolist()) == numbers
+    if rules.prefills:
+        assert bool(state.is_new_Z[lane]) == expected.is_new
+    if rules.keeps_stored:
+        assert int(state.before_starts_Z[lane]) == expected.before_start
+        assert frozen(state.before_frozen_ZW, state.before_ids_ZW) == expected.before
