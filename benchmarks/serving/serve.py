@@ -188,13 +188,14 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
     with replaying(replay), watching() as passes:
         start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
-        case = {"decoder": decoder, "warmup": options["warmup"]}
-        bench.add(case, "ready_s", time.perf_counter() - start_time, "s")
-        ahead = engine.metrics()
+        ready_s, counted, ahead = time.perf_counter() - start_time, passes.take(), engine.metrics()
+        num_compiled = next(value for metric, value, _ in counted if metric == "kernels_compiled")
+        case = {"decoder": decoder, "warmup": options["warmup"], "kernel_cache": "empty" if num_compiled else "full"}
+        bench.add(case, "ready_s", ready_s, "s")
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
             bench.add(case, metric, ahead[metric], unit)
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
-        for row in passes.take():
+        for row in counted:
             bench.add({**case, "part": "ready"}, *row)
         _measure_engine(bench, decoder, engine, passes)
         engine.close()

@@ -103,6 +103,10 @@ class EvaluateConfig(EngineSettings):
 class ServeConfig(EngineSettings):
     """`idlm-serve`. Raises UserError IDLM-0705 that names every number out of range."""
 
+    warmup: Literal["auto", "full", "off"] = option(
+        "CUDA graphs captured before the first request: auto, as many as 20 s allow; full, all; off, none",
+        "auto",
+    )
     model: str | None = option("checkpoint directory", None)
     served_model_name: str | None = option("the model's name for clients; null is the directory's", None)
     host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")
