@@ -76,9 +76,12 @@ def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
 
     pid = os.fork()
     if pid == 0:
-        cli.main(world.arguments(run), sampler=sampler)
-        os._exit(0)
-    os.waitpid(pid, 0)
+        try:
+            cli.main(world.arguments(run), sampler=sampler)
+        finally:
+            os._exit(0)
+    status = crashes.wait([pid], seconds=resume.RUN_SECONDS)
+    assert status == {pid: 0}, status
     return int((run / "left").read_text())
 
 
