@@ -23,6 +23,7 @@ from tests.kernels.cases.split_attention import (
     row_meta,
     without_padding,
 )
+from tests.kernels.patched_triton import patch_once
 
 SMALL = (
     {"FORWARD": {"rows": 32, "walk": 16}, "BACKWARD": {"rows": 32, "walk": 16, "parts": 1}},
@@ -57,6 +58,7 @@ def check(case: Case) -> None:
 
 
 def main() -> int:
+    patch_once()
     cases = [random_case(seed, longest=14, head_dims=(16, 24)) for seed in range(int(sys.argv[1]))]
     for number, case in enumerate([FULL_TILES, *cases]):
         for name, changes in SMALL[number % 2].items():
