@@ -212,7 +212,9 @@ def _assemble(
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
-        grammars=GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids),
+        grammars=functools.cache(
+            functools.partial(GrammarCompiler, tokenizer, model.spec.vocab_size, eos_ids)
+        ),
     )
 
 
