@@ -212,9 +212,7 @@ def _assemble(
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
-        grammars=functools.cache(
-            functools.partial(GrammarCompiler, tokenizer, model.spec.vocab_size, eos_ids)
-        ),
+        grammars=functools.cache(lambda: GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids)),
     )
 
 

@@ -169,7 +169,7 @@ def test_aborts_and_new_prompts_while_sequences_wait(
     force(monkeypatch, TIGHT)
     engine = engine_of(directories, accelerators=stack, num_pages=40, max_num_seqs=5, graphs="on")
     done: dict[str, Completion] = {}
-    numbers = [f"{round_}-{number}" for round_ in range(2) for number in range(len(PROMPTS))]
+    numbers = [f"{round_}-{number}" for round_ in range(3) for number in range(len(PROMPTS))]
     for step in itertools.count():
         if step % 2 == 0 and numbers:
             name = numbers.pop(0)
