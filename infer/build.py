@@ -237,7 +237,7 @@ def _assemble(
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
-        grammars=GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids),
+        grammars=functools.cache(lambda: GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids)),
     )
 
 

@@ -70,7 +70,10 @@ class Engine:
         self.tokenizer, self.model, self.semantics = parts.tokenizer, parts.model, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
-        self._rooms = RowRooms(drops=parts.stack is not None and parts.stack.rows is not None)
+        # Only passes of blocks and canvases say what they ask for.
+        self._rooms: RowRooms | None = None
+        if not parts.decoder.kv_policy.num_lookahead_tokens:
+            self._rooms = RowRooms(drops=parts.stack is not None and parts.stack.rows is not None)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -109,8 +112,8 @@ class Engine:
 
     @property
     def row_counts(self) -> RowCounts:
-        """What passes asked for and computed so far."""
-        return self._rooms.counts
+        """What passes of blocks and canvases asked for and computed so far."""
+        return RowCounts() if self._rooms is None else self._rooms.counts
 
     def metrics(self) -> dict[str, float]:
         """Counters since the engine was loaded, and what its warm-up took."""
@@ -282,7 +285,8 @@ class Engine:
         self._last_scheduled = schedule.requests
         if self._stride_controller is not None:
             schedule.mode = self._stride_controller.choose(Load.of(schedule))
-        self._rooms.choose(schedule)
+        if self._rooms is not None:
+            self._rooms.choose(schedule)
         schedule.derive()
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
@@ -293,13 +297,12 @@ class Engine:
         while self._inflight and (len(self._inflight) > max_inflight or self._inflight[0].is_ready()):
             step = self._inflight.popleft()
             emissions = step.emissions()
-            self._rooms.observe(
-                [
+            if self._rooms is not None:
+                asked = [
                     Asked(samples=samples, waited=one.waited, certain=certain, rows=one.asked)
                     for samples, certain, one in zip(step.samples, step.certain, emissions, strict=True)
-                ],
-                step.widths,
-            )
+                ]
+                self._rooms.observe(asked, step.widths)
             for request, place, logprobs in step.prompt_logprobs():
                 request.add_prompt_logprobs(place, logprobs)
             if self._stride_controller is not None and not step.schedule.is_eager:

@@ -59,7 +59,7 @@ class EngineParts:
     runner: PassRunner
     stack: AcceleratorStack | None
     step: Callable[[Schedule], StepResult]
-    grammars: GrammarCompiler
+    grammars: Callable[[], GrammarCompiler]
     ahead: WarmUp = WarmUp()
 
     @property
@@ -121,7 +121,7 @@ class EngineParts:
                 "constraint: the ranks of tensor_parallel do not share a grammar",
                 fix="use tensor_parallel=1 for answers with a constraint",
             )
-        return self.grammars.grammar(params.constraint)
+        return self.grammars().grammar(params.constraint)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt, through the chat template if the tokenizer has one.

@@ -25,6 +25,7 @@ NEUTRAL = SamplingParams(max_tokens=NUM_TOKENS, seed=0)
 PROMPT = (1,)
 MAX_PROMPT = 3
 NUM_LANES = 1024
+PER_REQUEST = 250
 PLACE: dict[str, object] = {"device": "cpu"}
 """Engine settings that select the device."""
 TV_AT_1E5 = 0.0188
@@ -170,15 +171,17 @@ def sample(
     settings: Sequence[Setting],
     num_draws: int,
     *,
-    per_request: int = 250,
+    per_request: int = PER_REQUEST,
     at_once: int = 20 * NUM_LANES,
+    first_round: int = 0,
 ) -> Sampled:
     """`num_draws` responses of each setting through the whole engine, settings interleaved in every batch.
-    `at_once`: number of responses requested together, which keep the lanes busy.
+    `at_once`: number of responses requested together, which keep the lanes busy. Seeds follow from the
+    number of the round, a request of each setting.
     """
     requests: list[tuple[int, SamplingParams]] = [
         (which, replace(params, seed=1_000_003 * round_ + which, n=per_request))
-        for round_ in range(num_draws // per_request)
+        for round_ in range(first_round, first_round + num_draws // per_request)
         for which, (_, params) in enumerate(settings)
     ]
     found: list[list[tuple[int, ...]]] = [[] for _ in settings]

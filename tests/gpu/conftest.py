@@ -1,12 +1,28 @@
-"""GPU tests without warm-ups of their own: hundreds of engines would capture graphs for minutes."""
+"""GPU tests without warm-ups of their own, which would capture graphs for minutes in hundreds of engines; and
+the place of engines that tests of the CPU build.
+"""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+
+from benchmarks.quality import law_harness
 from idlm.infer.runtime import warm_up
+from tests.contracts import engines
 
 
 @pytest.fixture(autouse=True)
 def _no_time_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "AUTO_SECONDS", 0.0)
+
+
+@pytest.fixture
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of the contracts and of the law's harness run on the GPU, with its kernels and graphs."""
+    for module in (law_harness, engines):
+        monkeypatch.setattr(module, "PLACE", {"device": "cuda", "graphs": "on", "attention": "triton"})
+    yield
+    torch.cuda.synchronize()

@@ -5,6 +5,7 @@ keep against slow references, pass by pass; state that ends with its block.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,6 +176,35 @@ def test_answers_do_not_depend_on_the_batch(
     assert_idle(engine)
 
 
+@pytest.fixture(scope="module")
+def thin_answers(toys: dict[str, Path]) -> Any:
+    """Tokens of each stack in passes of a few sequences, which two tests compare with others."""
+
+    @functools.cache
+    def answers(stack: tuple[str, ...]) -> Any:
+        engine = engine_of(toys, accelerators=thinly(stack), max_num_seqs=2)
+        return tokens(engine.generate(PROMPTS, PARAMS))
+
+    return answers
+
+
+STATIC: list[dict[str, Any]] = [
+    {"graphs": "on", "num_inflight_steps": 3, "max_num_seqs": 5, "max_num_batched_tokens": 16},
+    {"graphs": "on", "num_pages": 30, "max_num_seqs": 4},
+]
+
+
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
+def test_static_shapes_change_no_token_of_a_mixed_batch(
+    toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
+) -> None:
+    """Prompts, clean blocks and blocks at any step share passes."""
+    for way in STATIC:
+        engine = engine_of(toys, accelerators=thinly(stack), **way)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == thin_answers(stack)
+        assert_idle(engine)
+
+
 ABORTS = {3: 0, 7: 2, 20: 4}
 """Number of the request aborted, by number of steps."""
 
@@ -185,9 +215,9 @@ def _fail(schedule: object) -> None:
 
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
 def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
-    toys: dict[str, Path], stack: tuple[str, ...]
+    toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
 ) -> None:
-    expected = tokens(engine_of(toys, accelerators=thinly(stack)).generate(PROMPTS, PARAMS))
+    expected = thin_answers(stack)
     engine = engine_of(
         toys, accelerators=thinly(stack), num_pages=30, max_num_seqs=4, max_num_batched_tokens=16
     )

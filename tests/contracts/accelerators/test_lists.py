@@ -1,6 +1,4 @@
-"""Lists in the engine: pages that are swapped under them, static shapes in mixed batches, and what a pass of
-them costs in plans and launches.
-"""
+"""Lists in the engine: pages that are swapped under them, and the plans and launches of their passes."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ from tests.contracts.accelerators.cases import (
     PARAMS,
     PROMPTS,
     SIZE,
-    STACKS,
     THIN,
     engine_of,
-    thinly,
     tokens,
     write_toys,
 )
@@ -75,24 +71,6 @@ def test_pages_are_swapped_in_front_of_a_block_that_is_being_decided(
 
 def _collect(found: dict[str, tuple[int, ...]], events: Sequence[Any]) -> None:
     found |= {e.request_id: e.completion.token_ids for e in events if e.completion is not None}
-
-
-WAYS: list[dict[str, Any]] = [
-    {"graphs": "on", "num_inflight_steps": 3, "max_num_seqs": 5, "max_num_batched_tokens": 16},
-    {"graphs": "on", "num_pages": 30, "max_num_seqs": 4},
-]
-
-
-@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
-def test_static_shapes_change_no_token_of_a_mixed_batch(
-    toys: dict[str, Path], stack: tuple[str, ...]
-) -> None:
-    """Prompts, clean blocks and blocks at any step share passes."""
-    expected = tokens(engine_of(toys, accelerators=thinly(stack), max_num_seqs=1).generate(PROMPTS, PARAMS))
-    for way in WAYS:
-        engine = engine_of(toys, accelerators=thinly(stack), **way)
-        assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
-        assert_idle(engine)
 
 
 def test_quest_scores_no_page_behind_the_table(

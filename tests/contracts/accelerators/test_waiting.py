@@ -28,7 +28,13 @@ from tests.contracts.engines import assert_idle
 
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None},
-    {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3, "steps": None},
+    {
+        "strategy": "low_confidence_dynamic",
+        "threshold": 0.5,
+        "edit_threshold": 0.3,
+        "max_edit_passes": 2,
+        "steps": None,
+    },
     {"strategy": "low_confidence_static", "steps": 6},
     {"strategy": "sequential", "steps": 5, "fused_commit": False},
     {"strategy": "entropy_bounded", "entropy_bound": 1.5, "steps": None, "sub_block_size": 4},

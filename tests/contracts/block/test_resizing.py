@@ -79,8 +79,8 @@ def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: t
         found = [list(answer.token_ids) for answer in engine.generate(prompts, params)]
         assert found == expected, way
         assert_idle(engine)
-    alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
-    assert [list(answer.token_ids) for answer in alone] == expected
+    [alone] = engine.generate(prompts[:1], params[:1])
+    assert list(alone.token_ids) == expected[0]
 
 
 @pytest.mark.parametrize("seed", range(50))

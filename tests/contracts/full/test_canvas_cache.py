@@ -78,17 +78,16 @@ def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str,
     assert alone.token_ids == tokens
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache": "delayed", "cache_refresh": 1, "order": "low_confidence"},
-        {"cache": "delayed", "cache_refresh": 1, "order": "maskgit_plus", "steps": 4},
-        {"cache": "dual", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
-        {"cache": "prefix", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
-        {"cache": "dual", "block_length": 1, "order": "low_confidence"},
-    ],
-    ids=str,
-)
+REFRESHED: list[dict[str, Any]] = [
+    {"cache": "delayed", "cache_refresh": 1, "order": "low_confidence"},
+    {"cache": "delayed", "cache_refresh": 1, "order": "maskgit_plus", "steps": 4},
+    {"cache": "dual", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
+    {"cache": "prefix", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
+    {"cache": "dual", "block_length": 1, "order": "low_confidence"},
+]
+
+
+@pytest.mark.parametrize(("family", "options"), spread(REFRESHED), indirect=["family"], ids=str)
 def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: dict[str, Any]) -> None:
     kind, directory = family
     plain = {name: value for name, value in options.items() if not name.startswith("cache")}
@@ -99,7 +98,11 @@ def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: 
         assert [found.token_ids for found in found_by(engine, cases)] == expected
 
 
-@pytest.mark.parametrize("cache", CACHES.names())
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [*((FAMILIES[0], name) for name in CACHES.names()), *zip(FAMILIES[1:], ("dual", "delayed"))],
+    indirect=["family"],
+)
 def test_an_answer_survives_the_loss_of_its_pages(family: tuple[str, Path], cache: str) -> None:
     """A failed pass, or a preemption: the pages then hold the KV of others, and the answer is the same."""
     kind, directory = family

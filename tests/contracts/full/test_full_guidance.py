@@ -28,6 +28,7 @@ from tests.contracts.full.test_full_decoder import (
     family,
     params_of,
     slow_canvas,
+    spread,
 )
 from tests.contracts.full.test_mosaic import with_chunks
 from tests.margins import NearTie
@@ -76,7 +77,7 @@ def answers_of(engine: Engine, cases: list[Case], **more: Any) -> list[tuple[int
     return [done.token_ids for done in found]
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=str)
+@pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In mixed batches, of which the budget feeds a part at a time, in dynamic and static shapes, with passes
     ahead of the host, and in a planned workspace; and alone.
@@ -121,9 +122,8 @@ def test_greedy_batches_equal_the_slow_decoder(family: tuple[str, Path], memory:
 
 def test_guidance_changes_answers(family: tuple[str, Path]) -> None:
     """Else the tests above would prove nothing."""
-    kind, _ = family
     guided, plain = (
-        [tokens for _, tokens, _ in cases_of(kind, BLOCKS, guidance=(scale,) * 5)] for scale in (2.0, 0.0)
+        [tokens for _, tokens, _ in cases_of(family[0], BLOCKS, guidance=(w,) * 5)] for w in (2.0, 0.0)
     )
     assert sum(one != other for one, other in zip(guided, plain, strict=True)) >= 3
 

@@ -110,7 +110,16 @@ def test_it_answers_as_caching(directory: Path, options: dict[str, Any]) -> None
     assert_equal(run(engine_of(directory, **options)), expected)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize(
+    ("directory", "chunks"),
+    [
+        *(("llada", chunks) for chunks in CHUNKS),
+        ("dream", CHUNKS[2]),
+        *(("llada_moe", c) for c in CHUNKS[1::2]),
+    ],
+    indirect=["directory"],
+    ids=str,
+)
 def test_chunks_change_no_bit(directory: Path, chunks: dict[str, int]) -> None:
     options = {"order": "low_confidence", "block_length": 4}
     engine = engine_of(directory, **options)

@@ -197,7 +197,7 @@ def test_a_stop_token_ends_only_what_matches(toy: Path) -> None:
 
 def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: list[Completion]) -> None:
     """Token by token with masks in between, at once, and by a branch that went elsewhere before."""
-    compiler = build_engine(toy, "ar")._parts.grammars
+    compiler = build_engine(toy, "ar")._parts.grammars()
     for completion, constraint in zip(expected, CONSTRAINTS, strict=True):
         if constraint is None:
             continue
@@ -216,7 +216,7 @@ def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: lis
 
 def test_large_constraints_compile(toy: Path) -> None:
     """llguidance limits the alternatives of a rule, and recurses over rules."""
-    compiler = build_engine(toy, "ar")._parts.grammars
+    compiler = build_engine(toy, "ar")._parts.grammars()
     rules = "".join(f'r{number}: r{number + 1} | "a"\n' for number in range(1500))
     assert not compiler.grammar(Constraint(kind="grammar", text=f'start: r0\n{rules}r1500: "a"')).problem
     choices = [f"a{number:04d}" for number in range(2500)]

@@ -5,13 +5,9 @@ python -m pytest tests/gpu/engine/test_faults_gpu.py -m gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from benchmarks.quality import law_harness
-from tests.contracts import engines
 from tests.law.conftest import law_toy
 from tests.law.test_planted_faults import (
     foreseeing,
@@ -23,13 +19,5 @@ __all__ = ["foreseeing", "law_toy", "test_the_engine_as_it_is_passes", "test_the
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.usefixtures("on_the_gpu"),
 ]
-PLACE = {"device": "cuda", "graphs": "on", "attention": "triton"}
-
-
-@pytest.fixture(autouse=True)
-def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (law_harness, engines):
-        monkeypatch.setattr(module, "PLACE", PLACE)
-    yield
-    torch.cuda.synchronize()

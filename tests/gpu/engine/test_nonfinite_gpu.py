@@ -5,12 +5,9 @@ python -m pytest tests/gpu/engine/test_nonfinite_gpu.py -m gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.contracts import engines
 from tests.contracts.test_nonfinite import (
     checkpoints,
     test_masks_that_overflow_are_reported_and_not_drawn_from,
@@ -25,11 +22,5 @@ __all__ = [
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.usefixtures("on_the_gpu"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engines, "PLACE", {"device": "cuda", "graphs": "on"})
-    yield
-    torch.cuda.synchronize()

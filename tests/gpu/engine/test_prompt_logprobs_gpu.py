@@ -6,12 +6,9 @@ python -m pytest tests/gpu/engine/test_prompt_logprobs_gpu.py -m gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.contracts import engines
 from tests.numerics import test_prompt_logprobs
 from tests.numerics.test_prompt_logprobs import (
     checkpoint,
@@ -33,12 +30,10 @@ __all__ = [
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.usefixtures("on_the_gpu"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engines, "PLACE", {"device": "cuda", "graphs": "on"})
+def _rounding_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_prompt_logprobs, "TOLERANCE", 5e-3)
-    yield
-    torch.cuda.synchronize()

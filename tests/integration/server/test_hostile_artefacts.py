@@ -18,6 +18,7 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from idlm.infer.server import templates
 from idlm.infer.server.templates import TemplateProcess
 from idlm.text.tokenizer import load_tokenizer, render
 from tests.integration.server import hostile
@@ -135,14 +136,19 @@ def test_a_hostile_tokenizer_is_refused(good: Path, tmp_path: Path, artefact: Ar
     check(refusal.value, artefact.words)
 
 
+HASTY = "from idlm.infer.server import templates as t; t.RENDER_SECONDS = 0.3; t.main()"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Iterator[Any]:
-    """A tokenizer whose templates render as those of the server do."""
+    """A tokenizer whose templates render as those of the server do, with less time."""
     found = load_tokenizer(TINY)
-    process = TemplateProcess(found)
-    found.apply_chat_template = process.apply
-    yield found
-    process.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "PROGRAM", ("-P", "-c", HASTY))
+        process = TemplateProcess(found)
+        found.apply_chat_template = process.apply
+        yield found
+        process.close()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

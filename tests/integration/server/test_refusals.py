@@ -296,7 +296,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     return VALID[path] | {name: draw(LIKELY.get(name, small) | VALUES) for name in changed}
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_no_body_gets_a_5xx_and_each_4xx_names_its_field(

@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -359,29 +355,3 @@ def test_a_new_ar_model_trains_by_the_same_code(tmp_path: Path) -> None:
     assert not (output / "idlm_config.json").exists(), "a plain AR checkpoint is stock"
     assert json.loads((output / "config.json").read_text())["vocab_size"] % 64 == 0
     assert all("clean_loss" in record and "mask_loss" not in record for record in metrics_of(output))
-
-
-def test_two_processes_follow_one(base: Path, tmp_path: Path) -> None:
-    """Two gloo ranks with one row each are one process with two: counts, balance and gradients are global."""
-    stages = "[{stride: 2, steps: 1, clean_weight: 0.2}, {stride: 4, steps: 2, clean_weight: auto}]"
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert cli.main(arguments(base, one, **{"train.stages": stages})) == 0
-    changes = {"train.stages": stages, "train.batch_size": 1}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
-    for rank in range(2):
-        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        environment = (
-            os.environ | places | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        )
-        command = [sys.executable, "-m", "idlm.train.cli", *arguments(base, two, **changes)]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    for alone, together in zip(metrics_of(one), metrics_of(two), strict=True):
-        assert together.pop("acceptance") == pytest.approx(alone.pop("acceptance"), abs=1e-5)
-        assert together == pytest.approx(alone, abs=1e-5)
-    verify(two)
-    verify(two / "run" / "checkpoint-3")

@@ -50,6 +50,14 @@ def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]
         assert second == pytest.approx(first, abs=1e-6, rel=0)
 
 
+def test_two_plain_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
+    """Counts, balance and gradients are global."""
+    for alone, together in zip(quick["one"]["losses"], quick["plain"]["losses"], strict=True):
+        assert together.keys() == alone.keys() >= {"clean_weight", "acceptance", "num_tokens"}
+        for key, value in alone.items():
+            assert together[key] == pytest.approx(value, abs=1e-5), key
+
+
 def test_every_item_is_trained_once_and_in_order(quick: dict[str, Any]) -> None:
     shares = {
         "one": [(0, 0), (0, 1)],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training import crashes, resume
-from idlm.checkpoint import MANIFEST
+from idlm.checkpoint import MANIFEST, verify
 from idlm.train import cli
 from idlm.train.loop.watchdog import has_ended
 from idlm.train.planning.report import SampleReport
@@ -28,8 +28,8 @@ ASYNC = {"train.save": "async"}
 
 
 def quick(folder: Path, base: Path) -> dict[str, Any]:
-    """One process with two micro-batches, two ZeRO-2 processes with one; deaths in saves, which a thread
-    writes.
+    """One process with two micro-batches, two ZeRO-2 processes and two plain ones with one; deaths in saves,
+    which a thread writes.
     """
     one = resume.World(folder / "one", base, 1, **ASYNC)
     alone = folder / "one" / "killed"
@@ -46,9 +46,16 @@ def quick(folder: Path, base: Path) -> dict[str, Any]:
     shutil.copytree(run, kept)
     shutil.copytree(run, folder / "two" / "to-one")
     two.finish(run, "killed while saving")
+    plain = resume.World(folder / "plain", base, 2, **{"train.zero_stage": "null"})
+    for published in (
+        plain.reference / "out",
+        plain.reference / "out" / "run" / f"checkpoint-{resume.STEPS}",
+    ):
+        verify(published)
     return {
         "one": one.expected,
         "two": two.expected,
+        "plain": plain.expected,
         "killed_status": sorted(status.values()),
         "checkpoints": checkpoints,
         "resumes": [one.tally.equal + two.tally.equal, one.tally.resumes + two.tally.resumes],
@@ -76,9 +83,12 @@ def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
 
     pid = os.fork()
     if pid == 0:
-        cli.main(world.arguments(run), sampler=sampler)
-        os._exit(0)
-    os.waitpid(pid, 0)
+        try:
+            cli.main(world.arguments(run), sampler=sampler)
+        finally:
+            os._exit(0)
+    status = crashes.wait([pid], seconds=resume.RUN_SECONDS)
+    assert status == {pid: 0}, status
     return int((run / "left").read_text())
 
 

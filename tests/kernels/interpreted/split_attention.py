@@ -24,6 +24,7 @@ from tests.kernels.cases.split_attention import (
     row_meta_of_one,
     without_padding,
 )
+from tests.kernels.patched_triton import patch_once
 
 SMALL = (
     {
@@ -71,6 +72,7 @@ def check(case: Case, *, queries_noisy: bool = False) -> None:
 
 
 def main() -> int:
+    patch_once()
     cases = [random_case(seed, longest=14, head_dims=(16, 24)) for seed in range(int(sys.argv[1]))]
     for number, case in enumerate([FULL_TILES, *cases]):
         for name, changes in SMALL[number % 2].items():

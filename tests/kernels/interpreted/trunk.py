@@ -146,8 +146,9 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
         torch.testing.assert_close(mine[~carried], theirs[~carried], atol=0, rtol=0.13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_rows", [1, 3, 130])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, torch.float32), (3, torch.float16), (3, torch.float32), (130, torch.float16)]
+)
 def test_heads_in_place(num_rows: int, dtype: torch.dtype) -> None:
     check_heads_in_place(num_rows, dtype, torch.device("cpu"))
 
