@@ -6,9 +6,9 @@ store no KV. On a CPU the padded pass runs without a graph, which is how it is t
 After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass without a graph of its own uses the
 captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
 takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
-behind the passes before it. Passes with blocks, whose shapes follow what earlier passes asked for, use a
-larger graph with or without a warm-up, until its padding has taken as long as a capture does; the first graphs
-of a number of sequences, of which early passes need far more room than later ones, give way sooner.
+behind the passes before it. Passes with blocks use a larger graph until its padding has taken as long as a
+capture does. Those with room for rows (`RowRoom`), whose shapes follow what earlier passes asked for, do so
+without a warm-up as well; there the graphs of the first passes, which need most room, give way sooner.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ have taken longer than a capture does (a pass of launches, and the graph's creat
 TIMED_PASSES = 3
 CAPTURE_PASSES, PASSES_PER_GRAPH = 16, 0.5
 """A capture takes as long as the first number of passes with blocks: two without a graph, and the graph's
-creation. It comes after as much padding, but while there are few graphs after the second number for each.
+creation. It comes after as much padding, or after the second number for each graph while there are few.
 """
 FREE_PADDING = 0.03
 """Padding of a larger graph that does not count, as a part of the pass: graphs so near gain nothing."""
@@ -234,7 +234,7 @@ class StaticStep:
 
     def _holder(self, shape: PassShape) -> PassShape | None:
         """The captured shape with the fewest rows that such passes should run in."""
-        if shape in self._graphs or not (self.is_warm or self._has_blocks):
+        if shape in self._graphs or not (self.is_warm or shape.room is not None):
             return shape if shape in self._graphs else None
         most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]

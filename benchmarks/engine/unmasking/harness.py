@@ -35,10 +35,12 @@ RESERVED_BYTES = 9 << 30
 """For graphs, logits and workspaces beside weights and KV."""
 WARM_UP_BLOCKS = 2
 SETTLING_TOKENS = 512
-"""Tokens of a sequence that passes which drop rows decode before the window, if graphs hold them: rooms follow
-the mean of 64 passes, and the first ones need more. Sequences begin as many tokens before their context (at
-most half of it), so that the window begins there.
+"""Tokens of a sequence before the window, in graphs of passes that drop rows: rooms follow the mean of 64
+passes, and the first ones need more. Sequences begin as many tokens before their context (at most half of
+it), so that the window begins there.
 """
+FEW_SEQUENCES = 16
+"""With so few, the room of the head varies as well: full blocks settle as long."""
 MAX_WARM_ROUNDS = 8
 """Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
@@ -150,7 +152,8 @@ class SteadyTrace(SteadyBlocks):
     def __init__(self, model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> None:
         blocks = trace.whole(arm.replayed)
         self.replay_of_blocks = UnmaskingReplay(blocks, trace.block_size, model.device)
-        settles, most = arm.alpha is not None and arm.graphs, load.context // 2 // arm.stride * arm.stride
+        settles = arm.graphs and (arm.alpha is not None or load.concurrency <= FEW_SEQUENCES)
+        most = load.context // 2 // arm.stride * arm.stride
         self._num_settling = min(SETTLING_TOKENS, most) if settles else 0
         load = replace(load, context=load.context - self._num_settling)
         SteadyEngine.__init__(self, model, arm, load, None)
