@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from tokenizers.decoders import Fuse
+
 from idlm.contracts import Constraint
 from idlm.errors import UserError
 
@@ -160,7 +162,7 @@ class GrammarCompiler:
             what = "tokenizer files" if tokenizer is None else "end-of-sequence token"
             raise _unknown_tokens(f"the checkpoint has no {what}")
         # llguidance takes the text of tokens from this step of the tokenizer, and knows the usual ones.
-        is_joined = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] == {"type": "Fuse"}
+        is_joined = isinstance(tokenizer.backend_tokenizer.decoder, Fuse)
         try:
             if is_joined:
                 pieces = _Pieces(tokenizer, vocab_size, eos_ids)
