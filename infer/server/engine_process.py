@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import Future
 
 from idlm.cli import command
-from idlm.contracts import SamplingParams
+from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
@@ -63,6 +63,8 @@ def run(connection: socket.socket) -> int:
         with contextlib.suppress(ConnectionError):
             connection.sendall(pack({"type": "failed", **error_message(error)}))
         return command.USER_ERROR_STATUS
+    # The first constraint reads the vocabulary, which holds the interpreter's lock for a second or more.
+    engine.begin_grammar(SamplingParams(constraint=Constraint(kind="json_object")))
     # What is loaded lives as long as the process: garbage collection need not look at it in every pass.
     gc.collect()
     gc.freeze()

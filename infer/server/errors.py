@@ -15,7 +15,9 @@ from idlm.infer.server.messages import FAULT
 
 RETRY_SECONDS = 1
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-UNION_TAGS = re.compile(r"str|int|float|bool|dict|(list|constrained|dict|nullable|tagged)\b.*|.*\[.*")
+UNION_TAGS = re.compile(
+    r"str|int|float|bool|dict|(list|constrained|dict|nullable|tagged)\b.*|.*\[.*|[A-Z]\w*"
+)
 """Parts of pydantic's locations that name an alternative of a union, not a field."""
 REQUEST_ID = re.compile(r"^request '[\d-]+':? ")
 """How the engine's messages begin; clients do not know the id."""

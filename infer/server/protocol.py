@@ -191,7 +191,7 @@ class ChatRequest(Sampling):
         if isinstance(self.tool_choice, NamedTool):
             name, has_many = self.tool_choice.function.name, False
             tools = [tool for tool in tools if tool.function.name == name]
-        schemas = {tool.function.name: tool.schema(is_free=not self.must_call) for tool in tools}
+        schemas = {tool.function.name: tool.arguments_schema(is_free=not self.must_call) for tool in tools}
         text = calls_grammar(schemas, is_forced=self.must_call, has_many=has_many)
         return [*given, ("tools", "grammar", text)]
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from tokenizers.decoders import Fuse
+
 from idlm.contracts import Constraint
 from idlm.errors import UserError
 
@@ -90,7 +92,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._recent = functools.lru_cache(MAX_COMPILED)(self._begin)
-        self._begun = weakref.WeakValueDictionary[Constraint, Future[Grammar]]()
+        self._compiling = weakref.WeakValueDictionary[Constraint, Future[Grammar]]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
 
     def grammar(self, constraint: Constraint) -> Grammar:
@@ -98,12 +100,12 @@ class GrammarCompiler:
         compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
         llguidance.
         """
-        begun = self.begin(constraint)
-        error = begun.exception()
+        compiling = self.begin(constraint)
+        error = compiling.exception()
         if isinstance(error, UserError):
             # The kept one would grow by a traceback each time.
             raise UserError(error.code, error.message, fix=error.fix) from error
-        return begun.result().branch()
+        return compiling.result().branch()
 
     def begin(self, constraint: Constraint) -> Future[Grammar]:
         """Begin to compile, in a thread; the interpreter's lock is free meanwhile. Who keeps the future finds
@@ -112,15 +114,15 @@ class GrammarCompiler:
         return self._recent(constraint)
 
     def _begin(self, constraint: Constraint) -> Future[Grammar]:
-        begun = self._begun.get(constraint)
-        if begun is None:
+        compiling = self._compiling.get(constraint)
+        if compiling is None:
             # llguidance recurses, and an overflow would end the process. The first call starts the thread.
             before = threading.stack_size(STACK_BYTES)
             try:
-                begun = self._begun[constraint] = self._thread.submit(self._compile, constraint)
+                compiling = self._compiling[constraint] = self._thread.submit(self._compile, constraint)
             finally:
                 threading.stack_size(before)
-        return begun
+        return compiling
 
     def _compile(self, constraint: Constraint) -> Grammar:
         try:
@@ -160,7 +162,7 @@ class GrammarCompiler:
             what = "tokenizer files" if tokenizer is None else "end-of-sequence token"
             raise _unknown_tokens(f"the checkpoint has no {what}")
         # llguidance takes the text of tokens from this step of the tokenizer, and knows the usual ones.
-        is_joined = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] == {"type": "Fuse"}
+        is_joined = isinstance(tokenizer.backend_tokenizer.decoder, Fuse)
         try:
             if is_joined:
                 pieces = _Pieces(tokenizer, vocab_size, eos_ids)

@@ -66,7 +66,7 @@ class Tool(Body):
         if kind != "object":
             raise ApiError(400, f"{param}: arguments are an object, not of type {kind!r}", param=param)
 
-    def schema(self, *, is_free: bool) -> dict[str, Any]:
+    def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
         if is_free and not self.function.strict:
             return {"type": "object"}

@@ -287,9 +287,9 @@ def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.
 
     original = grammars._source
     monkeypatch.setattr(grammars, "_source", source)
-    begun = compiler.begin(DIGITS)
+    compiling = compiler.begin(DIGITS)
     wrong = Constraint(kind="regex", text="(((")
-    assert compiler.begin(DIGITS) is begun and not begun.done()
+    assert compiler.begin(DIGITS) is compiling and not compiling.done()
     compiler.begin(wrong)
     may_go_on.set()
     for number in range(grammars.MAX_COMPILED):

@@ -309,7 +309,7 @@ def test_an_engine_whose_server_is_gone_when_it_is_ready_ends(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     closed: list[bool] = []
-    engine: Any = SimpleNamespace(close=lambda: closed.append(True))
+    engine: Any = SimpleNamespace(close=lambda: closed.append(True), begin_grammar=lambda params: None)
 
     def load(self: Any) -> Any:
         ours.close()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
 
-from tests.integration.server.servers import PATIENCE, Running, running
+from idlm.infer.engine import Engine
+from idlm.infer.server.engine_process import EngineLoop, Inbox
+from idlm.infer.server.messages import RECEIVE_BYTES, pack, read_event, unpacker
+from tests.integration.server.servers import PATIENCE, SETTINGS, Running, running
 from tests.integration.server.servers import TOOLS as TEMPLATE
 from tests.small_tokenizers import CHATML
 from tests.toy import write_spelling_toy
@@ -148,3 +154,39 @@ def test_strict_tools_leave_text_free(client: OpenAI) -> None:
         tools: Any = [{"type": "function", "function": {"name": "f", "parameters": broken, "strict": True}}]
         client.chat.completions.create(**settings, tools=tools)
     assert (found.value.param, found.value.code) == ("tools", "IDLM-0474")
+
+
+def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine answers others meanwhile; a request that was aborted is not queued any more."""
+    model = server.client.get("/model_info").json()["model_path"]
+    engine, compiling = Engine.from_pretrained(model, "ar", **SETTINGS), Future[Any]()
+    monkeypatch.setattr(engine, "begin_grammar", lambda params: compiling if params.constraint else None)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE)
+    messages = unpacker()
+    told: list[tuple[str, str]] = []
+
+    def read_until(end: tuple[str, str]) -> None:
+        while end not in told:
+            messages.feed(ours.recv(RECEIVE_BYTES))
+            for message in messages:
+                finished = [read_event(fields) for fields in message.get("events", ())]
+                told.extend(("done", one.request_id) for one in finished if one.figures is not None)
+                told.append((message["type"], message.get("id", "")))
+
+    loop = threading.Thread(target=EngineLoop(engine, Inbox(theirs), theirs).run)
+    loop.start()
+    with theirs:
+        with ours:
+            regex = {"kind": "regex", "text": "yes|no"}
+            for name, constraint in {"slow": regex, "gone": regex, "plain": None}.items():
+                params = {"max_tokens": 4, "constraint": constraint}
+                ours.sendall(pack({"type": "add", "id": name, "prompt_ids": [5, 6], "params": params}))
+            ours.sendall(pack({"type": "abort", "id": "gone"}))
+            read_until(("done", "plain"))
+            assert ("added", "slow") not in told
+            compiling.set_result(None)
+            read_until(("done", "slow"))
+            assert ("added", "slow") in told and ("added", "gone") not in told
+        loop.join(PATIENCE)
+    assert not loop.is_alive()
