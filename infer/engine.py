@@ -199,7 +199,7 @@ class Engine:
         """Begin to compile the grammar of a request in a thread. While the future is kept and done,
         `add_request` need not wait for it. None without a constraint.
         """
-        return None if params.constraint is None else self._parts.grammars.begin(params.constraint)
+        return None if params.constraint is None else self._parts.grammars().begin(params.constraint)
 
     def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""

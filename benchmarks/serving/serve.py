@@ -190,7 +190,11 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
         ready_s, counted, ahead = time.perf_counter() - start_time, passes.take(), engine.metrics()
         num_compiled = next(value for metric, value, _ in counted if metric == "kernels_compiled")
-        case = {"decoder": decoder, "warmup": options["warmup"], "kernel_cache": "empty" if num_compiled else "full"}
+        case = {
+            "decoder": decoder,
+            "warmup": options["warmup"],
+            "kernel_cache": "empty" if num_compiled else "full",
+        }
         bench.add(case, "ready_s", ready_s, "s")
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
             bench.add(case, metric, ahead[metric], unit)

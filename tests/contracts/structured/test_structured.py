@@ -277,7 +277,7 @@ def test_ambiguous_grammars_fail_without_their_neighbours(
 
 def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A future is kept by who waits; compiled grammars and refusals are kept for a time."""
-    compiler = build_engine(toy, "ar")._parts.grammars
+    compiler = build_engine(toy, "ar")._parts.grammars()
     may_go_on, compiled = threading.Event(), []
 
     def source(constraint: Constraint, llguidance: Any) -> str:
