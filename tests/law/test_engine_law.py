@@ -1,7 +1,7 @@
 """The sampling law of whole responses of the whole engine, against exhaustive enumeration by transformers.
 
 The toy has 5 tokens, mask id included; tested are the joints of tokens 0..3 and of tokens 4..7. By
-default 2e4 draws in each case and 2.2e5 of all cases together; every case at 2e5:
+default 2e5 draws of the default strategy, 2e4 of every other case and 2.2e5 of all together; all at 2e5:
 
     .venv/bin/python -m pytest tests/law/test_engine_law.py -m "slow or not slow"
 """
@@ -46,6 +46,7 @@ FAMILY_LEVEL = 1e-6
 NUM_TESTS = 64
 """At least the number of chi-square tests of this file; each gets an equal part of the family's level."""
 LEVEL = FAMILY_LEVEL / NUM_TESTS
+DEFAULT = (4, "tree")
 CASES = [*itertools.product(STRIDES, STRATEGIES.names()), (4, "branch_2"), (5, "branch_3")]
 MIXED_PROMPT = (0, 3, 1)
 MIXED_SETTINGS = (
@@ -54,6 +55,10 @@ MIXED_SETTINGS = (
     replace(NEUTRAL, temperature=1.5, top_p=0.8),
     replace(NEUTRAL, temperature=0.8, top_k=4, top_p=0.9),
 )
+
+
+def _num_draws(case: tuple[int, str]) -> int:
+    return FULL if case == DEFAULT else REDUCED
 
 
 @functools.cache
@@ -71,21 +76,21 @@ def _draws(law_toy: Path, stride: int, strategy: str, num_draws: int) -> Tensor:
 
 @pytest.mark.parametrize(("stride", "strategy"), CASES)
 def test_isd_emits_the_ar_law(law_toy: Path, stride: int, strategy: str) -> None:
-    _draws(law_toy, stride, strategy, REDUCED)
+    _draws(law_toy, stride, strategy, _num_draws((stride, strategy)))
 
 
 def test_all_strides_and_strategies_together_emit_the_ar_law(law_toy: Path) -> None:
     """A mean relative shift of 4 % that cases share shows with 2e5 draws, one of 11 % with the 2e4 of a case
     (probability 0.99 at `LEVEL`).
     """
-    draws_BT = torch.cat([_draws(law_toy, *case, REDUCED) for case in CASES])
+    draws_BT = torch.cat([_draws(law_toy, *case, _num_draws(case))[:REDUCED] for case in CASES])
     assert len(draws_BT) >= FULL
     found = fits(law_toy, Sampled(draws={(PROMPT, NEUTRAL): draws_BT}, acceptance=0.0))
     assert not misfits(found, LEVEL), found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stride", "strategy"), CASES)
+@pytest.mark.parametrize(("stride", "strategy"), [case for case in CASES if case != DEFAULT])
 def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str) -> None:
     _draws(law_toy, stride, strategy, FULL)
 
