@@ -274,7 +274,7 @@ def selection(bench: Bench) -> None:
         for arm in (bench.full, bench.focus()):
             steady = SteadyTrace(bench.model, arm, bench.load(batch), bench.trace)
             with steady.toggled():
-                steady.settle(bench.passes(batch))
+                steady.reach_steady_state(bench.passes(batch))
                 times = kernel_times(steady, int(bench.options["passes"]))
                 steady.abort_all()
             bench.free(steady)

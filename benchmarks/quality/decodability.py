@@ -352,7 +352,7 @@ def selecting(name: str, k: int) -> Iterator[None]:
         processed_BW = self._memory.processed_ZW[view.plan.lanes_B]
         budget_B = torch.full_like(view.plan.lanes_B, k)
         chosen_BW = best(deltas_BW, view.active.is_maskable_BW & is_mask_BW, budget_B)
-        evicts_B = self._begun.mine_B & (is_mask_BW.sum(dim=1) > k)
+        evicts_B = self._started.mine_B & (is_mask_BW.sum(dim=1) > k)
         context_BW = with_context(chosen_BW, is_mask_BW, fed_BW, processed_BW)
         kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
         place_W = torch.arange(size, device=kept_BW.device)

@@ -84,14 +84,14 @@ class FocusPass(RowsPass):
             prefills=config.rule == "published",
             stability=config.stability,
         )
-        self._begun = begin_blocks(memory, self._fed, self._rules)
+        self._started = begin_blocks(memory, self._fed, self._rules)
         self._first_BPW: Tensor | None = None
         self.budget_B: Tensor | None = None
 
     def initial_rows(self) -> RowSelection | None:
         """Return all rows but frozen tokens. An edited token thaws: the stored keys are those of another
         token."""
-        return RowSelection(keep_R=self._begun.keep_R, drops_stored=self._rules.keeps_stored)
+        return RowSelection(keep_R=self._started.keep_R, drops_stored=self._rules.keeps_stored)
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         """Measure in layer 0, select in layer 1."""
@@ -113,7 +113,7 @@ class FocusPass(RowsPass):
         freeze."""
         view = self.view
         finish_blocks(
-            self._memory, self._fed, self._begun, self._rules, rows_BW=view.rows_BW, waits_B=view.waits_B
+            self._memory, self._fed, self._started, self._rules, rows_BW=view.rows_BW, waits_B=view.waits_B
         )
 
     def _importance(self, layer: int, q_RNH: Tensor) -> Tensor:
@@ -140,13 +140,13 @@ class FocusPass(RowsPass):
         """The places that go on, by their importance in both layers."""
         view = self.view
         candidates = Candidates(
-            is_mine_B=self._begun.evicts_B,
+            is_mine_B=self._started.evicts_B,
             is_mask_BW=view.is_mask_BW,
             is_maskable_BW=view.active.is_maskable_BW,
             rows_BW=view.rows_BW,
             lanes_B=view.plan.lanes_B,
             processed_ZW=self._memory.processed_ZW,
-            mean_decoded_B=self._begun.mean_decoded_B,
+            mean_decoded_B=self._started.mean_decoded_B,
         )
         return select_places(
             first_BPW,

@@ -52,12 +52,10 @@ MAX_EAGER_PASSES = 32
 have taken longer than a capture does (a pass of launches, and the graph's creation).
 """
 TIMED_PASSES = 3
-CAPTURE_PASSES, PASSES_PER_GRAPH = 16, 0.5
-"""A capture takes as long as the first number of passes with blocks: two without a graph, and the graph's
-creation. It comes after as much padding, or after the second number for each graph while there are few.
+CAPTURE_PASSES, PASSES_PER_GRAPH, FREE_PADDING = 16, 0.5, 0.03
+"""A capture takes as long as the first number of passes with blocks. It comes after as much padding, or after
+the second number for each graph while there are few. Padding up to the third part of a pass does not count.
 """
-FREE_PADDING = 0.03
-"""Padding of a larger graph that does not count, as a part of the pass: graphs so near gain nothing."""
 STREAMED_ROWS = 128
 """Up to so many rows a pass takes as long as reading the weights does."""
 FEW_LAYERS = 16
@@ -248,9 +246,7 @@ class StaticStep:
         return min(fitting, key=cost, default=None)
 
     def _is_wasteful(self, shape: PassShape, holder: PassShape) -> bool:
-        """Count the padding of a pass with blocks in a larger graph: whether it has cost as much as a capture
-        may by now.
-        """
+        """Whether padding of passes with blocks in larger graphs, this one counted, is worth a capture."""
         if holder == shape or not self._has_blocks:
             return False
         size = shape.num_sequences

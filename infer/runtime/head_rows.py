@@ -24,10 +24,10 @@ MARGIN = 2.5
 KEPT_MARGINS = (0.5, 0.75, 1.0)
 """The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. The
 first is enough from 32 sequences on: in a simulation one pair of (sequence, pass) in 400 waits at 128, and
-7 % of the rows are padding. The next is taken after passes in which more than `MOST_WAITS` of the pairs wait,
-the one before after fewer than `LEAST_WAITS`.
+7 % of the rows are padding. The next is taken after passes in which more than `MAX_WAITS` of the pairs wait,
+the one before after fewer than `MIN_WAITS`.
 """
-LEAST_WAITS, MOST_WAITS = 0.005, 0.01
+MIN_WAITS, MAX_WAITS = 0.005, 0.01
 STEADY = 0.97
 """A choice stays until less than this part of it is needed: each number of rows is a graph of its own."""
 MIN_PLACES = 256
@@ -132,7 +132,7 @@ class RowRooms:
         """Take the next margin of kept rows where too many waited, or one back where nearly none did."""
         waited = self.counts.num_waits - self._since.num_waits
         share = waited / max(1, self.counts.num_pairs - self._since.num_pairs)
-        place = KEPT_MARGINS.index(self._kept.margin) + (share > MOST_WAITS) - (share < LEAST_WAITS)
+        place = KEPT_MARGINS.index(self._kept.margin) + (share > MAX_WAITS) - (share < MIN_WAITS)
         self._kept.margin = KEPT_MARGINS[min(max(place, 0), len(KEPT_MARGINS) - 1)]
         self._since = replace(self.counts)
 

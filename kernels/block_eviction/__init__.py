@@ -8,24 +8,25 @@ from idlm.kernels.block_eviction.reference import (
     importance_reference,
     select_reference,
 )
-from idlm.kernels.block_eviction.state import (
-    Begun,
+from idlm.kernels.block_eviction.state import begin_blocks, finish_blocks
+from idlm.kernels.block_eviction.types import (
+    BlockKeys,
     BlockState,
+    Candidates,
     FedBlocks,
+    Selected,
+    StartedBlocks,
     StateRules,
-    begin_blocks,
-    finish_blocks,
 )
-from idlm.kernels.block_eviction.types import BlockKeys, Candidates, Selected
 
 __all__ = [
-    "Begun",
     "BlockKeys",
     "BlockState",
     "Candidates",
     "FedBlocks",
     "LaneState",
     "Selected",
+    "StartedBlocks",
     "StateRules",
     "begin_blocks",
     "begin_reference",

@@ -5,20 +5,15 @@ B sequences, R rows, W places of a block, Z lanes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from idlm.kernels.block_eviction.state import Begun, BlockState, FedBlocks, StateRules
+from idlm.kernels.block_eviction.types import BlockState, FedBlocks, StartedBlocks, StateRules
 
 
-def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Begun:
+def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:
     """See `state.begin_blocks`."""
-    from idlm.kernels.block_eviction.state import Begun
-
     lanes_B = fed.lanes_B
     mine_B = (fed.rows_BW >= 0).all(dim=1) & fed.is_mask_BW.any(dim=1)
     evicts_B = mine_B & ~state.is_new_Z[lanes_B] if rules.prefills else mine_B
@@ -34,7 +29,7 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Begun:
             # The last row predicts the first place of the next block.
             stays_BW = F.pad(stays_BW[:, :-1], (0, 1))
         keep_R &= _by_row(~stays_BW, rows_BW, len(keep_R))
-    return Begun(
+    return StartedBlocks(
         mine_B=mine_B,
         evicts_B=evicts_B,
         mean_decoded_B=mean_decoded_B,
@@ -99,13 +94,19 @@ def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int) -> Tensor:
 
 
 def finish_blocks(
-    state: BlockState, fed: FedBlocks, begun: Begun, rules: StateRules, *, rows_BW: Tensor, waits_B: Tensor
+    state: BlockState,
+    fed: FedBlocks,
+    started: StartedBlocks,
+    rules: StateRules,
+    *,
+    rows_BW: Tensor,
+    waits_B: Tensor,
 ) -> None:
     """See `state.finish_blocks`."""
-    lanes_B, mine_B = fed.lanes_B, begun.mine_B & ~waits_B
+    lanes_B, mine_B = fed.lanes_B, started.mine_B & ~waits_B
     mine_B1 = mine_B[:, None]
     state.processed_ZW[lanes_B] |= (rows_BW >= 0) & mine_B1
-    state.counts_Z4[lanes_B, 1] += mine_B & begun.evicts_B
+    state.counts_Z4[lanes_B, 1] += mine_B & started.evicts_B
     if rules.prefills:
         state.is_new_Z[lanes_B] &= ~mine_B
     if rules.stability == "off":
@@ -115,4 +116,4 @@ def finish_blocks(
         frozen_BW &= F.pad(~fed.is_mask_BW[:, 1:], (0, 1), value=True)
     state.frozen_ZW[lanes_B] |= frozen_BW
     ids_ZW = state.frozen_ids_ZW
-    ids_ZW[lanes_B] = torch.where(mine_B1, begun.token_ids_BW, ids_ZW[lanes_B])
+    ids_ZW[lanes_B] = torch.where(mine_B1, started.token_ids_BW, ids_ZW[lanes_B])

@@ -1,12 +1,13 @@
-"""Arguments and results of the selection of rows.
+"""Arguments and results of the selection of rows, and what lanes remember between passes.
 
-B sequences, W places of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes.
+B sequences, R rows, W places of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -52,3 +53,88 @@ class Selected:
     kept_BW: Tensor
     ends_B: Tensor
     budget_B: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockState:
+    """By lane. Which block the state belongs to, and of the one before it (`starts_Z`, `before_starts_Z`, the
+    first slot; -1: none); which places are frozen with which tokens, there and in the block before; which
+    have keys and values in all layers. `counts_Z4`: masks at the block's beginning, its passes; decoded
+    tokens and passes of earlier blocks. `is_new_Z`: nothing of the sequence has been computed.
+    """
+
+    starts_Z: Tensor
+    before_starts_Z: Tensor
+    counts_Z4: Tensor
+    is_new_Z: Tensor
+    frozen_ZW: Tensor
+    processed_ZW: Tensor
+    before_frozen_ZW: Tensor
+    frozen_ids_ZW: Tensor
+    before_ids_ZW: Tensor
+
+    @classmethod
+    def empty(cls, num_lanes: int, size: int, device: torch.device) -> BlockState:
+        """Nothing is known of any lane."""
+        ids, flags = (
+            torch.zeros(num, num_lanes, size, dtype=dtype, device=device)
+            for num, dtype in ((2, torch.int64), (3, torch.bool))
+        )
+        starts = torch.full((2, num_lanes), -1, dtype=torch.int64, device=device)
+        return cls(
+            starts_Z=starts[0],
+            before_starts_Z=starts[1],
+            counts_Z4=torch.zeros(num_lanes, 4, dtype=torch.int64, device=device),
+            is_new_Z=torch.ones(num_lanes, dtype=torch.bool, device=device),
+            frozen_ZW=flags[0],
+            processed_ZW=flags[1],
+            before_frozen_ZW=flags[2],
+            frozen_ids_ZW=ids[0],
+            before_ids_ZW=ids[1],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedBlocks:
+    """What a pass feeds: `rows_BW` (int64, -1: none) and `is_mask_BW` (bool) of the block that begins at slot
+    `starts_B`; all rows of sequence b, of ascending slots without a gap, are cu_rows_B1[b] :
+    cu_rows_B1[b + 1], and those before the block end where it begins, or at the end of an earlier block.
+    Lanes of sequences are distinct, but for sequences that feed nothing.
+    """
+
+    lanes_B: Tensor
+    starts_B: Tensor
+    rows_BW: Tensor
+    is_mask_BW: Tensor
+    cu_rows_B1: Tensor
+    slots_R: Tensor
+    token_ids_R: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRules:
+    """`of_request`: decoded tokens are averaged over all passes of the request. `keeps_stored`: frozen tokens
+    of the block before keep what is stored of them; `shifted`: but not its last one. `prefills`: the first
+    pass of a request drops nothing and does not count. `stability`: "off", "plain", "neighbour".
+    """
+
+    of_request: bool = False
+    keeps_stored: bool = False
+    shifted: bool = False
+    prefills: bool = False
+    stability: str = "neighbour"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedBlocks:
+    """`mine_B` (bool): blocks that are fed whole and have masks; rows may be dropped of `evicts_B` (bool).
+    `mean_decoded_B` (fp64): tokens decoded per pass, at least 1. `token_ids_BW`: those fed, anything where
+    there is no row. `keep_R` (bool): rows that are computed; it says nothing of rows other than those of
+    active blocks and, if stored ones are kept, the last W before them.
+    """
+
+    mine_B: Tensor
+    evicts_B: Tensor
+    mean_decoded_B: Tensor
+    token_ids_BW: Tensor
+    keep_R: Tensor

@@ -93,7 +93,7 @@ def spread_places(
     return keep_R, _by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
 
 
-def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool) -> Tensor:
+def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
     """For each row the value [R] of its place; `other` for rows of no place."""
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
     values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)

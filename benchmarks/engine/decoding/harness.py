@@ -219,10 +219,9 @@ class SteadyEngine:
         runner: Any = self.engine._parts.runner
         for name in ("keys", "values"):
             getattr(runner._cache, name).normal_()
-        device = self.engine.table.device
-        is_replayed = trace is not None and arm.decoder != "ar"
-        lanes = load.concurrency + 1
-        self.replay = Replay(trace, lanes, device) if trace is not None and is_replayed else None
+        self.replay = None
+        if trace is not None and arm.decoder != "ar":
+            self.replay = Replay(trace, load.concurrency + 1, self.engine.table.device)
         dice = torch.Generator().manual_seed(load.concurrency)
         self._prompts = [
             torch.randint(0, model.spec.vocab_size - 1, (length,), generator=dice).tolist()
@@ -246,22 +245,17 @@ class SteadyEngine:
     def measure(self, into: Measured) -> None:
         """Run one round: start all requests, warm up, then time between two empty queues of passes."""
         with self.toggled(), replaying(self.replay):
-            self.start_requests()
-            self.run_tokens(self.warm_up_tokens)
-            self.drain()
+            self.reach_steady_state(0)
             before = self.num_passes()
             start = time.perf_counter()
             num_tokens = self.run_tokens(self.load.num_tokens) + self.drain()
-            seconds = time.perf_counter() - start
-            into.seconds.append(seconds)
+            into.seconds.append(time.perf_counter() - start)
             into.tokens.append(num_tokens)
             into.passes.append(self.num_passes() - before)
             self.abort_all()
 
-    def settle(self, num_passes: int) -> None:
-        """Start all requests and warm up; `num_passes`: how long a round without captures has to be, for
-        engines whose shapes follow their traffic.
-        """
+    def reach_steady_state(self, num_passes: int) -> None:
+        """Start all requests and warm up; shapes that follow traffic: until `num_passes` capture no graph."""
         self.start_requests()
         self.run_tokens(self.warm_up_tokens)
         self.drain()

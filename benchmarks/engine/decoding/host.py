@@ -69,7 +69,7 @@ def host_cost(steady: SteadyEngine, num_passes: int) -> HostCost:
     stamped = _Stamped(step._step, 4 * num_passes)
     step._step = stamped  # type: ignore[assignment]
     with steady.toggled(), replaying(steady.replay), _Waits(steady) as waits:
-        steady.settle(num_passes // 2)
+        steady.reach_steady_state(num_passes // 2)
         stamped.count.zero_()
         waits.begin()
         steady.run_passes(num_passes)

@@ -172,7 +172,7 @@ class SteadyTrace(SteadyBlocks):
         with super().toggled(), replaying_blocks(self.replay_of_blocks), _toggles(arm):
             yield
 
-    def settle(self, num_passes: int) -> None:
+    def reach_steady_state(self, num_passes: int) -> None:
         """Start all requests and decode until every sequence has left the block of its prompt, and a round of
         `num_passes` passes captures no graph.
         """
@@ -192,7 +192,7 @@ class SteadyTrace(SteadyBlocks):
         """Start all requests, warm up, and measure `rounds` of `num_passes` passes, one after the other."""
         found = Window(batch=self.load.concurrency)
         with self.toggled():
-            self.settle(num_passes)
+            self.reach_steady_state(num_passes)
             before, counts = self._places(), row_counts_of(self.engine)
             captured = self.num_captured
             for _ in range(rounds):

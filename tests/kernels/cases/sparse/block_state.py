@@ -116,22 +116,22 @@ def _check_pass(
         slots_R=ints(slots + [0] * padding),
         token_ids_R=ints([token for _, some in laid_out for token in some] + [0] * padding),
     )
-    begun = begin_blocks(state, fed, rules)
+    started = begin_blocks(state, fed, rules)
     options = {name: value for name, value in asdict(rules).items() if name != "stability"}
     waits, computed = [dice.random() < 0.2 for _ in sequences], []
     for b, one in enumerate(sequences):
         mine, one.evicts, mean, dropped, stays = begin_reference(
             one.state, one.start, size, one.fed, one.masks, one.stored, **options
         )
-        assert (bool(begun.mine_B[b]), bool(begun.evicts_B[b])) == (mine, one.evicts)
-        assert not mine or float(begun.mean_decoded_B[b]) == mean
-        kept = {place for place in one.fed if begun.keep_R[rows[b][place]]}
+        assert (bool(started.mine_B[b]), bool(started.evicts_B[b])) == (mine, one.evicts)
+        assert not mine or float(started.mean_decoded_B[b]) == mean
+        kept = {place for place in one.fed if started.keep_R[rows[b][place]]}
         assert kept == one.fed.keys() - dropped
         if rules.keeps_stored:
             num_before = ends[b + 1] - ends[b] - len(one.fed)
             last = range(ends[b] + max(0, num_before - size), ends[b] + num_before)
             dropped_rows = {stored[b][place] for place in stays}
-            assert {row for row in last if not begun.keep_R[row]} == dropped_rows
+            assert {row for row in last if not started.keep_R[row]} == dropped_rows
         computed.append({place for place in kept if dice.random() < 0.7})
         if mine and not waits[b]:
             finish_reference(
@@ -139,7 +139,7 @@ def _check_pass(
             )
     left = [[0 if place in some else -1 for place in range(size)] for some in computed]
     waits_B = torch.tensor(waits, device=device)
-    finish_blocks(state, fed, begun, rules, rows_BW=ints(left), waits_B=waits_B)
+    finish_blocks(state, fed, started, rules, rows_BW=ints(left), waits_B=waits_B)
 
 
 def _check_lane(state: BlockState, lane: int, expected: LaneState, rules: StateRules) -> None:
