@@ -38,7 +38,8 @@ from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
 from idlm.infer.planning.canvas import canvas_shape
 from idlm.infer.runtime.canvas_runner import CanvasRunner
-from idlm.infer.runtime.cuda_graphs import StaticStep, most_stored_rows
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.pass_shape import most_stored_rows
 from idlm.infer.runtime.model_runner import (
     EagerStep,
     PassRunner,
@@ -150,7 +151,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     parts = _assemble(settings, model, tokenizer, decoder, end_ids, shards, options.accelerators)
     if settings.warmup == "off":
         return parts
-    from idlm.infer.runtime.warm_up import warm_up
+    from idlm.infer.runtime.graphs.warm_up import warm_up
 
     on_meta = None
     if _is_plain(parts) and shards.size == 1:
@@ -535,7 +536,7 @@ def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep
         return EagerStep(step)
     captures, rows = step.table.device.type == "cuda", 0
     if settings.warmup != "off":
-        from idlm.infer.runtime.warm_up import eager_rows
+        from idlm.infer.runtime.graphs.warm_up import eager_rows
 
         rows = eager_rows(model)
     return StaticStep(step, spare_lane=settings.most_sequences, captures=captures, eager_rows=rows)

@@ -33,7 +33,7 @@ from idlm.infer.errors import (
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import AnswerText, Request, strip_stop_id
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker

@@ -16,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter. For tensors without
-    memory (meta) they are compiled and not launched (infer/runtime/compile_ahead.py).
+    memory (meta) they are compiled and not launched (infer/runtime/graphs/compile_ahead.py).
     """
     return x.is_cuda or x.is_meta or INTERPRETED
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.worker import InflightStep, Worker
 
 Row = tuple[str, float, str]

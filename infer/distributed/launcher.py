@@ -36,7 +36,7 @@ from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.state.batch import Schedule

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from idlm.infer.decoders.base import StrideMode
-from idlm.infer.runtime.step_times import StepTimes
+from idlm.infer.runtime.graphs.step_times import StepTimes
 from idlm.infer.state.batch import Schedule
 
 PRIOR_ACCEPTANCE = 0.85

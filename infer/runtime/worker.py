@@ -20,7 +20,7 @@ from idlm.contracts import TokenLogprob
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.state.batch import RowRoom, Schedule, lane_of
 

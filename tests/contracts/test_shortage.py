@@ -16,7 +16,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
 from idlm.infer.engine import Engine, StreamEvent
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan
 from tests.contracts.engines import (
@@ -296,7 +296,7 @@ class _Graph:
 
 
 def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idlm.infer.runtime.cuda_graphs.MAX_CUDA_GRAPHS", 3)
+    monkeypatch.setattr("idlm.infer.runtime.graphs.cuda_graphs.MAX_CUDA_GRAPHS", 3)
     engine = _engine(checkpoint, "ar", graphs="on")
     step = engine._parts.step
     assert isinstance(step, StaticStep)

@@ -12,8 +12,8 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime import buckets
-from idlm.infer.runtime import cuda_graphs as graphs
+from idlm.infer.runtime.graphs import buckets
+from idlm.infer.runtime.graphs import cuda_graphs as graphs
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import Schedule, StepPlan
 from idlm.infer.state.kv_cache import KVWritePolicy

@@ -14,9 +14,10 @@ from torch import Tensor
 from idlm.infer import build
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.runtime import buckets, step_times, warm_up
-from idlm.infer.runtime import cuda_graphs as graphs
-from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
+from idlm.infer.runtime.graphs import buckets, pass_shape, step_times, warm_up
+from idlm.infer.runtime.graphs import cuda_graphs as graphs
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.head_rows import head_bucket, head_buckets
 from idlm.infer.state.batch import RowRoom
 from tests.contracts.block.test_block_decoder import write_block_toy
@@ -72,7 +73,7 @@ def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(build, "_step", step_of)
     # A model this small would have graphs of passes with any number of rows.
-    monkeypatch.setattr(warm_up, "PROMPT_GRAPHS", (graphs.PROMPT_STEP,))
+    monkeypatch.setattr(warm_up, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -234,7 +235,7 @@ def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
     assert len(sizes) <= 40
     for size in range(1, min(most, sizes[-1]) + 1):
         padded = next(each for each in sizes if each >= size)
-        share = 1.25 if size * width <= graphs.STREAMED_ROWS else 1.125
+        share = 1.25 if size * width <= pass_shape.STREAMED_ROWS else 1.125
         assert padded <= max(share * size + 1, buckets.padded_sequences(size) + 8 * (size > 32))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.quality import law_harness
-from idlm.infer.runtime import warm_up
+from idlm.infer.runtime.graphs import warm_up
 from tests.contracts import engines
 
 

@@ -21,9 +21,9 @@ from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime import warm_up
-from idlm.infer.runtime.compile_ahead import compile_ahead
-from idlm.infer.runtime.cuda_graphs import PassShape
+from idlm.infer.runtime.graphs import warm_up
+from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
+from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.kernels.backend import has_pdl
 from idlm.kernels.paged_attention.launch import num_multiprocessors
 from idlm.semantics import Semantics

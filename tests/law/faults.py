@@ -24,7 +24,7 @@ from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import Tree
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.engine.decoding.harness import SteadyEngine
 from benchmarks.engine.decoding.replay import replaying
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.runtime.worker import Emission, InflightStep
 from idlm.infer.state.batch import Batch, PromptRows

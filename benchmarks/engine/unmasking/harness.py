@@ -24,8 +24,8 @@ from benchmarks.engine.unmasking.trace import FOCUS, FULL, UnmaskTrace
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.models.loader import LoadedModel
-from idlm.infer.runtime import cuda_graphs
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs import pass_shape
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.state.batch import RowRoom, lane_of
 from idlm.kernels.block_eviction import op as eviction_op
 from idlm.kernels.row_compaction import op as compaction_op
@@ -267,20 +267,20 @@ def row_counts_of(engine: Any) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _toggles(arm: EvictionArm) -> Iterator[None]:
     """What the arm does without."""
-    room, bucket, kernels = cuda_graphs.row_room, cuda_graphs.head_bucket, eviction_op.runs_kernels
+    room, bucket, kernels = pass_shape.row_room, pass_shape.head_bucket, eviction_op.runs_kernels
 
     def all_places(*given: Any, **sizes: Any) -> RowRoom | None:
         found = room(*given, **sizes)
         return None if found is None else replace(found, head=sizes["num_sequences"] * sizes["block_size"])
 
     if not arm.has_head_room:
-        cuda_graphs.row_room, cuda_graphs.head_bucket = all_places, lambda *given: None
+        pass_shape.row_room, pass_shape.head_bucket = all_places, lambda *given: None
     if not arm.has_kernels:
         eviction_op.runs_kernels = compaction_op.runs_kernels = lambda x: False
     try:
         yield
     finally:
-        cuda_graphs.row_room, cuda_graphs.head_bucket = room, bucket
+        pass_shape.row_room, pass_shape.head_bucket = room, bucket
         eviction_op.runs_kernels = compaction_op.runs_kernels = kernels
 
 

@@ -17,7 +17,7 @@ from idlm.infer.decoders import block
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.cuda_graphs import shape_of
+from idlm.infer.runtime.graphs.pass_shape import shape_of
 from idlm.infer.state.batch import Batch, Schedule
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState

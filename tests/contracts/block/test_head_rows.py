@@ -12,7 +12,7 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.request import Request
-from idlm.infer.runtime import cuda_graphs
+from idlm.infer.runtime.graphs import pass_shape
 from idlm.infer.runtime.head_rows import MIN_PASSES, Asked, LateCounts, RowRooms, head_bucket, row_room
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import RowRoom, Schedule, StepPlan
@@ -74,7 +74,7 @@ def test_no_answer_depends_on_the_room(
     expected = tokens(alone.generate(PROMPTS, params_of()))
     for num_wanted, settings in ((0, {}), (24, {"max_num_seqs": 5, "num_pages": 24})):
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_graphs, "head_bucket", lambda *_, num=num_wanted: num)
+            patch.setattr(pass_shape, "head_bucket", lambda *_, num=num_wanted: num)
             engine = build_engine(toys[shifted], "block", **options, **STATIC, **settings)
             watch = Watch(engine, patch)
             assert tokens(engine.generate(PROMPTS, params_of())) == expected
@@ -88,7 +88,7 @@ def test_aborts_while_sequences_wait(toys: dict[bool, Path], monkeypatch: pytest
     options: dict[str, Any] = {"strategy": "low_confidence_dynamic", "threshold": 0.6}
     alone = build_engine(toys[False], "block", **options, max_num_seqs=1, max_length=64, page_size=SIZE)
     expected = tokens(alone.generate(PROMPTS, params_of()))
-    monkeypatch.setattr(cuda_graphs, "head_bucket", lambda *_: 0)
+    monkeypatch.setattr(pass_shape, "head_bucket", lambda *_: 0)
     engine = build_engine(toys[False], "block", **options, **STATIC)
     watch = Watch(engine, monkeypatch)
     done: dict[str, Completion] = {}

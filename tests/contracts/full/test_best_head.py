@@ -19,8 +19,9 @@ from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.shards import Shards
 from idlm.infer.planning.planner import Plan, plan_template
 from idlm.infer.planning.sizes import Sizes
-from idlm.infer.runtime import cuda_graphs
 from idlm.infer.runtime.canvas_rows import CanvasRows
+from idlm.infer.runtime.graphs import cuda_graphs
+from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.wanted_rows import WantedRows
 from tests.contracts.engines import assert_idle, prompts_of
 from tests.contracts.full.slow_canvas import SlowCanvas
@@ -140,7 +141,7 @@ def test_greedy_warm_and_truncated_requests_share_passes(
     assert {params.temperature for params, _, _ in cases} == {0.0, 0.7, 1.0}
     shapes, shape_of = [], cuda_graphs.shape_of
 
-    def recorded(*args: Any, **options: Any) -> cuda_graphs.PassShape:
+    def recorded(*args: Any, **options: Any) -> PassShape:
         shapes.append(shape_of(*args, **options))
         return shapes[-1]
 

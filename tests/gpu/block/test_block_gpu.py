@@ -15,7 +15,7 @@ import torch
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block_unmask import UNMASKINGS
-from idlm.infer.runtime import cuda_graphs
+from idlm.infer.runtime.graphs import pass_shape
 from tests.contracts.block.test_block_decoder import LENGTHS, PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import (
     MASK_ID,
@@ -99,7 +99,7 @@ def test_sequences_that_wait_for_the_head_get_the_same_tokens(
     options = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "page_size": 32}
     expected = clear_answers(build_engine(directory, "block", **options), PROMPTS, params_of())
     for num_wanted in (0, 80):
-        monkeypatch.setattr(cuda_graphs, "head_bucket", lambda *_, num=num_wanted: num)
+        monkeypatch.setattr(pass_shape, "head_bucket", lambda *_, num=num_wanted: num)
         engine = build_engine(directory, "block", device="cuda", **options)
         found = engine.generate(PROMPTS, params_of())
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.quality.structured_law import build_engine as build_law_engine
 from benchmarks.quality.structured_law import draw_fits, write_structured_toy
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from tests.contracts import engines
 from tests.contracts.engines import answers, assert_idle, build_engine
 from tests.contracts.structured.test_structured import (

@@ -12,8 +12,8 @@ import torch
 from benchmarks.serving.passes import watching
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
-from idlm.infer.runtime import warm_up
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs import warm_up
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import CYCLE, prompts_of, write_foreseeing_toy
 
@@ -101,7 +101,7 @@ def test_eager_passes_between_graphs_leave_answers_alone(
     assert isinstance(step, StaticStep)
     for shape in [shape for shape in step._graphs if shape.num_sequences > 4]:
         del step._graphs[shape]
-    monkeypatch.setattr("idlm.infer.runtime.cuda_graphs.MAX_EAGER_PASSES", 10**9)
+    monkeypatch.setattr("idlm.infer.runtime.graphs.cuda_graphs.MAX_EAGER_PASSES", 10**9)
     found = engine.generate(PROMPTS, _params())
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert engine.capture_missed()

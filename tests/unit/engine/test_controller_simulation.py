@@ -15,7 +15,7 @@ import pytest
 from benchmarks.results import read_rows
 from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
-from idlm.infer.runtime.step_times import StepTimes
+from idlm.infer.runtime.graphs.step_times import StepTimes
 from idlm.infer.runtime.stride_controller import Load, StrideController
 from idlm.semantics import Semantics
 

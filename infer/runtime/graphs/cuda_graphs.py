@@ -17,30 +17,17 @@ import copy
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.base import Decoder
-from idlm.infer.runtime.buckets import (
-    BATCH_BUCKETS,
-    FED_BLOCK_BUCKETS,
-    PROMPT_BUCKETS,
-    PROMPT_STEP,
-    bucket,
-    padded_sequences,
-    rows_bucket,
-    slots_bucket,
-)
-from idlm.infer.runtime.head_rows import head_bucket, head_buckets, row_room
+from idlm.infer.runtime.graphs.pass_shape import PassShape, shape_of
 from idlm.infer.runtime.model_runner import Step, StepResult
-from idlm.infer.state.batch import Batch, RowRoom, Schedule, StepPlan, lane_of, to_device
-from idlm.infer.state.kv_cache import KVWritePolicy
+from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of, to_device
 from idlm.infer.state.wanted_rows import WantedRows
 from idlm.infer.structured.masks import with_grammars
 
@@ -56,67 +43,6 @@ CAPTURE_PASSES, PASSES_PER_GRAPH, FREE_PADDING = 16, 0.5, 0.03
 """A capture takes as long as the first number of passes with blocks. It comes after as much padding, or after
 the second number for each graph while there are few. Padding up to the third part of a pass does not count.
 """
-STREAMED_ROWS = 128
-"""Up to so many rows a pass takes as long as reading the weights does."""
-FEW_LAYERS = 16
-"""Rows of the first layers alone, or of the head, take a part of this of what other rows do."""
-CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
-"""Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
-and block size the values that passes take, first the one that fits all (None), for graphs to be captured
-ahead.
-"""
-BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top", "room")
-"""Fields of `PassShape` that a pass may have less of."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassShape:
-    """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
-    and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
-    fed. `decides` False: the graph ends with hidden states, because what follows waits for grammars; logits
-    would take memory of each graph's own. See `Batch` for the rest.
-    """
-
-    mode: int
-    num_sequences: int
-    num_rows: int
-    max_rows: int
-    num_prompt_rows: int
-    max_known: int
-    filters: bool
-    num_top: int | None
-    max_length: int = 0
-    is_greedy: bool = False
-    num_canvases: int = 1
-    num_wanted: int | None = None
-    room: RowRoom | None = None
-    decides: bool = True
-
-    @property
-    def all_rows(self) -> int:
-        """Rows of the pass in most of its layers."""
-        return self.num_rows + self.num_prompt_rows if self.room is None else self.room.kept
-
-    @property
-    def weight(self) -> float:
-        """What the pass costs, in rows of all layers."""
-        all_rows = self.num_rows + self.num_prompt_rows
-        room = self.room or RowRoom(fed=all_rows, kept=all_rows, head=self.num_wanted or self.num_rows)
-        return max(room.kept, STREAMED_ROWS) + (room.fed + room.head) / FEW_LAYERS
-
-    def holds(self, other: PassShape) -> bool:
-        """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
-        return all(_holds(name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
-
-
-def _holds(name: str, mine: Any, needed: Any) -> bool:
-    """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
-    reported than are read.
-    """
-    if mine == needed or (name in (*CAPACITIES, "room") and mine is None):
-        return True
-    is_bound = name in BOUNDS or name in CAPACITIES
-    return is_bound and mine is not None and needed is not None and mine >= needed
 
 
 class StaticStep:
@@ -340,82 +266,3 @@ class _Graph:
     result: StepResult | None
     fed: tuple[StepPlan, WantedRows] | None
     columns: Columns | None = None
-
-
-def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: bool = False) -> PassShape:
-    """The smallest shape that the pass fits into; no sequence is longer than `max_length`. `is_warm`: it need
-    not have a graph, so that it has fewer rows of padding.
-    """
-    policy = decoder.kv_policy
-    num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
-    if is_warm and policy.kind == "append":
-        num_sequences = padded_sequences(len(schedule.requests))
-    max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
-    num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
-    num_wanted: int | None = None
-    room: RowRoom | None = None
-    match policy.kind:
-        case "append":
-            num_prompt_rows = sum(schedule.num_feed) - len(schedule.requests)
-            if is_warm:
-                num_prompt_rows = -(-num_prompt_rows // PROMPT_STEP) * PROMPT_STEP
-            else:
-                num_prompt_rows = bucket(num_prompt_rows, PROMPT_BUCKETS)
-        case "block":
-            num_blocks = _num_blocks(schedule, num_sequences, policy)
-            num_prompt_rows = policy.block_size * bucket(num_blocks, FED_BLOCK_BUCKETS)
-            num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
-            room = row_room(
-                schedule.room,
-                num_scheduled=sum(schedule.num_feed),
-                num_rows=num_rows + num_prompt_rows,
-                num_sequences=num_sequences,
-                block_size=policy.block_size,
-            )
-        case "none":
-            num_rows = rows_bucket(sum(schedule.num_rows))
-            most = decoder.num_rows(schedule.mode, max_length)
-            rows = zip(schedule.num_rows, schedule.requests, strict=True)
-            longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
-            max_rows = min(rows_bucket(longest_canvas), most)
-            longest = min(rows_bucket(schedule.max_length), max_length)
-            # Guided passes need logits.
-            is_greedy = schedule.is_greedy and schedule.num_canvases == 1
-    return PassShape(
-        mode=schedule.mode,
-        num_sequences=num_sequences,
-        num_rows=num_rows,
-        max_rows=max_rows,
-        num_prompt_rows=num_prompt_rows,
-        max_known=slots_bucket(max(schedule.num_known)),
-        filters=schedule.filters,
-        num_top=schedule.num_top,
-        max_length=longest,
-        is_greedy=is_greedy,
-        num_canvases=schedule.num_canvases,
-        num_wanted=num_wanted,
-        room=room,
-        decides=not schedule.grammars,
-    )
-
-
-def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy) -> int:
-    """Blocks that get rows beside the decoding ones.
-
-    With fused commits that includes clean blocks the host does not know yet: as many as it knows of (the
-    device has stored those by now), but at least those of an eighth of the sequences, rounded up. A sequence
-    that finds no reserved row stores its block in its own rows and decides nothing in this step; unused rows
-    cost as much as used ones, unless passes drop them: then all sequences may store one.
-    """
-    if not kv_policy.fused_commit:
-        return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
-    num_told = sum(schedule.num_feed) // kv_policy.block_size
-    return max(num_told, -(-num_sequences // 8) if schedule.room is None else num_sequences)
-
-
-def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
-    """Rows beside the decoding ones that a pass lays out at most. The first block of each sequence does not
-    count against the budget.
-    """
-    size = kv_policy.block_size
-    return size * bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)

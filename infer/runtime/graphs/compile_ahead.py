@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from idlm.infer.runtime.cuda_graphs import PassShape, StaticStep
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.runtime.graphs.pass_shape import PassShape
 
 MAX_THREADS = 16
 

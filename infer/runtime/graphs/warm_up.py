@@ -23,16 +23,17 @@ from idlm.infer.decoders.base import Decoder, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts, WarmUp
-from idlm.infer.runtime.buckets import FED_BLOCK_BUCKETS, PROMPT_STEP, bucket, padded_sequences, slots_bucket
-from idlm.infer.runtime.compile_ahead import compile_ahead
-from idlm.infer.runtime.cuda_graphs import (
-    CAPACITIES,
-    MAX_CUDA_GRAPHS,
-    STREAMED_ROWS,
-    PassShape,
-    StaticStep,
+from idlm.infer.runtime.graphs.buckets import (
+    FED_BLOCK_BUCKETS,
+    PROMPT_STEP,
+    bucket,
+    padded_sequences,
+    slots_bucket,
 )
-from idlm.infer.runtime.step_times import StepTimes, cache_file, read_times, write_times
+from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
+from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
+from idlm.infer.runtime.graphs.pass_shape import CAPACITIES, STREAMED_ROWS, PassShape
+from idlm.infer.runtime.graphs.step_times import StepTimes, cache_file, read_times, write_times
 from idlm.log import get_logger
 
 AUTO_SECONDS = 20.0
