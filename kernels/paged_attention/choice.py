@@ -49,6 +49,8 @@ class Launch:
     """Maximum number of registers of a thread of the walk, so that more programs fit; 0: no maximum."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
+    groups: int = 0
+    """Buffers of the walk of two warpgroups (kernel_hopper.py), for layers that it serves; 0: Triton's walk."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 

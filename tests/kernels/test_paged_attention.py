@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,29 @@ def test_the_walk_compiles_for_hopper(
     else:
         assert products[1] < launch_at < ptx.rindex("st.global")
     assert copies[0] in ptx[first_wait:] and copies[0] not in ptx[:first_wait]
+
+
+@pytest.mark.parametrize(("block_n", "buffers"), [(64, 6), (128, 3)])
+def test_the_walk_of_two_warpgroups_compiles_for_hopper(block_n: int, buffers: int) -> None:
+    """Nothing spills, and products are not serialized."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention import kernel_hopper
+    from idlm.kernels.paged_attention.launch import RECORD
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_N": block_n, "PDL": True}
+    constants |= {"STAGES": buffers, "WORKER_REGISTERS": kernel_hopper.REGISTERS}
+    pointers = {"*bf16": ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"), "*i32": ("items",)}
+    pointers |= {"*i64": ("block_table", "limits_R", "branch_starts_R", "own_slots_R")}
+    pointers |= {"*fp16": ("partial_o",), "*fp32": ("partial_sums",), "fp32": ("scale_log2",)}
+    types = defaultdict(lambda: "i32", {name: kind for kind, names in pointers.items() for name in names})
+    options = {"num_warps": 4, "maxnreg": kernel_hopper.REGISTERS, "launch_pdl": True}
+    result = compile_for_hopper(kernel_hopper.attend_kernel, types, constants, **options)
+    assert result.shared_bytes + 1024 <= MAX_SHARED_BYTES
+    assert f".maxnreg {kernel_hopper.REGISTERS}" in result.ptx and ".reqntid 256" in result.ptx
+    # Both groups multiply by 16 columns of keys and by 16 rows of values at a time.
+    assert result.ptx.count("wgmma.mma_async") == 2 * (128 // 16 + block_n // 16)
+    assert result.spilled_bytes == 0 and "serialized" not in result.said
 
 
 def test_planning_and_combining_compile_for_hopper() -> None:

@@ -35,6 +35,7 @@ WALKS: tuple[dict[str, Any], ...] = (
     TALL | {"block_n": 64, "stages": 3},
     TALL | {"block_n": 128, "stages": 2},
     TALL | {"block_n": 32, "stages": 4, "warps": 4},
+    *(TALL | {"block_n": block_n, "groups": buffers} for block_n, buffers in ((64, 6), (64, 5), (128, 3))),
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
