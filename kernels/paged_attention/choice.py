@@ -51,6 +51,8 @@ class Launch:
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     groups: int = 0
     """Buffers of the walk of two warpgroups (kernel_hopper.py), for layers that it serves; 0: Triton's walk."""
+    turns: bool = False
+    """Warpgroups start their products in turns."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NOTHING: gl.constexpr = gl.constexpr(-1e30)
 NO_SLOT: gl.constexpr = gl.constexpr(1 << 30)
-REGISTERS = 240
+REGISTERS = 248
 """Of a thread of each group; more than 168 forbid a third warpgroup."""
 GROUP_THREADS: gl.constexpr = gl.constexpr(128)
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -56,7 +56,7 @@ def _fetch(
 ):  # fmt: skip
     """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees a slot."""
     STAGES: gl.constexpr = buffers.shape[0]
-    full, free = bars
+    full, free, _ = bars
     place = n % STAGES
     slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
     is_read = (slots < walk[2]) | ((slots >= walk[3]) & (slots <= walk[4]))
@@ -94,6 +94,15 @@ def _bounds(rows_of, m, item, G: gl.constexpr):
 
 
 @gluon.jit
+def _softmax(scores, total, highest, scale_log2):
+    """Weights of a block, the sum of weights so far, the maximum, and the factor of what was summed."""
+    new_highest = gl.maximum(highest, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - new_highest[:, None])
+    shrink = gl.exp2(highest - new_highest)
+    return weights, total * shrink + gl.sum(weights, 1), new_highest, shrink
+
+
+@gluon.jit
 def _store(
     acc, total, highest, outputs, where, m,
     K: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr,
@@ -128,7 +137,7 @@ def _store(
 @gluon.jit
 def _group(
     queries, buffers, bars, cache, share,
-    SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+    SECOND: gl.constexpr, SIZES: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The walk of one warpgroup over its 64 packed rows, which copies keys (values if SECOND) for both."""
     K: gl.constexpr = SIZES[0]
@@ -141,7 +150,7 @@ def _group(
     table, rows_of, walk, start, item, where, outputs, scale_log2 = share
     q_RNH, stride_q_row, stride_q_head, q_smem = queries
     keys, values = buffers
-    full, free = bars
+    full, free, turns = bars
     source, stride_slot = cache
     dtype: gl.constexpr = q_RNH.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -171,30 +180,37 @@ def _group(
     acc = gl.zeros([ROWS, H], gl.float32, o_layout)
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
     highest = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, s_layout))
-    for i in range(start, walk[5]):
+    mbarrier.wait(full.index(0), 0)
+    scores = warpgroup_mma(q_smem, keys.index(0).permute((1, 0)), zero, use_acc=False)
+    scores = _hidden(scores, start, walk, bounds, BLOCK_N, s_layout)
+    weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+    for i in range(start, walk[5] - 1):
+        # The values of a block and the keys of the next one: products without a wait between them.
         n = i - start
-        place = n % STAGES
-        mbarrier.wait(full.index(place), (n // STAGES) & 1)
-        fence_async_shared()
-        scores = warpgroup_mma(q_smem, keys.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
+        place, next_place = n % STAGES, (n + 1) % STAGES
+        mbarrier.wait(full.index(next_place), ((n + 1) // STAGES) & 1)
+        if TURNS:
+            mbarrier.wait(turns.index(1 if SECOND else 0), n & 1 if SECOND else (n & 1) ^ 1)
+        sums = warpgroup_mma(p, values.index(place), acc, is_async=True)
+        scores = warpgroup_mma(
+            q_smem, keys.index(next_place).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        if TURNS:
+            mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
         _fetch(
             i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, BLOCK_N, H, flat
         )
         pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, BLOCK_N, slot_layout)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        scores = _hidden(scores, i, walk, bounds, BLOCK_N, s_layout)
-        new_highest = gl.maximum(highest, gl.max(scores, 1) * scale_log2)
-        weights = gl.exp2(scores * scale_log2 - new_highest[:, None])
-        shrink = gl.exp2(highest - new_highest)
-        total = total * shrink + gl.sum(weights, 1)
-        highest = new_highest
-        acc = acc * gl.convert_layout(shrink, out_rows)[:, None]
-        p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-        sums = warpgroup_mma(p, values.index(place), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(sums, p))
-        # All warps of the group have read both.
+        acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
+        # All warps of the group have read the block.
         barrier()
         mbarrier.arrive(free.index(place), count=1)
+        scores = _hidden(scores, i + 1, walk, bounds, BLOCK_N, s_layout)
+        weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
+        acc = acc * gl.convert_layout(shrink, out_rows)[:, None]
+        p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+    acc = warpgroup_mma(p, values.index(gl.maximum(walk[5] - 1 - start, 0) % STAGES), acc)
     if PDL:
         gdc_launch_dependents()
     async_copy.commit_group()
@@ -219,7 +235,8 @@ def attend_kernel(
     partial_o, partial_sums, scale_log2,
     stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head, stride_table,
     K: gl.constexpr, G: gl.constexpr, H: gl.constexpr, PAGE: gl.constexpr, RECORD: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORKER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORKER_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One item of one KV head: the output if the tile has one item, else a part."""
     dtype: gl.constexpr = q_RNH.dtype.element_ty
@@ -241,8 +258,9 @@ def attend_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
     # All threads say when what they copied is there; one thread of each group frees a buffer.
     full, free = _barriers(STAGES, 2 * GROUP_THREADS), _barriers(STAGES, 2)
+    turns = _barriers(2, 1)
     barrier()
-    buffers, bars = (keys, values), (full, free)
+    buffers, bars = (keys, values), (full, free, turns)
     table = block_table + b.to(gl.int64) * stride_table
     rows_of = limits_R, branch_starts_R, own_slots_R
     item_of = row, num_read, low_limit, low_branch
@@ -254,8 +272,8 @@ def attend_kernel(
     share = table, rows_of, walk, start, item_of, where, outputs, scale_log2
     gl.warp_specialize(
         [
-            (_group, (q_first, buffers, bars, k_source, share, False, SIZES, PDL)),
-            (_group, (q_second, buffers, bars, v_source, share, True, SIZES, PDL)),
+            (_group, (q_first, buffers, bars, k_source, share, False, SIZES, TURNS, PDL)),
+            (_group, (q_second, buffers, bars, v_source, share, True, SIZES, TURNS, PDL)),
         ],
         [4],
         [WORKER_REGISTERS],

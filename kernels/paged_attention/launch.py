@@ -327,6 +327,7 @@ def _attend_in_groups(
         RECORD=RECORD,
         BLOCK_N=launch.block_n,
         STAGES=launch.groups,
+        TURNS=launch.turns,
         WORKER_REGISTERS=kernel_hopper.REGISTERS,
         num_warps=4,
         maxnreg=kernel_hopper.REGISTERS,

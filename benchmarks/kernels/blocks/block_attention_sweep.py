@@ -35,7 +35,10 @@ WALKS: tuple[dict[str, Any], ...] = (
     TALL | {"block_n": 64, "stages": 3},
     TALL | {"block_n": 128, "stages": 2},
     TALL | {"block_n": 32, "stages": 4, "warps": 4},
-    *(TALL | {"block_n": block_n, "groups": buffers} for block_n, buffers in ((64, 6), (64, 5), (128, 3))),
+    *(
+        TALL | {"block_n": block_n, "groups": buffers, "turns": turns}
+        for block_n, buffers, turns in ((64, 6, False), (64, 6, True), (128, 3, False), (128, 3, True))
+    ),
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
@@ -155,7 +158,8 @@ def compile_part(options: dict[str, str]) -> int:
     index, num_parts = numbers(options["compile_part"].replace("/", ","))
     launches: dict[str, tuple[Any, Any]] = {}
     k = int(options["k"])
-    for short, is_listed in ((False, False), (True, True), (True, False)):
+    kinds = ((False, False), *(((True, True), (True, False)) if options["lists"] else ()))
+    for short, is_listed in kinds:
         context = k if short and not is_listed else 4 * k - 24
         block = make_block_step(
             options, batch=1, context=context, k=k if is_listed else None, layers=2, in_order=context == k

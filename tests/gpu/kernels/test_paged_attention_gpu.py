@@ -75,13 +75,13 @@ SETTINGS = {
         f"two_groups_{head_dim}_{block_n}": Setting(
             shape=heads(16, 4, head_dim, dtype),
             page_size=page_size,
-            tunables=(*TWO_GROUPS, ("block_n", block_n), ("groups", buffers), ("half_parts", half)),
+            tunables=(*TWO_GROUPS, ("block_n", block_n), ("groups", buffers), ("half_parts", half), ("turns", turns)),
         )
-        for head_dim, block_n, buffers, dtype, page_size, half in (
-            (128, 64, 6, BF16, 16, True),
-            (128, 128, 3, BF16, 32, True),
-            (128, 64, 4, FP16, 5, False),
-            (64, 64, 6, BF16, 64, True),
+        for head_dim, block_n, buffers, dtype, page_size, half, turns in (
+            (128, 64, 6, BF16, 16, True, True),
+            (128, 128, 3, BF16, 32, True, True),
+            (128, 64, 4, FP16, 5, False, False),
+            (64, 128, 3, BF16, 64, True, False),
         )
     },
     "qwen2_500m": Setting(shape=heads(14, 2, 64), page_size=32),
