@@ -238,6 +238,24 @@ def _shares(problem: Problem, num: int, *, again: bool = False) -> None:
         attention_share(problem.ranking, 0 if again else first, min(num, num_layers - first))
 
 
+def _rank_beside(problem: Problem, num: int) -> None:
+    """All lists, `num` layers a launch: the lists of a group on another stream, beside the next shares."""
+    from idlm.kernels.prefix_ranking import launch as launch_module
+
+    ranking, num_layers, kept = problem.ranking, len(problem.slots_LZKC), list[Tensor]()
+    main, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    for first in range(0, num_layers, num):
+        each = min(num, num_layers - first)
+        kept.append(attention_share(ranking, first, each))
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            launch_module.select_largest(
+                *(kept[-1], ranking.starts_B, ranking.ranks_B, problem.lanes_B),
+                problem.slots_LZKC[first : first + each],
+            )
+    main.wait_stream(beside)
+
+
 def sweep(problem: Problem, timer: Timer) -> None:
     """Print the times of launches of both kernels over the layers of one launch of the ranking, then those
     of the shares of all layers: by layers a launch, in a row or with rests, and of the same keys repeated.
@@ -264,6 +282,11 @@ def sweep(problem: Problem, timer: Timer) -> None:
         f"shares of {each} layers a launch": partial(_shares, problem, each)
         for each in sorted({num, min(num, 9), 3, 1})
     }
+    calls |= {
+        f"shares and lists of {each} layers a launch, lists beside": partial(_rank_beside, problem, each)
+        for each in sorted({min(num, 17), min(num, 9), 5})
+    }
+    calls["shares and lists as they are"] = problem.rank
     calls[f"shares of the first {num} layers again"] = partial(_shares, problem, num, again=True)
     for rest in (0.0, REST_SECONDS):
         _print_times(timer, calls, num_layers * layer_us, num_layers, rest=rest)

@@ -50,7 +50,7 @@ class Launch:
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     groups: int = 0
-    """Buffers of the walk of two warpgroups (kernel_hopper.py), for layers that it serves; 0: Triton's walk."""
+    """Buffers of the walk of two warpgroups (kernel_hopper.py), where it serves the layer; 0: Triton's."""
     turns: bool = False
     """Warpgroups start their products in turns."""
     early: bool = False

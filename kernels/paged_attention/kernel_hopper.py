@@ -43,10 +43,11 @@ def _first_slot(i, walk, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _page_ids(table, i, walk, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Page id of each slot of block `i`; 0 behind the share."""
+    """Page id of each slot of block `i`; -1 where no row sees it, and behind the share."""
     slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=layout)
-    exists = (slots < gl.maximum(walk[2], walk[4] + 1)) & (i < walk[5])
-    return gl.load(table + (slots.to(gl.uint32) // PAGE).to(gl.int32), mask=exists, other=0)
+    is_read = (slots < walk[2]) | ((slots >= walk[3]) & (slots <= walk[4]))
+    pages = (slots.to(gl.uint32) // PAGE).to(gl.int32)
+    return gl.load(table + pages, mask=is_read & (i < walk[5]), other=-1).to(gl.int32)
 
 
 @gluon.jit
@@ -54,18 +55,16 @@ def _fetch(
     i, n, pages, cache, buffers, bars, walk, stride_slot,
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, H: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees a slot."""
+    """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where nobody sees."""
     STAGES: gl.constexpr = buffers.shape[0]
     full, free, _ = bars
     place = n % STAGES
     slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    is_read = (slots < walk[2]) | ((slots >= walk[3]) & (slots <= walk[4]))
-    physical = pages.to(gl.int32) * PAGE + (slots.to(gl.uint32) % PAGE).to(gl.int32)
+    physical = pages * PAGE + (slots.to(gl.uint32) % PAGE).to(gl.int32)
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))
     at = physical.to(gl.int64)[:, None] * stride_slot + columns[None, :]
     mbarrier.wait(free.index(place), ((n // STAGES) & 1) ^ 1)
-    is_copied = (is_read & (i < walk[5]))[:, None]
-    async_copy.async_copy_global_to_shared(buffers.index(place), cache + at, mask=is_copied)
+    async_copy.async_copy_global_to_shared(buffers.index(place), cache + at, mask=(pages >= 0)[:, None])
     async_copy.mbarrier_arrive(full.index(place), increment_count=False)
 
 
@@ -146,7 +145,8 @@ def _group(
     PAGE: gl.constexpr = SIZES[3]
     BLOCK_N: gl.constexpr = buffers[0].shape[1]
     STAGES: gl.constexpr = buffers[0].shape[0]
-    AHEAD: gl.constexpr = STAGES - 2
+    # Two blocks are in use where the groups are not at the same one.
+    AHEAD: gl.constexpr = max(STAGES - 2, 2)
     table, rows_of, walk, start, item, where, outputs, scale_log2 = share
     q_RNH, stride_q_row, stride_q_head, q_smem = queries
     keys, values = buffers
@@ -156,7 +156,7 @@ def _group(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // H, H // 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot_layout: gl.constexpr = gl.SliceLayout(1, flat)
     FIRST_M: gl.constexpr = ROWS if SECOND else 0
     mine = values if SECOND else keys
@@ -198,9 +198,7 @@ def _group(
         )
         if TURNS:
             mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
-        _fetch(
-            i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, BLOCK_N, H, flat
-        )
+        _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, BLOCK_N, H, flat)
         pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, BLOCK_N, slot_layout)
         acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
         # All warps of the group have read the block.

@@ -158,7 +158,7 @@ def test_the_walk_of_two_warpgroups_compiles_for_hopper(block_n: int, buffers: i
     result = compile_for_hopper(kernel_hopper.attend_kernel, types, constants, **options)
     assert result.shared_bytes + 1024 <= MAX_SHARED_BYTES
     assert f".maxnreg {kernel_hopper.REGISTERS}" in result.ptx and ".reqntid 256" in result.ptx
-    # Both groups multiply by 16 columns of keys and by 16 rows of values at a time, in the loop and beside it.
+    # Both groups multiply 16 columns of keys and 16 rows of values at a time, in the loop and beside it.
     assert result.ptx.count("wgmma.mma_async") == 2 * 2 * (128 // 16 + block_n // 16)
     assert result.spilled_bytes == 0 and "serialized" not in result.said
 

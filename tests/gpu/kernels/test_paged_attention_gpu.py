@@ -75,7 +75,13 @@ SETTINGS = {
         f"two_groups_{head_dim}_{block_n}": Setting(
             shape=heads(16, 4, head_dim, dtype),
             page_size=page_size,
-            tunables=(*TWO_GROUPS, ("block_n", block_n), ("groups", buffers), ("half_parts", half), ("turns", turns)),
+            tunables=(
+                *TWO_GROUPS,
+                ("block_n", block_n),
+                ("groups", buffers),
+                ("half_parts", half),
+                ("turns", turns),
+            ),
         )
         for head_dim, block_n, buffers, dtype, page_size, half, turns in (
             (128, 64, 6, BF16, 16, True, True),
