@@ -40,12 +40,13 @@ WALKS: tuple[dict[str, Any], ...] = (
         for block_n, buffers, turns in ((64, 6, False), (64, 6, True), (128, 3, False), (128, 3, True))
     ),
 )
+GROUPS = WALKS[-1]
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
     for block_m, block_n, stages in ((64, 32, 3), (64, 64, 3), (128, 32, 4), (128, 64, 3))
 )
 PROGRAMS = (1, 2, 4)
-CHECK_SECONDS = 90
+CHECK_SECONDS = 45
 SHORT_SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
 """combine_rows, combine_parts and combine_warps."""
 SUMS = (*SHORT_SUMS, (1, 16, 1), (2, 8, 1), (4, 16, 2), (8, 16, 4))
@@ -58,6 +59,8 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     programs_of = dict.fromkeys((*PROGRAMS, chosen.programs_per_sm))
     for walk, programs, each in itertools.product(SHORT_WALKS if short else WALKS, programs_of, sums):
         yield replace(chosen, **walk, programs_per_sm=programs, **_sum_options(each))
+    for each in () if short else SUMS:
+        yield replace(chosen, **GROUPS, **_sum_options(each))
     for early, each in itertools.product((False, True), () if short else SUMS):
         yield replace(chosen, early=early, **_sum_options(each))
 
@@ -137,10 +140,10 @@ def _compiled_and_checked(arguments: list[str]) -> set[str]:
         subprocess.Popen([*base, f"compile_part={i}/{num_parts}"], stdout=subprocess.PIPE, text=True)
         for i in range(num_parts)
     ]
-    right = set[str]()
+    right, deadline = set[str](), time.perf_counter() + CHECK_SECONDS
     for part in parts:
         try:
-            said, _ = part.communicate(timeout=CHECK_SECONDS)
+            said, _ = part.communicate(timeout=max(0.1, deadline - time.perf_counter()))
         except subprocess.TimeoutExpired:
             part.kill()
             said, _ = part.communicate()
