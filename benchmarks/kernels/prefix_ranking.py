@@ -59,6 +59,8 @@ SELECTIONS = (
     (4096, 16384, 16),
 )
 """`tile`, `read` and `select_warps` of launches to try."""
+TILES = ((64, 4, 5, 2), (64, 8, 5, 2), (64, 8, 4, 2), (128, 8, 5, 1), (128, 16, 4, 1))
+"""`block_n`, `warps`, `stages` and `per_sm` of launches to try."""
 REST_SECONDS = 0.15
 NUM_CHECKED = 12
 SHARE_TOLERANCE = 1e-4
@@ -266,11 +268,14 @@ def sweep(problem: Problem, timer: Timer) -> None:
     layer_us = problem.key_bytes / num_layers / timer.bytes_per_us
     shares_LBKS = attention_share(ranking, 0, num)
     calls: dict[str, Callable[[], Any]] = {}
-    for block_n, warps, stages, per_sm in ((64, 4, 5, 2), (64, 4, 4, 2), (128, 8, 5, 1)):
+    for block_n, warps, stages, per_sm in TILES:
         tiles = launch_module.Launch(block_n=block_n, warps=warps, stages=stages, per_sm=per_sm)
         calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
+        found_LBKS = calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"]()[..., : ranking.max_slots]
+        if not torch.allclose(found_LBKS, shares_LBKS[..., : ranking.max_slots], rtol=SHARE_TOLERANCE):
+            print(f"WRONG {tiles}")
     for tile, read, select_warps in SELECTIONS:
         calls[f"lists {tile=} {read=} {select_warps=}"] = partial(
             launch_module.select_largest,

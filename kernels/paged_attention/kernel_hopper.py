@@ -55,7 +55,7 @@ def _fetch(
     i, n, pages, cache, buffers, bars, walk, stride_slot,
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, H: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where nobody sees."""
+    """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees."""
     STAGES: gl.constexpr = buffers.shape[0]
     full, free, _ = bars
     place = n % STAGES
