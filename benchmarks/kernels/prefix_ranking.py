@@ -273,9 +273,10 @@ def sweep(problem: Problem, timer: Timer) -> None:
         calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
-        found_LBKS = calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"]()[..., : ranking.max_slots]
-        if not torch.allclose(found_LBKS, shares_LBKS[..., : ranking.max_slots], rtol=SHARE_TOLERANCE):
-            print(f"WRONG {tiles}")
+    for name, call in calls.items() if shares_LBKS.is_cuda else ():
+        found_LBKS, right_LBKS = (shares[..., : ranking.max_slots] for shares in (call(), shares_LBKS))
+        if not torch.allclose(found_LBKS, right_LBKS, rtol=SHARE_TOLERANCE, atol=1e-12):
+            print(f"WRONG {name}")
     for tile, read, select_warps in SELECTIONS:
         calls[f"lists {tile=} {read=} {select_warps=}"] = partial(
             launch_module.select_largest,
