@@ -59,8 +59,6 @@ SELECTIONS = (
     (4096, 16384, 16),
 )
 """`tile`, `read` and `select_warps` of launches to try."""
-TILES = ((64, 4, 5, 2), (64, 8, 5, 2), (64, 8, 4, 2), (128, 8, 5, 1), (128, 16, 4, 1))
-"""`block_n`, `warps`, `stages` and `per_sm` of launches to try."""
 REST_SECONDS = 0.15
 NUM_CHECKED = 12
 SHARE_TOLERANCE = 1e-4
@@ -240,24 +238,6 @@ def _shares(problem: Problem, num: int, *, again: bool = False) -> None:
         attention_share(problem.ranking, 0 if again else first, min(num, num_layers - first))
 
 
-def _rank_beside(problem: Problem, num: int) -> None:
-    """All lists, `num` layers a launch: the lists of a group on another stream, beside the next shares."""
-    from idlm.kernels.prefix_ranking import launch as launch_module
-
-    ranking, num_layers, kept = problem.ranking, len(problem.slots_LZKC), list[Tensor]()
-    main, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-    for first in range(0, num_layers, num):
-        each = min(num, num_layers - first)
-        kept.append(attention_share(ranking, first, each))
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            launch_module.select_largest(
-                *(kept[-1], ranking.starts_B, ranking.ranks_B, problem.lanes_B),
-                problem.slots_LZKC[first : first + each],
-            )
-    main.wait_stream(beside)
-
-
 def sweep(problem: Problem, timer: Timer) -> None:
     """Print the times of launches of both kernels over the layers of one launch of the ranking, then those
     of the shares of all layers: by layers a launch, in a row or with rests, and of the same keys repeated.
@@ -268,15 +248,11 @@ def sweep(problem: Problem, timer: Timer) -> None:
     layer_us = problem.key_bytes / num_layers / timer.bytes_per_us
     shares_LBKS = attention_share(ranking, 0, num)
     calls: dict[str, Callable[[], Any]] = {}
-    for block_n, warps, stages, per_sm in TILES:
+    for block_n, warps, stages, per_sm in ((64, 4, 5, 2), (64, 4, 4, 2), (128, 8, 5, 1)):
         tiles = launch_module.Launch(block_n=block_n, warps=warps, stages=stages, per_sm=per_sm)
         calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
-    for name, call in calls.items() if shares_LBKS.is_cuda else ():
-        found_LBKS, right_LBKS = (shares[..., : ranking.max_slots] for shares in (call(), shares_LBKS))
-        if not torch.allclose(found_LBKS, right_LBKS, rtol=SHARE_TOLERANCE, atol=1e-12):
-            print(f"WRONG {name}")
     for tile, read, select_warps in SELECTIONS:
         calls[f"lists {tile=} {read=} {select_warps=}"] = partial(
             launch_module.select_largest,
@@ -288,11 +264,6 @@ def sweep(problem: Problem, timer: Timer) -> None:
         f"shares of {each} layers a launch": partial(_shares, problem, each)
         for each in sorted({num, min(num, 9), 3, 1})
     }
-    calls |= {
-        f"shares and lists of {each} layers a launch, lists beside": partial(_rank_beside, problem, each)
-        for each in sorted({min(num, 17), min(num, 9), 5})
-    }
-    calls["shares and lists as they are"] = problem.rank
     calls[f"shares of the first {num} layers again"] = partial(_shares, problem, num, again=True)
     for rest in (0.0, REST_SECONDS):
         _print_times(timer, calls, num_layers * layer_us, num_layers, rest=rest)

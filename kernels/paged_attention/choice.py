@@ -12,6 +12,8 @@ from idlm.kernels.paged_attention.types import HeadShape
 MAX_PROGRAMS = 8
 WAIT_BLOCKS = 3
 """Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
+GROUP_BLOCKS = 100
+"""Blocks of a multiprocessor from which two warpgroups walk: 124 gain 3 %, 31 lose (128K and 32K x 1, H200)."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -49,10 +51,8 @@ class Launch:
     """Maximum number of registers of a thread of the walk, so that more programs fit; 0: no maximum."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
-    groups: int = 0
-    """Buffers of the walk of two warpgroups (kernel_hopper.py), where it serves the layer; 0: Triton's."""
-    turns: bool = False
-    """Warpgroups start their products in turns."""
+    two_groups: bool = False
+    """Two warpgroups walk (kernel_hopper.py) where that serves the layer and the device; else Triton's walk."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 
@@ -86,7 +86,11 @@ def choose_launch(
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
     programs_per_sm = 1 if is_long else 2
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
+    two_groups = False
     if is_tall:
+        # Measured for blocks of decoding, which are one tile; prompts are many.
+        is_block = packed <= 128 and shape.head_dim == 128
+        two_groups = is_block and num_blocks >= GROUP_BLOCKS * multiprocessors
         # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
         tiles_of_head, num_blocks_each = num_sequences * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
@@ -114,6 +118,7 @@ def choose_launch(
         combine_warps=1,
         half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
         early=block_m == 16 and not is_wide,
+        two_groups=two_groups,
     )
 
 

@@ -1,10 +1,20 @@
-"""The walk of tall tiles for Hopper (sm_90) in Gluon: two warpgroups in turns, 64 packed rows each.
+"""The walk of tall tiles for Hopper (sm_90) in Gluon: two warpgroups of 64 packed rows each, which never meet.
 
 Items, masks and results equal those of `kernel.attend_kernel` without lists, fixed splits and sums before the
-block. There all 8 warps multiply, then all compute exponentials; here the two warpgroups never meet, so the
-softmax of one runs beside the products of the other. The first copies the keys of both, the second the
-values; barriers in shared memory say which buffers are full and which are free. Gluon is the lower level of
-Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels only compiles it.
+block. There 8 warps multiply together, then all compute exponentials, and the tensor cores wait; here the
+softmax of one warpgroup runs beside the products of the other, as in FlashAttention-3 (Shah et al. 2024,
+section 3.1). Departures: no warp only loads, because pages may be smaller than a box of TMA. The first
+warpgroup copies the keys of both, the second the values. And nothing makes them take turns (the paper's
+ping-pong): that was measured, and no faster.
+
+Layout: scores [64 rows, 64 slots] and sums [64 rows, H] are in registers in the layout of wgmma, a row in 4
+threads of a warp; weights pass from one to the other without shared memory. Queries, keys and values are in
+shared memory, a ring of 6 blocks for keys and one for values: 225 KiB, so one program a multiprocessor.
+Barriers: `full[i]` completes when all 256 threads have copied their pieces of block i of the ring, `free[i]`
+when both warpgroups have read it. A copy starts 4 blocks ahead of its use.
+
+Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels
+compiles it, and interpreted runs take Triton's walk.
 
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
@@ -28,23 +38,29 @@ NOTHING: gl.constexpr = gl.constexpr(-1e30)
 NO_SLOT: gl.constexpr = gl.constexpr(1 << 30)
 REGISTERS = 248
 """Of a thread of each group; more than 168 forbid a third warpgroup."""
-GROUP_THREADS: gl.constexpr = gl.constexpr(128)
+THREADS: gl.constexpr = gl.constexpr(256)
 ROWS: gl.constexpr = gl.constexpr(64)
 """Packed rows of a warpgroup."""
+BLOCK_N: gl.constexpr = gl.constexpr(64)
+"""Slots of a block."""
+STAGES: gl.constexpr = gl.constexpr(6)
+"""Blocks of keys in shared memory, and of values."""
+AHEAD: gl.constexpr = gl.constexpr(4)
+"""Blocks that are copied ahead: two are in use where the groups are not at the same one."""
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Of the threads of a warpgroup, once there are two. Triton 3.6 calls it `thread_barrier`."""
 
 
 @gluon.jit
-def _first_slot(i, walk, BLOCK_N: gl.constexpr):
+def _first_slot(i, walk):
     """First slot of block `i` of the walk: the blocks below the limits, then those of the branches."""
     return gl.where(i < walk[0], i, i - walk[0] + walk[1]) * BLOCK_N
 
 
 @gluon.jit
-def _page_ids(table, i, walk, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+def _page_ids(table, i, walk, PAGE: gl.constexpr, layout: gl.constexpr):
     """Page id of each slot of block `i`; -1 where no row sees it, and behind the share."""
-    slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=layout)
+    slots = _first_slot(i, walk) + gl.arange(0, BLOCK_N, layout=layout)
     is_read = (slots < walk[2]) | ((slots >= walk[3]) & (slots <= walk[4]))
     pages = (slots.to(gl.uint32) // PAGE).to(gl.int32)
     return gl.load(table + pages, mask=is_read & (i < walk[5]), other=-1).to(gl.int32)
@@ -53,13 +69,12 @@ def _page_ids(table, i, walk, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, layout:
 @gluon.jit
 def _fetch(
     i, n, pages, cache, buffers, bars, walk, stride_slot,
-    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, H: gl.constexpr, layout: gl.constexpr,
+    PAGE: gl.constexpr, H: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees."""
-    STAGES: gl.constexpr = buffers.shape[0]
-    full, free, _ = bars
+    full, free = bars
     place = n % STAGES
-    slots = _first_slot(i, walk, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    slots = _first_slot(i, walk) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
     physical = pages * PAGE + (slots.to(gl.uint32) % PAGE).to(gl.int32)
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))
     at = physical.to(gl.int64)[:, None] * stride_slot + columns[None, :]
@@ -69,10 +84,10 @@ def _fetch(
 
 
 @gluon.jit
-def _hidden(scores, i, walk, bounds, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+def _hidden(scores, i, walk, bounds, layout: gl.constexpr):
     """Scores with -inf where a row does not see a slot; blocks that all rows see are left alone."""
     limits, branches, owns, low_limit = bounds
-    first = _first_slot(i, walk, BLOCK_N)
+    first = _first_slot(i, walk)
     if first + BLOCK_N > low_limit:
         slots = (first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
         is_seen = (slots < limits[:, None]) | ((slots >= branches[:, None]) & (slots <= owns[:, None]))
@@ -136,21 +151,17 @@ def _store(
 @gluon.jit
 def _group(
     queries, buffers, bars, cache, share,
-    SECOND: gl.constexpr, SIZES: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
+    SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The walk of one warpgroup over its 64 packed rows, which copies keys (values if SECOND) for both."""
     K: gl.constexpr = SIZES[0]
     G: gl.constexpr = SIZES[1]
     H: gl.constexpr = SIZES[2]
     PAGE: gl.constexpr = SIZES[3]
-    BLOCK_N: gl.constexpr = buffers[0].shape[1]
-    STAGES: gl.constexpr = buffers[0].shape[0]
-    # Two blocks are in use where the groups are not at the same one.
-    AHEAD: gl.constexpr = max(STAGES - 2, 2)
     table, rows_of, walk, start, item, where, outputs, scale_log2 = share
     q_RNH, stride_q_row, stride_q_head, q_smem = queries
     keys, values = buffers
-    full, free, turns = bars
+    full, free = bars
     source, stride_slot = cache
     dtype: gl.constexpr = q_RNH.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -162,12 +173,12 @@ def _group(
     mine = values if SECOND else keys
 
     bounds = _bounds(rows_of, FIRST_M + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)), item, G)
-    pages = _page_ids(table, start, walk, PAGE, BLOCK_N, slot_layout)
+    pages = _page_ids(table, start, walk, PAGE, slot_layout)
     if PDL:
         gdc_wait()
     for g in gl.static_range(AHEAD):
-        next_pages = _page_ids(table, start + g + 1, walk, PAGE, BLOCK_N, slot_layout)
-        _fetch(start + g, g, pages, source, mine, bars, walk, stride_slot, PAGE, BLOCK_N, H, flat)
+        next_pages = _page_ids(table, start + g + 1, walk, PAGE, slot_layout)
+        _fetch(start + g, g, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
         pages = next_pages
     m = FIRST_M + gl.arange(0, ROWS, layout=slot_layout)
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, flat))
@@ -182,7 +193,7 @@ def _group(
     highest = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, s_layout))
     mbarrier.wait(full.index(0), 0)
     scores = warpgroup_mma(q_smem, keys.index(0).permute((1, 0)), zero, use_acc=False)
-    scores = _hidden(scores, start, walk, bounds, BLOCK_N, s_layout)
+    scores = _hidden(scores, start, walk, bounds, s_layout)
     weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     for i in range(start, walk[5] - 1):
@@ -190,21 +201,17 @@ def _group(
         n = i - start
         place, next_place = n % STAGES, (n + 1) % STAGES
         mbarrier.wait(full.index(next_place), ((n + 1) // STAGES) & 1)
-        if TURNS:
-            mbarrier.wait(turns.index(1 if SECOND else 0), n & 1 if SECOND else (n & 1) ^ 1)
         sums = warpgroup_mma(p, values.index(place), acc, is_async=True)
         scores = warpgroup_mma(
             q_smem, keys.index(next_place).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        if TURNS:
-            mbarrier.arrive(turns.index(0 if SECOND else 1), count=1)
-        _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, BLOCK_N, H, flat)
-        pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, BLOCK_N, slot_layout)
+        _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
+        pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, slot_layout)
         acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
         # All warps of the group have read the block.
         barrier()
         mbarrier.arrive(free.index(place), count=1)
-        scores = _hidden(scores, i + 1, walk, bounds, BLOCK_N, s_layout)
+        scores = _hidden(scores, i + 1, walk, bounds, s_layout)
         weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
         acc = acc * gl.convert_layout(shrink, out_rows)[:, None]
         p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -219,10 +226,10 @@ def _group(
 
 
 @gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """One barrier for each buffer."""
-    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(NUM):
+def _barriers(COUNT: gl.constexpr):
+    """One barrier for each block of the ring."""
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
         mbarrier.init(bars.index(place), count=COUNT)
     return bars
 
@@ -233,8 +240,7 @@ def attend_kernel(
     partial_o, partial_sums, scale_log2,
     stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head, stride_table,
     K: gl.constexpr, G: gl.constexpr, H: gl.constexpr, PAGE: gl.constexpr, RECORD: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WORKER_REGISTERS: gl.constexpr, TURNS: gl.constexpr,
-    PDL: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One item of one KV head: the output if the tile has one item, else a part."""
     dtype: gl.constexpr = q_RNH.dtype.element_ty
@@ -255,10 +261,9 @@ def attend_kernel(
     values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
     # All threads say when what they copied is there; one thread of each group frees a buffer.
-    full, free = _barriers(STAGES, 2 * GROUP_THREADS), _barriers(STAGES, 2)
-    turns = _barriers(2, 1)
+    bars = _barriers(THREADS), _barriers(2)
     barrier()
-    buffers, bars = (keys, values), (full, free, turns)
+    buffers = keys, values
     table = block_table + b.to(gl.int64) * stride_table
     rows_of = limits_R, branch_starts_R, own_slots_R
     item_of = row, num_read, low_limit, low_branch
@@ -270,8 +275,8 @@ def attend_kernel(
     share = table, rows_of, walk, start, item_of, where, outputs, scale_log2
     gl.warp_specialize(
         [
-            (_group, (q_first, buffers, bars, k_source, share, False, SIZES, TURNS, PDL)),
-            (_group, (q_second, buffers, bars, v_source, share, True, SIZES, TURNS, PDL)),
+            (_group, (q_first, buffers, bars, k_source, share, False, SIZES, PDL)),
+            (_group, (q_second, buffers, bars, v_source, share, True, SIZES, PDL)),
         ],
         [4],
         [WORKER_REGISTERS],

@@ -244,7 +244,7 @@ def _attend(
     before: BeforeBlock | None,
 ) -> None:
     rows, shape, launch = plan.rows, plan.shape, plan.launch
-    if launch.groups and before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
+    if before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
         _attend_in_groups(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale)
         return
     attend_kernel[(plan.num_items * shape.num_kv_heads,)](
@@ -292,12 +292,12 @@ def _attend(
 
 
 def has_groups(plan: TritonPlan) -> bool:
-    """Whether the walk of two warpgroups computes these tiles on this device."""
+    """Whether the walk of two warpgroups is chosen and computes these tiles on this device."""
     shape, launch = plan.shape, plan.launch
     return (
-        launch.block_m == 2 * 64
-        and not launch.split_slots
-        and shape.head_dim in (64, 128)
+        launch.two_groups
+        and (launch.block_m, launch.block_n, launch.split_slots) == (128, 64, 0)
+        and shape.head_dim == 128
         and shape.dtype != torch.float32
         and shape.kv_dtype in (None, shape.dtype)
         and has_gluon(plan.items.device)
@@ -325,9 +325,6 @@ def _attend_in_groups(
         H=shape.head_dim,
         PAGE=rows.page_size,
         RECORD=RECORD,
-        BLOCK_N=launch.block_n,
-        STAGES=launch.groups,
-        TURNS=launch.turns,
         WORKER_REGISTERS=kernel_hopper.REGISTERS,
         num_warps=4,
         maxnreg=kernel_hopper.REGISTERS,

@@ -52,7 +52,7 @@ class Setting:
     tunables: tuple[tuple[str, Any], ...] = ()
 
 
-TWO_GROUPS = (("pdl", True), ("block_m", 128), ("warps", 8), ("min_blocks", 1))
+TWO_GROUPS = (("two_groups", True), ("pdl", True), ("block_m", 128), ("warps", 8), ("min_blocks", 1))
 SETTINGS = {
     "qwen3_8b": Setting(shape=heads(32, 8, 128)),
     "qwen3_8b_pdl": Setting(shape=heads(32, 8, 128), tunables=(("pdl", True),)),
@@ -72,23 +72,10 @@ SETTINGS = {
         shape=heads(16, 8, 128), tunables=(("block_m", 128), ("warps", 8), ("min_blocks", 1))
     ),
     **{
-        f"two_groups_{head_dim}_{block_n}": Setting(
-            shape=heads(16, 4, head_dim, dtype),
-            page_size=page_size,
-            tunables=(
-                *TWO_GROUPS,
-                ("block_n", block_n),
-                ("groups", buffers),
-                ("half_parts", half),
-                ("turns", turns),
-            ),
+        f"two_groups_{page_size}": Setting(
+            shape=heads(16, 4, 128, dtype), page_size=page_size, tunables=(*TWO_GROUPS, ("half_parts", half))
         )
-        for head_dim, block_n, buffers, dtype, page_size, half, turns in (
-            (128, 64, 6, BF16, 16, True, True),
-            (128, 128, 3, BF16, 32, True, True),
-            (128, 64, 4, FP16, 5, False, False),
-            (64, 128, 3, BF16, 64, True, False),
-        )
+        for dtype, page_size, half in ((BF16, 16, True), (BF16, 64, True), (FP16, 5, False))
     },
     "qwen2_500m": Setting(shape=heads(14, 2, 64), page_size=32),
     "llama_fixed": Setting(
