@@ -13,7 +13,7 @@ MAX_PROGRAMS = 8
 WAIT_BLOCKS = 3
 """Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
 GROUP_BLOCKS = 100
-"""Blocks of a multiprocessor from which two warpgroups walk: 124 gain 3 %, 31 lose (128K and 32K x 1, H200)."""
+"""Blocks of a multiprocessor from which two warpgroups walk: 124 of them gain 3 %, 31 lose (README.md)."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -52,7 +52,7 @@ class Launch:
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     two_groups: bool = False
-    """Two warpgroups walk (kernel_hopper.py) where that serves the layer and the device; else Triton's walk."""
+    """Two warpgroups walk (kernel_hopper.py) where they serve layer and device; else Triton's walk."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 

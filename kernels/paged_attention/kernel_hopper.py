@@ -1,21 +1,18 @@
-"""The walk of tall tiles for Hopper (sm_90) in Gluon: two warpgroups of 64 packed rows each, which never meet.
+"""The walk of tall tiles for Hopper (sm_90) in Gluon: two warpgroups of 64 packed rows that never meet.
 
 Items, masks and results equal those of `kernel.attend_kernel` without lists, fixed splits and sums before the
-block. There 8 warps multiply together, then all compute exponentials, and the tensor cores wait; here the
-softmax of one warpgroup runs beside the products of the other, as in FlashAttention-3 (Shah et al. 2024,
-section 3.1). Departures: no warp only loads, because pages may be smaller than a box of TMA. The first
-warpgroup copies the keys of both, the second the values. And nothing makes them take turns (the paper's
-ping-pong): that was measured, and no faster.
+block. There 8 warps multiply together and then compute exponentials together, while the tensor cores wait;
+here the softmax of one warpgroup runs beside the products of the other, as in FlashAttention-3 (Shah et al.
+2024, section 3.1). Departures: no warp only loads; the first warpgroup copies the keys of both, the second
+the values. Nothing makes them take turns (the paper's ping-pong), which was measured and is no faster.
 
-Layout: scores [64 rows, 64 slots] and sums [64 rows, H] are in registers in the layout of wgmma, a row in 4
-threads of a warp; weights pass from one to the other without shared memory. Queries, keys and values are in
-shared memory, a ring of 6 blocks for keys and one for values: 225 KiB, so one program a multiprocessor.
-Barriers: `full[i]` completes when all 256 threads have copied their pieces of block i of the ring, `free[i]`
-when both warpgroups have read it. A copy starts 4 blocks ahead of its use.
+Layout: scores [64 rows, 64 slots] and sums [64 rows, H] are in registers as wgmma leaves them, and weights go
+into the next product without shared memory. That holds the queries and rings of 6 blocks of keys and of
+values: 225 KiB, so one program a multiprocessor. Barriers of a place in the rings: `full` completes when all
+256 threads have copied their pieces of keys or values, `free` when both warpgroups have read them.
 
 Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels
 compiles it, and interpreted runs take Triton's walk.
-
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
 
@@ -118,8 +115,7 @@ def _softmax(scores, total, highest, scale_log2):
 
 @gluon.jit
 def _store(
-    acc, total, highest, outputs, where, m,
-    K: gl.constexpr, G: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr,
+    acc, total, highest, outputs, where, first_m, K: gl.constexpr, G: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """The output of a tile with one item, else a part: `kernel_parts.store_part` says what one holds.
 
@@ -129,6 +125,7 @@ def _store(
     row, count, kv_head, num_items, my_part = where
     H: gl.constexpr = acc.shape[1]
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))[None, :]
+    m = first_m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     m_tile = m < count * G
     if num_items == 1:
         acc = acc / gl.where(total > 0, total, 1.0)[:, None]
@@ -141,7 +138,7 @@ def _store(
             exponent = gl.minimum(gl.maximum((largest >> 23) - 127, -40), 60)
             shrink = ((127 - exponent) << 23).to(gl.float32, bitcast=True)
             acc, total, highest = acc * shrink[:, None], total * shrink, highest + exponent.to(gl.float32)
-        at_m = (my_part.to(gl.int64) * K + kv_head) * BLOCK_M + m
+        at_m = (my_part.to(gl.int64) * K + kv_head) * (2 * ROWS) + m
         gl.store(partial_sums + at_m * 2, total, mask=m_tile)
         gl.store(partial_sums + at_m * 2 + 1, highest, mask=m_tile)
         at_o = at_m[:, None] * H + columns
@@ -149,20 +146,17 @@ def _store(
 
 
 @gluon.jit
-def _group(
-    queries, buffers, bars, cache, share,
-    SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+def _group(share, SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr):
     """The walk of one warpgroup over its 64 packed rows, which copies keys (values if SECOND) for both."""
     K: gl.constexpr = SIZES[0]
     G: gl.constexpr = SIZES[1]
     H: gl.constexpr = SIZES[2]
     PAGE: gl.constexpr = SIZES[3]
-    table, rows_of, walk, start, item, where, outputs, scale_log2 = share
-    q_RNH, stride_q_row, stride_q_head, q_smem = queries
+    queries, cache, buffers, bars, table, rows_of, walk, start, item, where, outputs, scale_log2 = share
+    q_RNH, stride_q_row, stride_q_head, both_q_smem = queries
+    k_cache_SKH, v_cache_SKH, stride_slot = cache
     keys, values = buffers
     full, free = bars
-    source, stride_slot = cache
     dtype: gl.constexpr = q_RNH.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
@@ -170,7 +164,8 @@ def _group(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot_layout: gl.constexpr = gl.SliceLayout(1, flat)
     FIRST_M: gl.constexpr = ROWS if SECOND else 0
-    mine = values if SECOND else keys
+    q_smem = both_q_smem.index(1 if SECOND else 0)
+    source, mine = (v_cache_SKH, values) if SECOND else (k_cache_SKH, keys)
 
     bounds = _bounds(rows_of, FIRST_M + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)), item, G)
     pages = _page_ids(table, start, walk, PAGE, slot_layout)
@@ -202,9 +197,8 @@ def _group(
         place, next_place = n % STAGES, (n + 1) % STAGES
         mbarrier.wait(full.index(next_place), ((n + 1) // STAGES) & 1)
         sums = warpgroup_mma(p, values.index(place), acc, is_async=True)
-        scores = warpgroup_mma(
-            q_smem, keys.index(next_place).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        next_keys = keys.index(next_place).permute((1, 0))
+        scores = warpgroup_mma(q_smem, next_keys, zero, use_acc=False, is_async=True)
         _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
         pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, slot_layout)
         acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
@@ -221,8 +215,7 @@ def _group(
     async_copy.commit_group()
     async_copy.wait_group(0)
     total, highest = gl.convert_layout(total, out_rows), gl.convert_layout(highest, out_rows)
-    m = FIRST_M + gl.arange(0, ROWS, layout=out_rows)
-    _store(acc, total, highest, outputs, where, m, K, G, 2 * ROWS, o_layout)
+    _store(acc, total, highest, outputs, where, FIRST_M, K, G, o_layout)
 
 
 @gluon.jit
@@ -263,21 +256,14 @@ def attend_kernel(
     # All threads say when what they copied is there; one thread of each group frees a buffer.
     bars = _barriers(THREADS), _barriers(2)
     barrier()
-    buffers = keys, values
     table = block_table + b.to(gl.int64) * stride_table
+    queries = q_RNH, stride_q_row, stride_q_head, q_smem
+    cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head, stride_slot
     rows_of = limits_R, branch_starts_R, own_slots_R
     item_of = row, num_read, low_limit, low_branch
     outputs = o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head
-    k_source = k_cache_SKH + kv_head * stride_head, stride_slot
-    v_source = v_cache_SKH + kv_head * stride_head, stride_slot
-    q_first = q_RNH, stride_q_row, stride_q_head, q_smem.index(0)
-    q_second = q_RNH, stride_q_row, stride_q_head, q_smem.index(1)
-    share = table, rows_of, walk, start, item_of, where, outputs, scale_log2
+    buffers = keys, values
+    share = queries, cache, buffers, bars, table, rows_of, walk, start, item_of, where, outputs, scale_log2
     gl.warp_specialize(
-        [
-            (_group, (q_first, buffers, bars, k_source, share, False, SIZES, PDL)),
-            (_group, (q_second, buffers, bars, v_source, share, True, SIZES, PDL)),
-        ],
-        [4],
-        [WORKER_REGISTERS],
+        [(_group, (share, False, SIZES, PDL)), (_group, (share, True, SIZES, PDL))], [4], [WORKER_REGISTERS]
     )

@@ -32,15 +32,9 @@ from benchmarks.stream import matmul_rate, stream_rate
 FINALISTS = 8
 TALL = {"block_m": 128, "warps": 8, "half_parts": True}
 WALKS: tuple[dict[str, Any], ...] = (
-    TALL | {"block_n": 64, "stages": 3},
-    TALL | {"block_n": 128, "stages": 2},
-    TALL | {"block_n": 32, "stages": 4, "warps": 4},
-    *(
-        TALL | {"block_n": block_n, "groups": buffers, "turns": turns}
-        for block_n, buffers, turns in ((64, 6, False), (64, 6, True), (128, 3, False), (128, 3, True))
-    ),
+    TALL | {"block_n": 64, "stages": 3, "two_groups": False},
+    TALL | {"block_n": 64, "stages": 3, "two_groups": True},
 )
-GROUPS = WALKS[-1]
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
     for block_m, block_n, stages in ((64, 32, 3), (64, 64, 3), (128, 32, 4), (128, 64, 3))
@@ -59,10 +53,10 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     programs_of = dict.fromkeys((*PROGRAMS, chosen.programs_per_sm))
     for walk, programs, each in itertools.product(SHORT_WALKS if short else WALKS, programs_of, sums):
         yield replace(chosen, **walk, programs_per_sm=programs, **_sum_options(each))
-    for each in () if short else SUMS:
-        yield replace(chosen, **GROUPS, **_sum_options(each))
-    for early, each in itertools.product((False, True), () if short else SUMS):
-        yield replace(chosen, early=early, **_sum_options(each))
+    # The walk of two warpgroups has no `early`.
+    ways = ((False, False), (True, False), (False, True))
+    for (early, two_groups), each in itertools.product(ways, () if short else SUMS):
+        yield replace(chosen, early=early, two_groups=two_groups, **_sum_options(each))
 
 
 def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
@@ -115,7 +109,8 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.early): each for each in ranked[::-1]
+        (each.block_m, each.warps, each.block_n, each.stages, each.early, each.two_groups): each
+        for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
     medians = time_in_turns({str(i): graphs[launch] for i, launch in enumerate(detail)}, 5)

@@ -104,6 +104,10 @@ def run(case: Case, setting: Setting) -> Tensor:
         deterministic=setting.deterministic,
         launch=launch_of(case, setting),
     )
+    if dict(setting.tunables).get("two_groups"):
+        from idlm.kernels.paged_attention.launch import has_groups
+
+        assert has_groups(plan), "the walk that this setting names"
     return paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE)
 
 
@@ -130,9 +134,9 @@ def test_many_random_steps_are_within_twice_the_error_of_sdpa(name: str) -> None
     print(f"{name}: worst of {len(ratios)}: {max(ratios.values()):.2f}")
 
 
-@pytest.mark.parametrize("num_rows", [1, 15])
+@pytest.mark.parametrize("num_rows", [1, 15, 32])
 def test_a_long_context(num_rows: int) -> None:
-    for name in ("qwen3_8b", "qwen3_8b_pdl", "qwen3_8b_fixed"):
+    for name in ("qwen3_8b", "qwen3_8b_pdl", "qwen3_8b_fixed", "two_groups_16"):
         sequences = [causal(32_700, num_rows), causal(5, 1)]
         case = build(sequences, SETTINGS[name].shape, page_size=16, device="cuda")
         assert error_ratio(case, run(case, SETTINGS[name])) <= 2, name
