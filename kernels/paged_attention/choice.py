@@ -13,7 +13,8 @@ MAX_PROGRAMS = 8
 WAIT_BLOCKS = 3
 """Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
 GROUP_BLOCKS = 100
-"""Blocks of a multiprocessor from which two warpgroups walk: 124 of them gain 3 %, 31 lose (README.md)."""
+"""Blocks of a multiprocessor from which two warpgroups walk: 124 of them gain 3 %, 31 lose (README.md).
+Measured for blocks of decoding, which are one tile; prompts are many."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -86,11 +87,8 @@ def choose_launch(
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
     programs_per_sm = 1 if is_long else 2
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
-    two_groups = False
+    is_long_block = is_tall and packed <= 128 and num_blocks >= GROUP_BLOCKS * multiprocessors
     if is_tall:
-        # Measured for blocks of decoding, which are one tile; prompts are many.
-        is_block = packed <= 128 and shape.head_dim == 128
-        two_groups = is_block and num_blocks >= GROUP_BLOCKS * multiprocessors
         # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
         tiles_of_head, num_blocks_each = num_sequences * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
@@ -112,13 +110,12 @@ def choose_launch(
         min_blocks=1,
         programs_per_sm=programs_per_sm,
         split_slots=block_n if deterministic else 0,
-        octave=16,
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
         half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
         early=block_m == 16 and not is_wide,
-        two_groups=two_groups,
+        two_groups=is_long_block and shape.head_dim == 128,
     )
 
 
