@@ -35,6 +35,17 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= HOPPER
 
 
+@cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether Gluon, which is experimental, has a version that the tests compile, and the GPU is a Hopper."""
+    if device.type != "cuda" or INTERPRETED:
+        return False
+    import triton
+
+    known = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])
+    return known and torch.cuda.get_device_capability(device) == HOPPER
+
+
 def rounds_as_written() -> dict[str, Any]:
     """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
     fuse both into one operation with one rounding. The interpreter does not know the option.

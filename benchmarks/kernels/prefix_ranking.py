@@ -50,14 +50,7 @@ DEFAULTS = {
     "record": "true",
     "results": str(RESULTS),
 }
-SELECTIONS = (
-    (1024, 4096, 8),
-    (1024, 8192, 8),
-    (2048, 4096, 8),
-    (2048, 8192, 8),
-    (2048, 8192, 16),
-    (4096, 16384, 16),
-)
+SELECTIONS = ((1024, 4096, 8), (2048, 4096, 8))
 """`tile`, `read` and `select_warps` of launches to try."""
 REST_SECONDS = 0.15
 NUM_CHECKED = 12
@@ -231,16 +224,16 @@ def layers_of(problem: Problem) -> int:
     return layers_at_once(*sizes)
 
 
-def _shares(problem: Problem, num: int, *, again: bool = False) -> None:
-    """The shares of all layers, `num` layers a launch; `again`: of the first `num` again and again."""
+def _shares(problem: Problem, num: int) -> None:
+    """The shares of all layers, `num` layers a launch."""
     num_layers = len(problem.slots_LZKC)
     for first in range(0, num_layers, num):
-        attention_share(problem.ranking, 0 if again else first, min(num, num_layers - first))
+        attention_share(problem.ranking, first, min(num, num_layers - first))
 
 
 def sweep(problem: Problem, timer: Timer) -> None:
     """Print the times of launches of both kernels over the layers of one launch of the ranking, then those
-    of the shares of all layers: by layers a launch, in a row or with rests, and of the same keys repeated.
+    of the shares of all layers by layers a launch.
     """
     from idlm.kernels.prefix_ranking import launch as launch_module
 
@@ -248,7 +241,7 @@ def sweep(problem: Problem, timer: Timer) -> None:
     layer_us = problem.key_bytes / num_layers / timer.bytes_per_us
     shares_LBKS = attention_share(ranking, 0, num)
     calls: dict[str, Callable[[], Any]] = {}
-    for block_n, warps, stages, per_sm in ((64, 4, 5, 2), (64, 4, 4, 2), (128, 8, 5, 1)):
+    for block_n, warps, stages, per_sm in ((64, 4, 5, 2), (64, 4, 4, 2)):
         tiles = launch_module.Launch(block_n=block_n, warps=warps, stages=stages, per_sm=per_sm)
         calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
@@ -264,23 +257,18 @@ def sweep(problem: Problem, timer: Timer) -> None:
         f"shares of {each} layers a launch": partial(_shares, problem, each)
         for each in sorted({num, min(num, 9), 3, 1})
     }
-    calls[f"shares of the first {num} layers again"] = partial(_shares, problem, num, again=True)
-    for rest in (0.0, REST_SECONDS):
-        _print_times(timer, calls, num_layers * layer_us, num_layers, rest=rest)
+    _print_times(timer, calls, num_layers * layer_us, num_layers)
 
 
-def _print_times(
-    timer: Timer, calls: dict[str, Callable[[], Any]], floor: float, num_layers: int, *, rest: float = 0.0
-) -> None:
+def _print_times(timer: Timer, calls: dict[str, Callable[[], Any]], floor: float, num_layers: int) -> None:
     from triton.runtime.errors import OutOfResources
 
     for name, call in calls.items():
         try:
-            us = timer.us_per_call([call], rest=rest)
+            us = timer.us_per_call([call])
         except OutOfResources:
             continue
-        detail = f"{name}, with rests" if rest else name
-        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num_layers} layers  {detail}", flush=True)
+        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num_layers} layers  {name}", flush=True)
 
 
 if __name__ == "__main__":

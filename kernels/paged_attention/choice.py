@@ -12,6 +12,9 @@ from idlm.kernels.paged_attention.types import HeadShape
 MAX_PROGRAMS = 8
 WAIT_BLOCKS = 3
 """Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
+GROUP_BLOCKS = 100
+"""Blocks of a multiprocessor from which two warpgroups walk: 124 of them gain 3 %, 31 lose (README.md).
+Measured for blocks of decoding, which are one tile; prompts are many."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -49,6 +52,8 @@ class Launch:
     """Maximum number of registers of a thread of the walk, so that more programs fit; 0: no maximum."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
+    two_groups: bool = False
+    """Two warpgroups walk (kernel_hopper.py) where they serve layer and device; else Triton's walk."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 
@@ -83,6 +88,7 @@ def choose_launch(
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
     programs_per_sm = 1 if is_long else 2
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
+    is_long_block = is_tall and packed <= 128 and num_blocks >= GROUP_BLOCKS * multiprocessors
     if is_tall:
         # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
@@ -105,12 +111,12 @@ def choose_launch(
         min_blocks=1,
         programs_per_sm=programs_per_sm,
         split_slots=block_n if deterministic else 0,
-        octave=16,
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
         half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
         early=block_m == 16 and not is_wide,
+        two_groups=is_long_block and shape.head_dim == 128,
     )
 
 

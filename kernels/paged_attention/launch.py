@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 import triton
 
-from idlm.kernels.backend import INTERPRETED, gpu_of, has_pdl, pdl_options
+from idlm.kernels.backend import INTERPRETED, gpu_of, has_gluon, has_pdl, pdl_options
 from idlm.kernels.paged_attention.choice import Launch, choose_launch, padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
@@ -252,6 +252,9 @@ def _attend(
     before: BeforeBlock | None,
 ) -> None:
     rows, shape, launch = plan.rows, plan.shape, plan.launch
+    if before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
+        _attend_in_groups(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale)
+        return
     attend_kernel[(plan.num_items * shape.num_kv_heads,)](
         q_RNH,
         k_cache_SKH,
@@ -293,6 +296,47 @@ def _attend(
         num_stages=launch.stages,
         **pdl_options(launch.pdl),
         **({"maxnreg": launch.registers} if launch.registers else {}),
+    )
+
+
+def has_groups(plan: TritonPlan) -> bool:
+    """Whether the walk of two warpgroups is chosen and computes these tiles on this device."""
+    shape, launch = plan.shape, plan.launch
+    return (
+        launch.two_groups
+        and (launch.block_m, launch.block_n, launch.split_slots) == (128, 64, 0)
+        and shape.head_dim == 128
+        and shape.dtype != torch.float32
+        and shape.kv_dtype in (None, shape.dtype)
+        and has_gluon(gpu_of(plan.items.device))
+    )
+
+
+def _attend_in_groups(
+    q_RNH: torch.Tensor,
+    k_cache_SKH: torch.Tensor,
+    v_cache_SKH: torch.Tensor,
+    o_RNH: torch.Tensor,
+    plan: TritonPlan,
+    scale: float,
+) -> None:
+    from idlm.kernels.paged_attention import kernel_hopper
+
+    rows, shape, launch = plan.rows, plan.shape, plan.launch
+    kernel_hopper.attend_kernel[(plan.num_items * shape.num_kv_heads,)](
+        *(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan.items),
+        *(rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R),
+        *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
+        *(*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2], rows.block_table.stride(0)),
+        K=shape.num_kv_heads,
+        G=shape.group,
+        H=shape.head_dim,
+        PAGE=rows.page_size,
+        RECORD=RECORD,
+        WORKER_REGISTERS=kernel_hopper.REGISTERS,
+        num_warps=4,
+        maxnreg=kernel_hopper.REGISTERS,
+        **pdl_options(launch.pdl),
     )
 
 

@@ -5,7 +5,6 @@ B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.backend import INTERPRETED, has_gluon
 from idlm.kernels.split_attention.kernel import (
     backward_kernel,
     finish_kernel,
@@ -251,14 +250,7 @@ def _finished(parts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> to
 
 def takes_hopper_kernel(query: torch.Tensor) -> bool:
     """Whether the Gluon kernel computes these heads on this device."""
-    return not INTERPRETED and padded_head(query.shape[-1]) in (64, 128) and _has_gluon(query.device)
-
-
-@functools.cache
-def _has_gluon(device: torch.device) -> bool:
-    """Whether Gluon, which is experimental, has a version that the tests compile, and the GPU is a Hopper."""
-    known = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
+    return padded_head(query.shape[-1]) in (64, 128) and has_gluon(query.device)
 
 
 def padded_head(head_dim: int) -> int:

@@ -12,8 +12,7 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.graphs import buckets
-from idlm.infer.runtime.graphs import cuda_graphs as graphs
+from idlm.infer.runtime.graphs import buckets, pass_shape
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import Schedule, StepPlan
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -140,7 +139,9 @@ def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
         padded = buckets.bucket(size, buckets.BATCH_BUCKETS)
         assert padded <= 1.041 * size
         schedule = Schedule(num_feed=[0] * size)
-        num_clean = buckets.bucket(graphs._num_blocks(schedule, padded, policy), buckets.FED_BLOCK_BUCKETS)
+        num_clean = buckets.bucket(
+            pass_shape._num_blocks(schedule, padded, policy), buckets.FED_BLOCK_BUCKETS
+        )
         assert num_clean == -(-padded // 8), "room for the clean blocks of an eighth of the sequences"
     assert buckets.slots_bucket(5) == buckets.MIN_SLOTS
     assert buckets.slots_bucket(20_000) == 1 << 15

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Compiled:
     shared_bytes: int
     registers: int
     spilled_bytes: int
+    said: str
+    """What ptxas said, warnings among it."""
 
 
 def compile_for_hopper(
@@ -40,16 +43,21 @@ def compile_for_hopper(
         and not signature[name].startswith("tensordesc")
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=values, attrs=divisible)
+    make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make_source(kernel, signature, constexprs=values, attrs=divisible)
     compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spilled = _resources(ptx)
+    registers, spilled, said = _resources(ptx)
     return Compiled(
-        ptx=ptx, shared_bytes=compiled.metadata.shared, registers=registers, spilled_bytes=spilled
+        ptx=ptx,
+        shared_bytes=compiled.metadata.shared,
+        registers=registers,
+        spilled_bytes=spilled,
+        said=said,
     )
 
 
-def _resources(ptx: str) -> tuple[int, int]:
+def _resources(ptx: str) -> tuple[int, int, str]:
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -59,4 +67,4 @@ def _resources(ptx: str) -> tuple[int, int]:
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert registers and spilled, said
-    return int(registers[1]), int(spilled[1])
+    return int(registers[1]), int(spilled[1]), said

@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,48 @@ def test_planning_and_combining_compile_for_hopper() -> None:
     for split_blocks in (0, 8):
         item = {"RECORD": RECORD, "SPLIT_BLOCKS": split_blocks, "OCTAVE": 16, "BLOCK_TILES": 256}
         compiled(kernel_plan.item_kernel, item, warps=1, stages=1)
+
+
+def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
+    """Nothing spills, and products are not serialized."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention import kernel_hopper
+    from idlm.kernels.paged_attention.launch import RECORD
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "PDL": True}
+    constants |= {"WORKER_REGISTERS": kernel_hopper.REGISTERS}
+    pointers = {"*bf16": ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"), "*i32": ("items",)}
+    pointers |= {"*i64": ("block_table", "limits_R", "branch_starts_R", "own_slots_R")}
+    pointers |= {"*fp16": ("partial_o",), "*fp32": ("partial_sums",), "fp32": ("scale_log2",)}
+    types = defaultdict(lambda: "i32", {name: kind for kind, names in pointers.items() for name in names})
+    options = {"num_warps": 4, "maxnreg": kernel_hopper.REGISTERS, "launch_pdl": True}
+    result = compile_for_hopper(kernel_hopper.attend_kernel, types, constants, **options)
+    assert result.shared_bytes + 1024 <= MAX_SHARED_BYTES
+    assert f".maxnreg {kernel_hopper.REGISTERS}" in result.ptx and ".reqntid 256" in result.ptx
+    # Both groups multiply 16 columns of keys and 16 rows of values at a time, in the loop and beside it.
+    assert result.ptx.count("wgmma.mma_async") == 2 * 2 * (128 // 16 + 64 // 16)
+    assert result.spilled_bytes == 0 and "serialized" not in result.said
+
+
+def test_two_warpgroups_walk_blocks_of_long_contexts() -> None:
+    """Where that was measured to pay: not for short contexts, prompts, other heads or fixed splits."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    def chosen(
+        context: int, batch: int = 1, rows: int = 32, shape: HeadShape = QWEN3_8B, **how: bool
+    ) -> bool:
+        sizes = {"max_rows": rows, "num_rows": rows * batch, "max_slots": context, "num_sequences": batch}
+        return choose_launch(shape, **sizes, **how).two_groups
+
+    assert chosen(131072) and chosen(131072, 6) and chosen(65536, 13)
+    assert not chosen(32768) and not chosen(131072, rows=2048) and not chosen(131072, rows=1)
+    assert not chosen(131072, deterministic=True)
+    assert not any(
+        chosen(131072, shape=replace(QWEN3_8B, **other))
+        for other in ({"head_dim": 64}, {"head_dim": 96}, {"dtype": torch.float32})
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

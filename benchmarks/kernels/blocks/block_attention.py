@@ -1,7 +1,7 @@
 """Attention of diffusion blocks: 32 rows a sequence over the whole context, or over lists of slots.
 
     python -m benchmarks.block_attention [record=true] [sweep=true]
-        [exact=131072x6,65536x13,131072x1,32768x1] [lists=1,16] [k=1024] [rows=32]
+        [exact=131072x6,65536x13,131072x1,32768x1] [lists=1,16] [k=1024] [rows=32] [results=DIR]
 
 Rows of the bench `sparse_attention`. The floor of exact attention is the larger of its bytes at the rate of
 a read-only stream and its products at the rate of a matrix product, both measured in the same process. Lists
@@ -9,8 +9,8 @@ are slots scattered over a context of shuffled pages, drawn anew for each layer 
 compared with is the exact kernel over a context of k slots in pages in order. `gather`: lists of runs of
 slots, over lists of the same length that are one run. Every arm is checked against float64 first. One CUDA
 graph runs an arm over as many layers as outgrow the L2 cache, with a norm between two layers whose own time
-is subtracted; medians, the arms of a case in turns. `sweep=true` tries launch parameters instead
-(block_attention_sweep.py).
+is subtracted; medians, the arms of a case in turns. `lists=` leaves lists out. `sweep=true` tries launch
+parameters instead (block_attention_sweep.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from benchmarks.kernels.blocks.block_attention_step import (
     make_block_step,
 )
 from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
+from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
 from idlm.cli import command
 from idlm.errors import UserError
@@ -49,6 +50,7 @@ DEFAULTS = {
     "rounds": "9",
     "sweep": "false",
     "record": "false",
+    "results": str(RESULTS),
     "compile_part": "",
 }
 BENCH = "sparse_attention"
@@ -74,11 +76,13 @@ def measure(arguments: list[str]) -> int:
     print(f"read-only stream {stream / 1e12:.3f} TB/s, product {products / 1e12:.0f} TFLOP/s", flush=True)
     for context, batch in cases_of(options["exact"]):
         rows += _exact(options, batch, context, (stream, products), rounds)
-    for batch in numbers(options["lists"]):
+    batches = numbers(options["lists"]) if options["lists"] else ()
+    for batch in batches:
         rows += _listed(options, batch, (stream, products), rounds)
-    rows += _gather(options, max(numbers(options["lists"])), rounds)
+    if batches:
+        rows += _gather(options, max(batches), rounds)
     if options["record"] == "true":
-        append_rows(BENCH, rows)
+        append_rows(BENCH, rows, results=Path(options["results"]))
     return 0
 
 

@@ -32,16 +32,15 @@ from benchmarks.stream import matmul_rate, stream_rate
 FINALISTS = 8
 TALL = {"block_m": 128, "warps": 8, "half_parts": True}
 WALKS: tuple[dict[str, Any], ...] = (
-    TALL | {"block_n": 64, "stages": 3},
-    TALL | {"block_n": 128, "stages": 2},
-    TALL | {"block_n": 32, "stages": 4, "warps": 4},
+    TALL | {"block_n": 64, "stages": 3, "two_groups": False},
+    TALL | {"block_n": 64, "stages": 3, "two_groups": True},
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
     for block_m, block_n, stages in ((64, 32, 3), (64, 64, 3), (128, 32, 4), (128, 64, 3))
 )
 PROGRAMS = (1, 2, 4)
-CHECK_SECONDS = 90
+CHECK_SECONDS = 45
 SHORT_SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
 """combine_rows, combine_parts and combine_warps."""
 SUMS = (*SHORT_SUMS, (1, 16, 1), (2, 8, 1), (4, 16, 2), (8, 16, 4))
@@ -54,8 +53,10 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     programs_of = dict.fromkeys((*PROGRAMS, chosen.programs_per_sm))
     for walk, programs, each in itertools.product(SHORT_WALKS if short else WALKS, programs_of, sums):
         yield replace(chosen, **walk, programs_per_sm=programs, **_sum_options(each))
-    for early, each in itertools.product((False, True), () if short else SUMS):
-        yield replace(chosen, early=early, **_sum_options(each))
+    # The walk of two warpgroups has no `early`.
+    ways = ((False, False), (True, False), (False, True))
+    for (early, two_groups), each in itertools.product(ways, () if short else SUMS):
+        yield replace(chosen, early=early, two_groups=two_groups, **_sum_options(each))
 
 
 def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
@@ -108,7 +109,8 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.early): each for each in ranked[::-1]
+        (each.block_m, each.warps, each.block_n, each.stages, each.early, each.two_groups): each
+        for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
     medians = time_in_turns({str(i): graphs[launch] for i, launch in enumerate(detail)}, 5)
@@ -133,10 +135,10 @@ def _compiled_and_checked(arguments: list[str]) -> set[str]:
         subprocess.Popen([*base, f"compile_part={i}/{num_parts}"], stdout=subprocess.PIPE, text=True)
         for i in range(num_parts)
     ]
-    right = set[str]()
+    right, deadline = set[str](), time.perf_counter() + CHECK_SECONDS
     for part in parts:
         try:
-            said, _ = part.communicate(timeout=CHECK_SECONDS)
+            said, _ = part.communicate(timeout=max(0.1, deadline - time.perf_counter()))
         except subprocess.TimeoutExpired:
             part.kill()
             said, _ = part.communicate()
@@ -154,7 +156,8 @@ def compile_part(options: dict[str, str]) -> int:
     index, num_parts = numbers(options["compile_part"].replace("/", ","))
     launches: dict[str, tuple[Any, Any]] = {}
     k = int(options["k"])
-    for short, is_listed in ((False, False), (True, True), (True, False)):
+    kinds = ((False, False), *(((True, True), (True, False)) if options["lists"] else ()))
+    for short, is_listed in kinds:
         context = k if short and not is_listed else 4 * k - 24
         block = make_block_step(
             options, batch=1, context=context, k=k if is_listed else None, layers=2, in_order=context == k

@@ -53,6 +53,7 @@ class Setting:
     tunables: tuple[tuple[str, Any], ...] = ()
 
 
+TWO_GROUPS = (("two_groups", True), ("pdl", True), ("block_m", 128), ("warps", 8), ("min_blocks", 1))
 SETTINGS = {
     "qwen3_8b": Setting(shape=heads(32, 8, 128)),
     "qwen3_8b_pdl": Setting(shape=heads(32, 8, 128), tunables=(("pdl", True),)),
@@ -71,6 +72,12 @@ SETTINGS = {
     "qwen3_600m_large_tile": Setting(
         shape=heads(16, 8, 128), tunables=(("block_m", 128), ("warps", 8), ("min_blocks", 1))
     ),
+    **{
+        f"two_groups_{page_size}": Setting(
+            shape=heads(16, 4, 128, dtype), page_size=page_size, tunables=(*TWO_GROUPS, ("half_parts", half))
+        )
+        for dtype, page_size, half in ((BF16, 16, True), (BF16, 64, True), (FP16, 5, False))
+    },
     "qwen2_500m": Setting(shape=heads(14, 2, 64), page_size=32),
     "llama_fixed": Setting(
         shape=heads(24, 8, 64, FP16), deterministic=True, tunables=(("split_slots", 128),)
@@ -98,6 +105,10 @@ def run(case: Case, setting: Setting) -> Tensor:
         deterministic=setting.deterministic,
         launch=launch_of(case, setting),
     )
+    if dict(setting.tunables).get("two_groups"):
+        from idlm.kernels.paged_attention.launch import has_groups
+
+        assert has_groups(plan), "the walk that this setting names"
     return paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE)
 
 
@@ -124,9 +135,9 @@ def test_many_random_steps_are_within_twice_the_error_of_sdpa(name: str) -> None
     print(f"{name}: worst of {len(ratios)}: {max(ratios.values()):.2f}")
 
 
-@pytest.mark.parametrize("num_rows", [1, 15])
+@pytest.mark.parametrize("num_rows", [1, 15, 32])
 def test_a_long_context(num_rows: int) -> None:
-    for name in ("qwen3_8b", "qwen3_8b_pdl", "qwen3_8b_fixed"):
+    for name in ("qwen3_8b", "qwen3_8b_pdl", "qwen3_8b_fixed", "two_groups_16"):
         sequences = [causal(32_700, num_rows), causal(5, 1)]
         case = build(sequences, SETTINGS[name].shape, page_size=16, device="cuda")
         assert error_ratio(case, run(case, SETTINGS[name])) <= 2, name
