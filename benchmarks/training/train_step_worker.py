@@ -90,15 +90,14 @@ def main() -> int:
     gaps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     num_rows = config.train.batch_size * config.train.accumulation
     items = [prepared.dataset[item] for item in range(num_rows)]
+    num_tokens = sum(int((~item["is_noisy"] & (item["doc_ids"] >= 0)).sum()) for item in items)
     if not dist.is_initialized() or dist.get_rank() == 0:
         target.write_text(
             json.dumps(
                 {
                     "seconds_per_step": gaps,
                     "profile_ms": profiled.ms,
-                    "data_tokens_per_step": sum(
-                        int((~i["is_noisy"] & (i["doc_ids"] >= 0)).sum()) for i in items
-                    ),
+                    "data_tokens_per_step": num_tokens,
                     "matmul_flops": rate,
                     "peak_allocated": torch.cuda.max_memory_allocated(),
                     "planned_peak": estimate.memory.peak_allocated if estimate else None,

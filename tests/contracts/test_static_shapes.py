@@ -139,7 +139,8 @@ def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
         padded = buckets.bucket(size, buckets.BATCH_BUCKETS)
         assert padded <= 1.041 * size
         schedule = Schedule(num_feed=[0] * size)
-        num_clean = buckets.bucket(
+        num_blocks = pass_shape._num_blocks(schedule, padded, policy)
+        num_clean = buckets.bucket(num_blocks, buckets.FED_BLOCK_BUCKETS)
             pass_shape._num_blocks(schedule, padded, policy), buckets.FED_BLOCK_BUCKETS
         )
         assert num_clean == -(-padded // 8), "room for the clean blocks of an eighth of the sequences"
