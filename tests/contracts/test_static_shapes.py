@@ -141,8 +141,6 @@ def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
         schedule = Schedule(num_feed=[0] * size)
         num_blocks = pass_shape._num_blocks(schedule, padded, policy)
         num_clean = buckets.bucket(num_blocks, buckets.FED_BLOCK_BUCKETS)
-            pass_shape._num_blocks(schedule, padded, policy), buckets.FED_BLOCK_BUCKETS
-        )
         assert num_clean == -(-padded // 8), "room for the clean blocks of an eighth of the sequences"
     assert buckets.slots_bucket(5) == buckets.MIN_SLOTS
     assert buckets.slots_bucket(20_000) == 1 << 15
