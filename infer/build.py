@@ -255,7 +255,8 @@ def _stride_controller(
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:
     """Settings with numbers of sequences and of prompt rows, by the device's memory."""
     most, rows = OTHER_LOAD
-    if device.type == "cuda" and policy.kind == "append" and settings.warmup != "off":
+    is_warm = settings.warmup == "full" or (settings.warmup == "auto" and settings.tensor_parallel == 1)
+    if device.type == "cuda" and policy.kind == "append" and is_warm:
         total = memory_bytes(device)[1]
         most, rows = next(load[1:] for load in LOADS if total >= load[0])
     return dataclasses.replace(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -12,13 +15,27 @@ from torch import Tensor
 HOPPER = (9, 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on a CPU, which it decides when they are imported."""
+_only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter. For tensors without
-    memory (meta) they are compiled and not launched (infer/runtime/graphs/compile_ahead.py).
-    """
-    return x.is_cuda or x.is_meta or INTERPRETED
+    """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter."""
+    return INTERPRETED or has_kernels(x.device)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether it is a GPU. While kernels are `only_compiled`, tensors without memory (meta) count too."""
+    return device.type == "cuda" or (device.type == "meta" and _only_compiled.get())
+
+
+@contextlib.contextmanager
+def only_compiled() -> Iterator[None]:
+    """Within it the caller sees to it that Triton compiles kernels and launches none."""
+    token = _only_compiled.set(True)
+    try:
+        yield
+    finally:
+        _only_compiled.reset(token)
 
 
 def gpu_of(device: torch.device) -> torch.device:

@@ -276,7 +276,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """`python -m benchmarks.training.crashes TRACE ARGUMENTS`: idlm-train here, with its saves traced."""
+    """`python -m benchmarks.crashes TRACE ARGUMENTS`: idlm-train here, with its saves traced."""
     from idlm.train import cli
 
     _record_saves(Path(sys.argv[1]), int(os.environ.get("RANK", "0")))

@@ -128,11 +128,11 @@ def run_seed(options: dict[str, str], jobs: list[Job]) -> int:
     known = [Path(options["known"]), results]
     left = [job for job in jobs if not any(record_path(one, job.seed, job.name).is_file() for one in known)]
     has_base = (folder / BASE / TRAINED).is_file()
-    if left and not has_base and any(job.name == BASE for job in jobs) and left[0].name != BASE:
+    if left and not has_base and left[0].name != BASE:
         raise UserError(
             "IDLM-0107",
-            f"seed {options['seed']} has a record of its base, whose checkpoint is not in {folder / BASE}",
-            fix="give base=FILE, the checkpoint that keep=DIR has kept",
+            f"the base of seed {options['seed']} is not in {folder / BASE}, and no arm of this run trains it",
+            fix="add the arm base, or give base=FILE, the checkpoint that keep=DIR has kept",
         )
     processes, is_whole = Processes(folder, deadline), True
     try:

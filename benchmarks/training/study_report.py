@@ -98,12 +98,17 @@ class Measured:
         return None if None in shares else statistics.mean(shares)
 
     def difference(self, other: Measured) -> tuple[float, float]:
-        """(mean, standard error) of this cell's marks less those of `other`, problem by problem."""
-        pairs = [
-            mine - theirs
+        """(mean, standard error) of this cell's marks less those of `other`, problem by problem; the error is
+        over seeds, or, with less than `SEEDS_FOR_ERROR`, over problems.
+        """
+        by_seed = [
+            [mine - theirs for mine, theirs in zip(self.marks[seed], other.marks[seed], strict=True)]
             for seed in self.marks.keys() & other.marks.keys()
-            for mine, theirs in zip(self.marks[seed], other.marks[seed], strict=True)
         ]
+        if len(by_seed) >= SEEDS_FOR_ERROR:
+            means = [statistics.fmean(pairs) for pairs in by_seed]
+            return statistics.fmean(means), statistics.stdev(means) / math.sqrt(len(means))
+        pairs = [pair for pairs in by_seed for pair in pairs]
         mean = statistics.fmean(pairs)
         return mean, math.sqrt(sum((one - mean) ** 2 for one in pairs)) / len(pairs)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import gpu_of
+from idlm.kernels.backend import has_kernels
 from idlm.kernels.sampling import plain
 from idlm.kernels.sampling.types import (
     NUM_NUMBERS,
@@ -30,11 +30,6 @@ from idlm.kernels.sampling.types import (
 TUNING = Tuning()
 MAX_VOCABULARY = 1 << 24
 """Token ids pass through fp32, which is exact up to here."""
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether kernels compute on this device (a GPU), so that no probabilities are stored."""
-    return gpu_of(device).type == "cuda"
 
 
 def _module(uses_kernels: bool) -> ModuleType:

@@ -20,22 +20,29 @@ MAX_THREADS = 16
 
 def compile_ahead(step: StaticStep, shapes: Iterable[PassShape]) -> int:
     """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch. `step` is
-    on the meta device. Returns the number of variants that this process had not compiled yet.
+    on the meta device and was made where kernels are `only_compiled`, as here. Returns the number of
+    variants that this process had not compiled yet.
     """
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
+    launch, kernels = JITFunction.run, set()
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernels.add(self)
         return launch(self, *arguments, grid=grid, warmup=True, **options)
 
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool) as compiling:
+    # Not raised here: Triton would then stay in this mode, without threads.
+    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as compiling:
         JITFunction.run = compile_only
         try:
             for shape in shapes:
                 step.run(shape)
         finally:
             JITFunction.run = launch
-        return len(compiling.raw_futures)
+    if any(future.exception() for future in compiling.raw_futures):
+        # A launch shall compile again what failed, perhaps for lack of memory, and say why.
+        for kernel in kernels:
+            kernel.device_caches.clear()
+    return len(compiling.raw_futures)

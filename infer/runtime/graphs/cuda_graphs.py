@@ -145,10 +145,10 @@ class StaticStep:
         if shape not in self._holders:
             self._holders[shape] = self._holder(shape)
         holder = self._holders[shape]
-        if holder is not None and self._is_wasteful(shape, holder):
-            holder = None
         if holder is None and self.is_warm and not self._is_due(shape, schedule):
             return None
+        if holder is not None and self._decodes(schedule) and self._is_wasteful(shape, holder):
+            holder = None
         if holder is None:
             holder = shape
             self.capture(shape)
@@ -185,12 +185,14 @@ class StaticStep:
         """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing. Room
         for rows is not captured ahead, so its graphs are due at once.
         """
-        size = self._step.decoder.kv_policy.block_size
-        decodes = all(schedule.samples) and max(schedule.num_feed) <= size
-        if not decodes or (not self._has_blocks and shape.all_rows > self.eager_rows):
+        if not self._decodes(schedule) or (not self._has_blocks and shape.all_rows > self.eager_rows):
             return False
         self._num_eager[shape] += 1
         return shape.room is not None or self._num_eager[shape] > MAX_EAGER_PASSES
+
+    def _decodes(self, schedule: Schedule) -> bool:
+        """Whether no sequence of the pass feeds a prompt."""
+        return all(schedule.samples) and max(schedule.num_feed) <= self._step.decoder.kv_policy.block_size
 
     def _no_sequences(self, shape: PassShape) -> Tensor:
         """Columns of a pass of padding, int64 [3, B]."""

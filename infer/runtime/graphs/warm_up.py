@@ -34,6 +34,7 @@ from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_shape import CAPACITIES, STREAMED_ROWS, PassShape
 from idlm.infer.runtime.graphs.step_times import StepTimes, cache_file, read_times, write_times
+from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 
 AUTO_SECONDS = 20.0
@@ -80,12 +81,13 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     known = read_times(path) if path is not None and is_alone else {}
     work = _Work(parts=parts, step=step, is_alone=is_alone, least_memory=free // 2, times=dict(known))
     if on_meta is not None:
-        work.compile(on_meta())
+        work.compile(on_meta)
     try:
         work.capture()
     except RuntimeError as error:
         if not is_out_of_memory(error) or not is_alone:
             raise
+        get_logger(__name__).warning("warm-up: no memory for more graphs: %s", error)
     step.is_warm = work.num_captured > 0
     if device.type == "cuda":
         # What the stream of first passes has freed.
@@ -123,15 +125,16 @@ class _Work:
     num_captured: int = 0
     end_time: float = math.inf
 
-    def compile(self, on_meta: StaticStep) -> None:
+    def compile(self, on_meta: Callable[[], StaticStep]) -> None:
         """Compile all kernels; every one is needed, so that this has no limit of time."""
         start_time = time.monotonic()
         needed = [*self._prompts(), *compiled_shapes(self.parts.decoder, *self._limits())]
         logger = get_logger(__name__)
         try:
-            num_compiled = compile_ahead(on_meta, needed)
-        except (RuntimeError, TypeError) as error:
-            # The decoder of a plug-in may hold tensors of the GPU.
+            with only_compiled():
+                num_compiled = compile_ahead(on_meta(), needed)
+        except Exception as error:
+            # A plug-in may read tensors, and the server was ready to start without this.
             logger.warning("warm-up: kernels are compiled by the passes that launch them: %s", error)
             return
         taken = time.monotonic() - start_time

@@ -69,7 +69,7 @@ class Tool(Body):
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
         if is_free and not self.function.strict:
-            return {"type": "object"}
+            return {"x-guidance": JSON_OPTIONS, "type": "object"}
         # No parameters are an empty list of them.
         empty = {"properties": {}, "additionalProperties": False}
         given = empty if self.function.parameters is None else self.function.parameters

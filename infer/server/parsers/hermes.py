@@ -16,7 +16,7 @@ from typing import Any
 from idlm.infer.server.parsers.pieces import Piece, num_open
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|</tool_call>', re.DOTALL)
+STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)
 """A string of JSON, which may have no end yet, or the end of a call."""
 
 
@@ -70,6 +70,8 @@ def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
     """The text before the end of a call, the end, and what follows. An end in a string of JSON is none,
     unless there is no call otherwise.
     """
+    if END not in text and not is_last:
+        return text, "", ""
     found = next((one for one in STRING.finditer(text) if one[0] == END), None)
     if found is None and not is_last:
         return text, "", ""

@@ -119,3 +119,12 @@ def test_an_end_within_a_string_of_json_ends_no_call() -> None:
     broken = f'{BEGIN}{{"name": "now}}{END} and {NOW}'
     assert [piece.kind for piece in parsed(broken)] == ["content", "call"]
     assert parsed(broken, 2) == parsed(broken)
+
+
+def test_a_part_that_ends_behind_a_backslash_splits_no_call() -> None:
+    call = f'{BEGIN}\n{{"name": "now", "arguments": {{"a": "x{END} \\n y"}}}}\n{END}'
+    whole = parsed(call)
+    assert [piece.kind for piece in whole] == ["call"]
+    for place in range(1, len(call)):
+        parser = HermesParser()
+        assert [*parser.push(call[:place]), *parser.push(call[place:], is_last=True)] == whole

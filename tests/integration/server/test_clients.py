@@ -270,4 +270,4 @@ def test_a_server_of_ours_gets_the_engines_arguments() -> None:
         served, engine = read_arguments("serve", ServeConfig, words)
         assert (plan.name, ready, engine.decoder) == (decoder, "/ready", decoder)
         assert engine.options == ({"stride": 3} if decoder == "isd" else {})
-        assert served.options() == {**config.options(), "max_num_seqs": 4}
+        assert served.options() == {**config.options(), "max_num_seqs": 4, "warmup": "auto"}
