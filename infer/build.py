@@ -149,7 +149,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     _check_mask_row(model, max_rows(decoder, max_length))
     end_ids = _eos_ids(model, tokenizer)
     parts = _assemble(settings, model, tokenizer, decoder, end_ids, shards, options.accelerators)
-    if settings.warmup == "off":
+    if not settings.warms_up:
         return parts
     from idlm.infer.runtime.graphs.warm_up import warm_up
 
@@ -255,8 +255,7 @@ def _stride_controller(
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:
     """Settings with numbers of sequences and of prompt rows, by the device's memory."""
     most, rows = OTHER_LOAD
-    is_warm = settings.warmup == "full" or (settings.warmup == "auto" and settings.tensor_parallel == 1)
-    if device.type == "cuda" and policy.kind == "append" and is_warm:
+    if device.type == "cuda" and policy.kind == "append" and settings.warms_up:
         total = memory_bytes(device)[1]
         most, rows = next(load[1:] for load in LOADS if total >= load[0])
     return dataclasses.replace(
@@ -536,7 +535,7 @@ def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep
     if settings.graphs == "off":
         return EagerStep(step)
     captures, rows = step.table.device.type == "cuda", 0
-    if settings.warmup != "off":
+    if settings.warms_up:
         from idlm.infer.runtime.graphs.warm_up import eager_rows
 
         rows = eager_rows(model)

@@ -132,6 +132,13 @@ class EngineSettings:
         """Options of each accelerator by its name."""
         return as_options(self.accelerators)
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether graphs are captured before the first request. Ranks that share a model must do the same, so
+        that neither their clock, their memory nor files may decide: they capture all graphs or none.
+        """
+        return self.warmup == "full" or (self.warmup == "auto" and self.tensor_parallel == 1)
+
     def options(self) -> dict[str, Any]:
         """The settings as keywords of `Engine.from_pretrained`."""
         names = [field.name for field in dataclasses.fields(EngineSettings)]

@@ -26,7 +26,6 @@ import torch
 
 from benchmarks.engine import block_profile
 from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, whole_answers
-from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, linears_ms, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.trace import Trace, trace_of
@@ -35,6 +34,7 @@ from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.models.loader import DTYPES, LoadedModel
 
@@ -173,7 +173,7 @@ def full(bench: Bench) -> None:
         for _ in range(bench.rounds):
             steady.measure(measured)
         del steady
-        decode_arms.free_memory(bench.model.device)
+        free_cached_memory()
         _note(bench, batch, measured)
 
 
@@ -214,7 +214,7 @@ def commit(bench: Bench) -> None:
         found = []
         for arm in (fused, replace(fused, name="separate", fused=False)):
             answers = whole_answers(bench.model, arm, load, trace)
-            decode_arms.free_memory(bench.model.device)
+            free_cached_memory()
             found.append(answers)
             print(
                 f"{arm.name} commits, trace {trace.name}: {answers.num_tokens} tokens in "
@@ -241,7 +241,7 @@ def host(bench: Bench) -> None:
         bench.add(case, "gpu_idle_share", cost.idle_share, "share")
         bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
         del steady
-        decode_arms.free_memory(bench.model.device)
+        free_cached_memory()
 
 
 def profile(bench: Bench) -> None:
@@ -263,7 +263,7 @@ def profile(bench: Bench) -> None:
         print(f"profile of batch {batch}, {num_rows} rows laid out")
         print("\n".join(lines_of(times, expected)), flush=True)
         del steady
-        decode_arms.free_memory(bench.model.device)
+        free_cached_memory()
 
 
 PARTS = {"full": full, "commit": commit, "host": host, "profile": profile}

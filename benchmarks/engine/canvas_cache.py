@@ -29,12 +29,12 @@ from benchmarks.engine.canvas.harness import (
     Decisions,
     random_canvas_model,
 )
-from benchmarks.engine.decoding.arms import free_memory
 from benchmarks.engine.decoding.harness import slot_bytes, weights_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import stream_rate
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.models.loader import DTYPES, LoadedModel
@@ -127,7 +127,7 @@ def _measured(
     for _ in range(int(options["rounds"])):
         engine.measure(measured)
     del engine
-    free_memory(model.device)
+    free_cached_memory()
     return measured
 
 

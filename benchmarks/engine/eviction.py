@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine.decoding.arms import free_memory
 from benchmarks.engine.decoding.harness import SAMPLING, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.kernel_profile import kernel_times, lines_of
@@ -51,6 +50,7 @@ from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows
 from benchmarks.stream import matmul_rate, stream_rate
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.models.loader import DTYPES
 
@@ -159,7 +159,7 @@ def gate(bench: Bench) -> None:
     context, bench.context = bench.context, min(GATE_CONTEXT, bench.context)
     load = replace(bench.load(2), sampling=SAMPLING["greedy"])
     error = parity_error(bench.model, bench.full, load, bench.trace)
-    free_memory(bench.model.device)
+    free_cached_memory()
     bench.gate = error < GATE_LIMIT
     bench.add(bench.case(2), "full_budget_error", error, "share")
     bench.context = context

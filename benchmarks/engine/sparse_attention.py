@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from benchmarks.engine.block_harness import BlockMeasured
-from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.kernel_profile import KernelTime, kernel_times, lines_of
@@ -56,6 +55,7 @@ from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.models.loader import DTYPES, LoadedModel
 
@@ -207,7 +207,7 @@ def gate(bench: Bench) -> None:
     load = replace(bench.load(context, "2"), context=context)
     for arm in {arm.name: arm for arm in bench.arms if arm.name in SPARSE}.values():
         error = parity_error(bench.model, arm, load)
-        decode_arms.free_memory(bench.model.device)
+        free_cached_memory()
         bench.gates[arm.name] = error < GATE_LIMIT
         bench.add(replace(arm, k=context), load, "full_budget_error", error, "share")
 
@@ -231,7 +231,7 @@ def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
             bench.num_failed += 1
             detail = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"    {arm.name} is left out: {detail}", flush=True)
-        decode_arms.free_memory(bench.model.device)
+        free_cached_memory()
     _compare(bench, found, load)
 
 
@@ -299,7 +299,7 @@ def _free(bench: Bench, steady: SteadyContexts) -> None:
     """Drop the engine before the next one takes the memory."""
     steady.engine._worker.free_cached_memory()
     del steady.engine
-    decode_arms.free_memory(bench.model.device)
+    free_cached_memory()
 
 
 def _compare(bench: Bench, found: dict[SparseArm, BlockMeasured], load: Load) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from benchmarks.results import result_row
 from idlm.contracts import SamplingParams
@@ -38,13 +35,6 @@ def engine_of(options: dict[str, str], decoder: str, **settings: Any) -> Engine:
     return Engine.from_pretrained(
         options["model"], decoder, device=options["device"], dtype=options["dtype"], **sizes
     )
-
-
-def free_memory() -> None:
-    """Give back the memory of an engine that nothing refers to: the next one sizes its own."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def greedy(options: dict[str, str], decoder_options: dict[str, Any]) -> SamplingParams:

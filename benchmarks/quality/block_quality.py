@@ -25,12 +25,12 @@ from benchmarks.quality.arms import (
     binomial_error,
     difference_error,
     engine_of,
-    free_memory,
     greedy,
 )
 from benchmarks.results import RESULTS, append_rows
 from idlm.cli import command
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.semantics import Semantics
@@ -135,7 +135,7 @@ def _results(
             )
         engine.close()
         del engine
-        free_memory()
+        free_cached_memory()
 
 
 def slow_answers(

@@ -38,12 +38,12 @@ from benchmarks.quality.arms import (
     binomial_error,
     difference_error,
     engine_of,
-    free_memory,
     greedy,
 )
 from benchmarks.quality.decodability_signal import SIGNALS, bins_of, concentration
 from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.accelerators.focus import FocusConfig, FocusPass
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
@@ -155,7 +155,7 @@ class Bench:
         num_rows = block_rows(engine, self.samples, evaluation)
         engine.close()
         del engine
-        free_memory()
+        free_cached_memory()
         return Result(
             arm=arm,
             evaluation=evaluation,
@@ -223,7 +223,7 @@ def _recorded(bench: Bench, arm: Arm) -> Recorder:
     with recording(engine) as recorder:
         evaluate(engine, bench.task, bench.samples, greedy(bench.options, {"threshold": arm.threshold}))
     engine.close()
-    free_memory()
+    free_cached_memory()
     return recorder
 
 

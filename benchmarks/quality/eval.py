@@ -16,10 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.options import parse_options
-from benchmarks.quality.arms import engine_of, free_memory
+from benchmarks.quality.arms import engine_of
 from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.infer.cli.config import EvaluateConfig
 from idlm.infer.cli.evaluate import check_samples, evaluate, load_task
 from idlm.infer.engine import Engine
@@ -71,7 +72,7 @@ def measure(arguments: list[str]) -> int:
         inside, outside, num_failed = timed(engine, task, samples, params)
         engine.close()
         del engine
-        free_memory()
+        free_cached_memory()
         is_whole &= num_failed == 0
         print(
             f"{options['task']:<12} {concurrency:>11} {len(samples):>8} {inside:>9.2f} {outside:>9.2f} "

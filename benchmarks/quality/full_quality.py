@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parse_options
-from benchmarks.quality.arms import ArmResult, arm_rows, binomial_error, engine_of, free_memory, greedy
+from benchmarks.quality.arms import ArmResult, arm_rows, binomial_error, engine_of, greedy
 from benchmarks.results import RESULTS, append_rows
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.full_orders import ORDERS
@@ -134,7 +135,7 @@ def _results(
             yield Result(arm=arm, evaluation=evaluation, marks=marks)
         engine.close()
         del engine
-        free_memory()
+        free_cached_memory()
 
 
 def num_changed(result: Result, base: Result) -> tuple[int, int]:

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parse_options
-from benchmarks.quality.arms import engine_of, free_memory, greedy
+from benchmarks.quality.arms import engine_of, greedy
 from benchmarks.quality.sparse_sets import ARMS, Fidelity, Probe, denoise, fidelity, num_exact_passes
 from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.build import resolve_device
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
@@ -159,7 +160,7 @@ def set_rows(options: dict[str, str], plan: Plan) -> list[dict[str, Any]]:
                 one = fidelity(probe, read, k=plan.sets_context // part, exact_layers=plan.exact_layers)
                 found.setdefault((model, part), []).append(one)
     del probes
-    free_memory()
+    free_cached_memory()
     return [row for (model, part), ones in found.items() for row in _rows_of_sets(model, part, ones, plan)]
 
 
@@ -212,7 +213,7 @@ def _answers(options: dict[str, str], plan: Plan) -> Iterator[Answers]:
             evaluation = evaluate(engine, task, samples, greedy(options, {}))
             engine.close()
             del engine
-            free_memory()
+            free_cached_memory()
             yield Answers(
                 arm=arm,
                 part=part,

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.arms import free_memory
 from benchmarks.results import result_row
 from benchmarks.training.study_arms import (
     ARMS,
@@ -34,6 +33,7 @@ from benchmarks.training.study_arms import (
 from idlm.checkpoint import read_json
 from idlm.cli import command
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
@@ -149,7 +149,7 @@ def train(job: Job) -> None:
     if job.keep and job.name in KEPT:
         pack(job.output, Path(job.keep) / f"study_{job.seed}_{job.name}.tar")
     replace_text(job.output / TRAINED, json.dumps(facts))
-    free_memory()
+    free_cached_memory()
 
 
 def pack(checkpoint: Path, target: Path) -> None:
@@ -188,7 +188,7 @@ def measured(job: Job) -> Iterator[dict[str, Any]]:
             )
         engine.close()
         del engine
-        free_memory()
+        free_cached_memory()
 
 
 def engine_of(job: Job, decoder: str, settings: dict[str, Any]) -> Engine:

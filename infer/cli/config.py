@@ -6,7 +6,6 @@ Decoders and accelerators own their options, so no schema here names them.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -183,15 +182,6 @@ class EngineArguments:
             from idlm.infer.engine import Engine
 
             return Engine.from_pretrained(self.model, self.decoder, **self.settings, **self.options)
-
-
-def free_memory() -> None:
-    """Give back the memory of an engine that is closed and forgotten: the next one sizes its own by it."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def read_arguments(

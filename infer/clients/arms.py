@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, free_memory
+from idlm.infer.cli.config import EngineArguments
 from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.generator import OnDone, Record, run_on_engine, run_on_server
 from idlm.infer.clients.loads import Job, Load
@@ -150,7 +150,9 @@ def engine_arm(name: str, arguments: EngineArguments) -> Iterator[Arm]:
     finally:
         engine.close()
         del engine
-        free_memory()
+        from idlm.devices import free_cached_memory
+
+        free_cached_memory()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from idlm.config.compose import parse_value
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, free_memory
+from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.progress import engine_name
 from idlm.semantics import Semantics
 
@@ -145,11 +145,13 @@ def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
     """What `work` returns for an engine, whose memory is free again afterwards, so that the next one can size
     its own.
     """
+    from idlm.devices import free_cached_memory
+
     engine = arguments.load()
     try:
         result = work(engine)
     finally:
         engine.close()
     del engine
-    free_memory()
+    free_cached_memory()
     return result

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from idlm.contracts import TokenLogprob
 from idlm.infer.errors import is_out_of_memory
@@ -22,7 +21,7 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
-from idlm.infer.state.batch import RowRoom, Schedule, lane_of
+from idlm.infer.state.batch import RowRoom, Schedule, lane_of, to_host
 
 POLL_SECONDS = 5e-5
 POLLS_PER_CHECK = 1000
@@ -119,10 +118,10 @@ class InflightStep:
         self._start = _mark(worker.device)
         result = worker.launch(schedule)
         self.widths = result.widths
-        self._counts = _to_host(result.counts_BJ)
-        self._logprobs = [_to_host(tensor) for tensor in result.logprobs or ()]
+        self._counts = to_host(result.counts_BJ)
+        self._logprobs = [to_host(tensor) for tensor in result.logprobs or ()]
         self._prompt_rows = schedule.prompt_rows
-        self._prompt_logprobs = [_to_host(tensor) for tensor in result.prompt_logprobs or ()]
+        self._prompt_logprobs = [to_host(tensor) for tensor in result.prompt_logprobs or ()]
         self._event = _mark(worker.device)
         self._check = worker.check
         self._seconds = time.perf_counter() - launch_time
@@ -190,13 +189,6 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _to_host(result: Tensor) -> Tensor:
-    if not result.is_cuda:
-        return result
-    on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-    return on_host.copy_(result, non_blocking=True)
 
 
 def _read(num_top: int, token_ids: list[int], results: list[Any]) -> list[TokenLogprob]:

@@ -343,9 +343,11 @@ class Generation:
                 self._client.forget(event.request_id)
         if event.error is not None:
             code, message, fix = event.error
-            self._error = ApiError(STATUS.get(code, 500), f"{message} ({fix})", code=code)
-            if self._error.status == 400:
+            status = STATUS.get(code, 500)
+            if status == 400:
                 self._error = from_user_error(UserError(code, message, fix=fix), prompt_field="prompt")
+            else:
+                self._error = ApiError(status, f"{message} ({fix})", code=code)
         else:
             unread = self._unread.get(choice)
             self._unread[choice] = event if unread is None else joined(unread, event)

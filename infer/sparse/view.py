@@ -121,11 +121,3 @@ def scheduled_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
         return is_stored_R
     number_R = rows_R - plan.cu_rows_B1[plan.sequence_R]
     return is_stored_R & (number_R < active.num_scheduled_B[plan.sequence_R])
-
-
-def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
-    """For each row the value [R] of its position in its active block; `other` for all other rows."""
-    # Positions without a row go to one more row, which is cut off.
-    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
-    values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
-    return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]

@@ -304,6 +304,16 @@ def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
+def to_host(values: Tensor) -> Tensor:
+    """A copy on the host, of a GPU's tensor in the order of its stream; it must not be read before that is
+    there.
+    """
+    if not values.is_cuda:
+        return values
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return on_host.copy_(values, non_blocking=True)
+
+
 def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
     """Set these lanes of columns on one device. An assignment, column_Z[lanes] = value, would copy the number
     to the device and wait for everything that runs there.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import Batch, Schedule, to_device
+from idlm.infer.state.batch import Batch, Schedule, to_device, to_host
 
 if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
@@ -125,10 +125,8 @@ class ToHost:
     """The values of a tensor, copied in the order of the stream; who reads them waits for nothing later."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._event = values, None
+        self._values, self._event = to_host(values), None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.block_eviction.types import BlockState, FedBlocks, StartedBlocks, StateRules
+from idlm.kernels.row_compaction.plain import by_row, find_places
 
 
 def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:
@@ -22,13 +23,13 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Starte
     frozen_BW = state.frozen_ZW[lanes_B]
     frozen_BW = frozen_BW & ((state.frozen_ids_ZW[lanes_B] == ids_BW) | ~mine_B[:, None])
     state.frozen_ZW[lanes_B] = frozen_BW
-    keep_R = _by_row(~(frozen_BW & mine_B[:, None]), fed.rows_BW, len(fed.slots_R))
+    keep_R = by_row(~(frozen_BW & mine_B[:, None]), fed.rows_BW, len(fed.slots_R), other=True)
     if rules.keeps_stored:
         stays_BW, rows_BW = _stays_stored(state, fed)
         if rules.shifted:
             # The last row predicts the first place of the next block.
             stays_BW = F.pad(stays_BW[:, :-1], (0, 1))
-        keep_R &= _by_row(~stays_BW, rows_BW, len(keep_R))
+        keep_R &= by_row(~stays_BW, rows_BW, len(keep_R), other=True)
     return StartedBlocks(
         mine_B=mine_B,
         evicts_B=evicts_B,
@@ -73,24 +74,14 @@ def _stays_stored(state: BlockState, fed: FedBlocks) -> tuple[Tensor, Tensor]:
     and their rows. Where nothing of the active block was decided, that is still the block in work.
     """
     lanes_B, size = fed.lanes_B, fed.rows_BW.shape[1]
-    starts_B, first_B, last_B = fed.starts_B - size, fed.cu_rows_B1[:-1], fed.cu_rows_B1[1:]
-    first_slot_B = fed.slots_R[first_B.clamp(max=len(fed.slots_R) - 1)]
-    places_W = torch.arange(size, device=lanes_B.device)
-    rows_BW = (first_B + starts_B - first_slot_B)[:, None] + places_W
-    rows_BW = torch.where((rows_BW >= first_B[:, None]) & (rows_BW < last_B[:, None]), rows_BW, -1)
+    starts_B = fed.starts_B - size
+    rows_BW, _ = find_places(fed.cu_rows_B1, fed.slots_R, None, starts_B, size)
     in_work_B, is_before_B = state.starts_Z[lanes_B] == starts_B, state.before_starts_Z[lanes_B] == starts_B
     in_work_B1 = in_work_B[:, None]
     frozen_BW = torch.where(in_work_B1, state.frozen_ZW[lanes_B], state.before_frozen_ZW[lanes_B])
     ids_BW = torch.where(in_work_B1, state.frozen_ids_ZW[lanes_B], state.before_ids_ZW[lanes_B])
     is_same_BW = ids_BW == fed.token_ids_R[rows_BW.clamp(min=0)]
     return frozen_BW & is_same_BW & (in_work_B | is_before_B)[:, None] & (rows_BW >= 0), rows_BW
-
-
-def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int) -> Tensor:
-    """For each row the flag [R] of its place; True for rows of no place."""
-    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
-    flags_R = torch.ones(num_rows + 1, dtype=torch.bool, device=rows_BW.device)
-    return flags_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
 
 
 def finish_blocks(

@@ -1,7 +1,7 @@
 """The rows that a pass goes on with, packed again; contract in README.md."""
 
 from idlm.kernels.row_compaction.op import compact_rows, find_places, gather_rows, spread_places
-from idlm.kernels.row_compaction.plain import flagged, take_room
+from idlm.kernels.row_compaction.plain import by_row, flagged, take_room
 from idlm.kernels.row_compaction.reference import compact_reference
 from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
 
@@ -10,6 +10,7 @@ __all__ = [
     "Drop",
     "PackedRows",
     "Room",
+    "by_row",
     "compact_reference",
     "compact_rows",
     "find_places",

@@ -18,7 +18,7 @@ def compact_rows(
     num_rows, device = len(rows.slots_R), rows.slots_R.device
     numbers_R = torch.arange(num_rows, device=device)
     is_row_R = numbers_R < rows.cu_rows_B1[-1]
-    is_block_R = _by_row(torch.ones_like(drop.rows_BW, dtype=torch.bool), drop.rows_BW, num_rows, other=False)
+    is_block_R = by_row(torch.ones_like(drop.rows_BW, dtype=torch.bool), drop.rows_BW, num_rows, other=False)
     is_open_R = is_block_R & ~drop.needs_all_B[rows.sequence_R]
     limits_R = rows.limits_R
     if drop.limits_R is not None:
@@ -89,11 +89,11 @@ def spread_places(
 ) -> tuple[Tensor, Tensor]:
     """See `op.spread_places`."""
     limits_BW = (starts_B + ends_B)[:, None].expand_as(rows_BW)
-    keep_R = _by_row(kept_BW, rows_BW, num_rows, other=True)
-    return keep_R, _by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
+    keep_R = by_row(kept_BW, rows_BW, num_rows, other=True)
+    return keep_R, by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
 
 
-def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
+def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
     """For each row the value [R] of its place; `other` for rows of no place."""
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
     values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)

@@ -24,7 +24,7 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.kernels.backend import has_pdl, only_compiled
+from idlm.kernels.backend import has_gluon, has_pdl, only_compiled
 from idlm.kernels.paged_attention.launch import num_multiprocessors
 from idlm.semantics import Semantics
 
@@ -73,6 +73,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     for kernel in kernels:
         kernel.device_caches.pop(DEVICE, None)
     has_pdl.cache_clear()
+    has_gluon.cache_clear()
     num_multiprocessors.cache_clear()
 
 

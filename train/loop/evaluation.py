@@ -48,7 +48,7 @@ class Answers:
     def measure(self, stage: Stage) -> dict[str, float]:
         """Figures of every decoder that fits, as `isd_exact_match`; none if the engine failed. Collective."""
         self.publish(stage)
-        return from_rank_zero(lambda: self._decode())
+        return from_rank_zero(self._decode)
 
     def _decode(self) -> dict[str, float]:
         # The engine needs what the last step has left unused.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +24,7 @@ from benchmarks.engine.decoding.harness import (
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.profile import print_profiles
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
 
@@ -65,7 +65,7 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = 
             together.append(waiting.pop(0))
         found |= _in_turns(bench, together, load)
         # After the function that held the engines: their caches would leave the next ones no memory.
-        free_memory(bench.model.device)
+        free_cached_memory()
     for measured in found.values():
         _note(bench, measured, has_rows=has_rows)
     return found
@@ -119,13 +119,6 @@ def _fits(bench: Bench, arm: Arm, load: Load) -> bool:
 
 def _free(bench: Bench) -> float:
     return torch.cuda.mem_get_info()[0] if bench.model.device.type == "cuda" else 1e9
-
-
-def free_memory(device: torch.device) -> None:
-    """Collect garbage and return cached memory to the device."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _case(measured: Measured) -> dict[str, Any]:
@@ -259,7 +252,7 @@ def host(bench: Bench) -> None:
             case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
             bench.add(case, "gpu_idle_share", cost.idle_share, "share")
             bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
-            free_memory(bench.model.device)
+            free_cached_memory()
 
 
 def adapter(bench: Bench) -> None:
@@ -302,7 +295,7 @@ def profile(bench: Bench) -> None:
     stride = _published_stride(bench)
     arms = [AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)]
     print_profiles(bench, arms, adapter_rank=ADAPTER_RANK)
-    free_memory(bench.model.device)
+    free_cached_memory()
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {

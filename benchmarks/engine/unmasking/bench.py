@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.engine.decoding.arms import free_memory
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.sparse_harness import largest_batch
 from benchmarks.engine.unmasking.harness import (
@@ -21,6 +20,7 @@ from benchmarks.engine.unmasking.harness import (
 from benchmarks.engine.unmasking.limit import limit_ms
 from benchmarks.engine.unmasking.trace import UnmaskTrace
 from benchmarks.results import result_row
+from idlm.devices import free_cached_memory
 from idlm.infer.models.loader import LoadedModel
 
 TOKENS_A_PASS = 4
@@ -118,4 +118,4 @@ class Bench:
         """Drop the engine before the next one takes the memory."""
         steady.engine._worker.free_cached_memory()
         del steady.engine
-        free_memory(self.model.device)
+        free_cached_memory()

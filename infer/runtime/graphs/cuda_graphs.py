@@ -147,7 +147,12 @@ class StaticStep:
         holder = self._holders[shape]
         if holder is None and self.is_warm and not self._is_due(shape, schedule):
             return None
-        if holder is not None and self._decodes(schedule) and self._is_wasteful(shape, holder):
+        if (
+            self._has_blocks
+            and holder is not None
+            and self._decodes(schedule)
+            and self._is_wasteful(shape, holder)
+        ):
             holder = None
         if holder is None:
             holder = shape
@@ -173,7 +178,7 @@ class StaticStep:
 
     def _is_wasteful(self, shape: PassShape, holder: PassShape) -> bool:
         """Whether padding of passes with blocks in larger graphs, this one counted, is worth a capture."""
-        if holder == shape or not self._has_blocks:
+        if holder == shape:
             return False
         size = shape.num_sequences
         padding = max(0.0, holder.weight / shape.weight - 1 - FREE_PADDING)

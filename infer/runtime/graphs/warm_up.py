@@ -67,14 +67,11 @@ def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
 def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticStep] | None = None) -> WarmUp:
     """Capture ahead what `parts` may need, as `warmup` of its settings says, and tell the stride controller
     the times of passes; logs what was done. `on_meta` makes the same step without memory, whose kernels are
-    compiled first; None: kernels are compiled as they are launched.
-
-    Ranks that share a model (not `is_alone`) must do the same, so that neither their clock, their memory nor
-    files may decide: they capture all graphs (`full`) or none.
+    compiled first; None: kernels are compiled as they are launched. Not `is_alone`: a rank of several, whose
+    clock, memory and files decide nothing (`EngineSettings.warms_up`).
     """
     step, settings, device = parts.step, parts.settings, parts.table.device
-    is_wanted = settings.warmup == "full" or (settings.warmup == "auto" and is_alone)
-    if not is_wanted or not isinstance(step, StaticStep) or not step.captures:
+    if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
     path = None if parts.stride_controller is None else cache_file(_said(parts))

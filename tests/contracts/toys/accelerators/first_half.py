@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView, by_row
+from idlm.infer.sparse.view import PassView
+from idlm.kernels.row_compaction import by_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
