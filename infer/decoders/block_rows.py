@@ -71,6 +71,7 @@ def plan_blocks(
         samples_B=packed.samples_B,
         advances_B=packed.advances_B,
         max_rows=max(batch.max_feed, shape.size) + shape.size,
+        usual_rows=shape.size,
         max_slots=batch.max_known + shape.size,
         active=ActiveBlocks(
             starts_B=packed.starts_B,

@@ -212,6 +212,10 @@ def test_two_warpgroups_walk_blocks_of_long_contexts() -> None:
         return choose_launch(shape, **sizes, **how).two_groups
 
     assert chosen(131072) and chosen(131072, 6) and chosen(65536, 13)
+    # Passes of block decoders have room for a finished block beside each, which few sequences use.
+    sizes = {"max_rows": 64, "num_rows": 64, "max_slots": 131072}
+    assert choose_launch(QWEN3_8B, usual_rows=32, **sizes).two_groups
+    assert not choose_launch(QWEN3_8B, **sizes).two_groups
     assert not chosen(32768) and not chosen(131072, rows=2048) and not chosen(131072, rows=1)
     assert not chosen(131072, deterministic=True)
     assert not any(
