@@ -13,6 +13,7 @@ import pytest
 from benchmarks.results import read_rows
 from benchmarks.training import study, study_worker
 from benchmarks.training.study_arms import ARMS, BASE, CHAINS, CONTROL, SIZES, chosen_arms, flops_per_step
+from benchmarks.training.study_paper import efficiency
 from benchmarks.training.study_report import collect, read_records, report
 from benchmarks.training.study_worker import Job, is_whole, marks_of, marks_text, record_path
 from idlm.errors import UserError
@@ -264,10 +265,21 @@ def test_rows_are_means_over_seeds_beside_the_control(tmp_path: Path) -> None:
     assert found["idlm_3", "eq3_ratio"][0] == pytest.approx(0.8)
     assert ("ar", "paired_difference") not in found
     assert "NOT  eq. 3: off by 0.200 at most, idlm_3 cold long T=1" in text
+    assert "| 3 |  | 1.60 |  | 58.3 +- 8.3 |" in text and "Table 4: relaxed" not in text
     assert {path.name for path in tmp_path.glob("*.svg")} == {
+        "study_efficiency.svg",
         "study_quality.svg",
         "study_tokens_per_forward.svg",
     }
+
+
+def test_efficiency_is_that_of_the_paper() -> None:
+    """Table 5: TPF / OH with one rate p for all drafts; it crosses 1 near p = 0.83 at N = 4 (section 2)."""
+    for stride, p in ((2, 0.7), (4, 0.9), (8, 0.95)):
+        tokens = 2 + sum(p**k for k in range(1, stride - 1))
+        overhead = (3 * stride - 1 - stride * p ** (stride - 1)) / tokens
+        assert efficiency([p] * (stride - 1)) == pytest.approx(tokens / (2 - p ** (stride - 1)) / overhead)
+    assert efficiency([0.82] * 3) < 1 < efficiency([0.84] * 3)
 
 
 def test_one_seed_has_the_error_of_its_problems() -> None:
