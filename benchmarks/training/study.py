@@ -3,13 +3,14 @@
     python -m benchmarks.study seed=0 [arms=all] [seconds=460] [keep=DIR]
     python -m benchmarks.study part=table       rows and plots from all records
     python -m benchmarks.study part=plan        steps of every arm
-    python -m benchmarks.study part=probe       speed of a base's steps, and of four arms' steps together
 
 A run trains the base of its seed, then `parallel` arms at a time (study_arms.py), each in a process of its
-own (study_worker.py), on one GPU. An arm without time left is not begun. Records of finished arms are in
-`results/study`; those in `known` too are not made again, so that the same command continues a study. On a
-machine that is lent, `keep` gets the checkpoints of the base and of idlm_4 (10 MB each) and `base=FILE`
-takes the first of them in the next lease. Two GPUs take a seed each, or two parts of `arms` with one `base`.
+own (study_worker.py), on one GPU. Beside the base, every arm is rehearsed for a few steps and answers, so
+that its kernels are compiled (on disk) when it begins. An arm without time left is not begun. Records are in
+`results/study`, cell by cell; whole ones, there or in `known`, are not made again, so that the same command
+continues a study. On a machine that is lent, `keep` gets the checkpoints of the base and of idlm_4 (10 MB
+each) and `base=FILE` takes the first of them in the next lease. Two GPUs take a seed each, or two parts of
+`arms` with one `base`.
 
 An AR base learns from generated problems alone, in a tokenizer of 165 ids.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +35,17 @@ import torch
 
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS
-from benchmarks.training.study_arms import BASE, CONTROL, MAX_TOKENS, SIZES, chosen_arms, flops_per_step
+from benchmarks.training.study_arms import (
+    BASE,
+    CHAINS,
+    CONTROL,
+    MAX_TOKENS,
+    SIZES,
+    chosen_arms,
+    flops_per_step,
+)
 from benchmarks.training.study_report import read_records, report
-from benchmarks.training.study_worker import TRAINED, Job, record_path, write_samples
+from benchmarks.training.study_worker import TRAINED, Job, is_whole, record_path, samples_path, write_samples
 from idlm.cli import command
 from idlm.errors import UserError
 
@@ -45,13 +55,14 @@ OPTIONS = {
     "arms": "all",
     "base": "",
     "seconds": "1600",
-    "parallel": "4",
+    "parallel": "5",
+    "rehearse": "auto",
     "size": "small",
-    "base_steps": "1500",
+    "base_steps": "1200",
     "share": "0.5",
     "num": "1000",
     "max_tokens": str(MAX_TOKENS),
-    "batch": "256",
+    "batch": "1024",
     "device": "auto",
     "workers": "4",
     "folder": "outputs/study",
@@ -59,10 +70,11 @@ OPTIONS = {
     "known": str(RESULTS),
     "results": str(RESULTS),
 }
-PARTS = ("run", "table", "plan", "probe")
+PARTS = ("run", "table", "plan")
 LINES_OF_A_FAILURE = 25
 WORKER = ("-m", "benchmarks.training.study_worker")
-PROBE_ARMS = (CONTROL, "idlm_4", "lora_4", "block_4")
+REHEARSAL: dict[str, Any] = {"steps": 6, "flops": 0.0, "max_tokens": 8, "workers": 1, "keep": ""}
+"""Six steps have some for each of three stages."""
 
 
 def main() -> int:
@@ -85,20 +97,16 @@ def study(arguments: list[str]) -> int:
         return 0
     if options["device"] == "auto":
         options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    jobs = planned_jobs(options)
+    names = chosen_arms(options["arms"])
     if options["part"] == "plan":
-        for job in jobs:
+        for job in planned_jobs(options, names):
             print(f"{job.name:<14} {job.steps:>6} steps, {job.flops / 1e12:.1f} TFLOP")
         return 0
-    if options["part"] == "probe":
-        return probe(options, jobs)
-    return run_seed(options, jobs)
+    return run_seed(options, names)
 
 
-def planned_jobs(options: dict[str, str]) -> list[Job]:
-    """The arms that are asked for, with the steps that their FLOPs allow; the control's are `share` of the
-    base's.
-    """
+def planned_jobs(options: dict[str, str], names: Sequence[str]) -> list[Job]:
+    """These arms with the steps that their FLOPs allow; the control's are `share` of the base's."""
     size, device = SIZES[options["size"]], options["device"]
     folder = Path(options["folder"]) / options["seed"]
     base_steps = int(options["base_steps"])
@@ -110,44 +118,72 @@ def planned_jobs(options: dict[str, str]) -> list[Job]:
         "folder": str(folder),
     }
     jobs = []
-    for name in chosen_arms(options["arms"]):
+    for name in names:
         each = control if name in (BASE, CONTROL) else flops_per_step(name, size, device=device)
         steps = base_steps if name == BASE else max(4, round(control_steps * control / each))
         jobs.append(Job(name=name, steps=steps, flops=steps * each, **common))
     return jobs
 
 
-def run_seed(options: dict[str, str], jobs: list[Job]) -> int:
-    """Run the arms that have no record yet; prints what is known of this seed in the end."""
+def run_seed(options: dict[str, str], names: Sequence[str]) -> int:
+    """Run the arms that have no whole record yet; prints what is known of this seed in the end."""
     start = time.monotonic()
     deadline = start + float(options["seconds"])
-    folder, results = Path(jobs[0].folder), Path(options["results"])
+    seed, results = int(options["seed"]), Path(options["results"])
+    folder = Path(options["folder"]) / options["seed"]
     folder.mkdir(parents=True, exist_ok=True)
     if options["base"]:
         take_base(Path(options["base"]), folder / BASE)
     known = [Path(options["known"]), results]
-    left = [job for job in jobs if not any(record_path(one, job.seed, job.name).is_file() for one in known)]
+    left = [name for name in names if not any(is_whole(record_path(one, seed, name)) for one in known)]
     has_base = (folder / BASE / TRAINED).is_file()
-    if left and not has_base and left[0].name != BASE:
+    if left and not has_base and left[0] != BASE:
         raise UserError(
             "IDLM-0107",
-            f"the base of seed {options['seed']} is not in {folder / BASE}, and no arm of this run trains it",
+            f"the base of seed {seed} is not in {folder / BASE}, and no arm of this run trains it",
             fix="add the arm base, or give base=FILE, the checkpoint that keep=DIR has kept",
         )
-    processes, is_whole = Processes(folder, deadline), True
+    processes, has_all = Processes(folder, deadline), True
+    jobs: list[Job] = []
+    rehearses = options["rehearse"] == "true" or (options["rehearse"], options["device"]) == ("auto", "cuda")
     try:
-        # The base has a GPU to itself until it is trained.
-        if left and left[0].name == BASE:
-            processes.begin(left.pop(0))
-        if left or processes.running:
+        # The base begins before anything else is drawn or counted.
+        if left and left[0] == BASE:
+            jobs = planned_jobs(options, [left.pop(0)])
+            processes.begin(jobs[0])
+            if rehearses:
+                processes.begin(rehearsal(jobs[0]), is_rehearsal=True)
+        if jobs or left:
             write_samples(folder, int(options["num"]))
-            is_whole = processes.wait_for(folder / BASE / TRAINED)
-            is_whole = is_whole and processes.run(left, parallel=int(options["parallel"]))
+            jobs += planned_jobs(options, left)
+            if processes.running and rehearses:
+                rehearse(processes, jobs)
+            has_all = processes.wait_for(folder / BASE / TRAINED)
+            arms = [job for job in jobs if job.name != BASE]
+            has_all = has_all and processes.run(arms, parallel=int(options["parallel"]))
     finally:
         processes.stop()
-    print(report(read_records(known, seed=jobs[0].seed)))
-    print(f"{time.monotonic() - start:.0f} s")
-    return int(not is_whole)
+    print(report(read_records(known, seed=seed)))
+    print(*speeds(jobs), f"{time.monotonic() - start:.0f} s", sep="\n")
+    return int(not has_all)
+
+
+def rehearsal(job: Job) -> Job:
+    """A short run of a job in a folder of its own."""
+    own = str(Path(job.folder) / "rehearsal")
+    return replace(job, folder=own, results=own, **REHEARSAL)
+
+
+def rehearse(processes: Processes, jobs: Sequence[Job]) -> None:
+    """Begin the rehearsals of all arms once that of the base has trained; returns before they end."""
+    short = [rehearsal(job) for job in jobs]
+    for chain in CHAINS:
+        problems = samples_path(Path(jobs[0].folder), chain)
+        shutil.copy(problems, samples_path(Path(short[0].folder), chain))
+    if processes.wait_for(short[0].output / TRAINED):
+        for job in short:
+            if job.name != BASE:
+                processes.begin(job, is_rehearsal=True)
 
 
 def take_base(given: Path, target: Path) -> None:
@@ -173,6 +209,7 @@ class Running:
     process: subprocess.Popen[bytes]
     log: Path
     start: float
+    is_rehearsal: bool
 
 
 class Processes:
@@ -184,9 +221,10 @@ class Processes:
         self.longest = 0.0
         self.has_failed = False
 
-    def begin(self, job: Job) -> None:
-        """Start an arm."""
-        log = self.folder / f"{job.name}.log"
+    def begin(self, job: Job, *, is_rehearsal: bool = False) -> None:
+        """Start an arm; how a rehearsal ends does not count."""
+        log = Path(job.folder) / f"{job.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "4", "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -196,13 +234,14 @@ class Processes:
                 env=environment,
                 start_new_session=True,
             )
-        self.running.append(Running(job, process, log, time.monotonic()))
+        self.running.append(Running(job, process, log, time.monotonic(), is_rehearsal))
 
     def wait_for(self, path: Path) -> bool:
-        """Whether the file came before the deadline; a process that fails meanwhile has made none."""
+        """Whether the file came before the deadline; the process that makes it may end without it."""
         while not path.is_file():
             self._collect()
-            if time.monotonic() > self.deadline or (self.has_failed and not self.running):
+            is_made = any(path.is_relative_to(one.job.output) for one in self.running)
+            if time.monotonic() > self.deadline or not (is_made or path.is_file()):
                 print(f"there is no {path}", flush=True)
                 return False
             time.sleep(0.2)
@@ -213,14 +252,16 @@ class Processes:
         waiting = list(jobs)
         while waiting or self.running:
             self._collect()
-            while waiting and len(self.running) < parallel:
+            while waiting and sum(not one.is_rehearsal for one in self.running) < parallel:
                 job = waiting.pop(0)
                 if time.monotonic() + self.longest > self.deadline:
                     print(f"{job.name}: no time left", flush=True)
                     self.has_failed = True
                     continue
                 self.begin(job)
-            if time.monotonic() > self.deadline:
+            if all(one.is_rehearsal for one in self.running) and not waiting:
+                self.stop()
+            elif time.monotonic() > self.deadline:
                 names = ", ".join(one.job.name for one in self.running)
                 print(f"the time is over for {names}", flush=True)
                 self.has_failed = True
@@ -233,12 +274,13 @@ class Processes:
         for one in [one for one in self.running if one.process.poll() is not None]:
             self.running.remove(one)
             seconds, status = time.monotonic() - one.start, one.process.returncode
-            if one.job.name != BASE:
+            if one.job.name != BASE and not one.is_rehearsal:
                 self.longest = max(self.longest, seconds)
             is_fine = status == 0 and one.job.record.is_file()
-            print(f"{one.job.name}: status {status}, {seconds:.0f} s", flush=True)
+            kind = " (rehearsal)" if one.is_rehearsal else ""
+            print(f"{one.job.name}{kind}: status {status}, {seconds:.0f} s", flush=True)
             if not is_fine:
-                self.has_failed = True
+                self.has_failed = self.has_failed or not one.is_rehearsal
                 print(*tail(one.log), sep="\n", flush=True)
 
     def stop(self) -> None:
@@ -253,27 +295,6 @@ class Processes:
 def tail(log: Path) -> list[str]:
     """The last lines of a log."""
     return log.read_text(errors="replace").splitlines()[-LINES_OF_A_FAILURE:]
-
-
-def probe(options: dict[str, str], jobs: list[Job]) -> int:
-    """Train `base_steps` steps of new weights alone and of four arms on them together; print their speeds and
-    the time of all cells at `num` problems, by which `base_steps` of a run is chosen.
-    """
-    base = next(job for job in jobs if job.name == BASE)
-    chosen = [replace(job, steps=base.steps) for job in jobs if job.name in PROBE_ARMS]
-    folder = Path(base.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_samples(folder, int(options["num"]))
-    processes = Processes(folder, time.monotonic() + float(options["seconds"]))
-    try:
-        processes.begin(base)
-        is_whole = processes.wait_for(base.output / TRAINED)
-        is_whole = is_whole and processes.run(chosen, parallel=len(chosen) + 1)
-    finally:
-        processes.stop()
-    for line in speeds([base, *chosen]):
-        print(line)
-    return int(not is_whole)
 
 
 def speeds(jobs: Sequence[Job]) -> Iterator[str]:

@@ -76,21 +76,12 @@ def _both(label: str, decoder: str, **engine: Any) -> tuple[Cell, ...]:
 
 
 AR = _both("ar", "ar")
-STRIDED = (*_both(COLD, "isd", rejection_strategy=COLD), *_both(BRANCH, "isd", rejection_strategy=BRANCH))
-LOSSY = (
-    Cell(
-        label="published",
-        decoder="isd",
-        temperature=1.0,
-        engine={"rejection_strategy": COLD, "acceptance": "published"},
-    ),
-    Cell(
-        label=f"tau_{TAU}",
-        decoder="isd",
-        temperature=1.0,
-        engine={"rejection_strategy": COLD},
-        sampling={"tau": TAU},
-    ),
+_COLD = {"rejection_strategy": COLD}
+COLDS, BRANCHES = _both(COLD, "isd", **_COLD), _both(BRANCH, "isd", rejection_strategy=BRANCH)
+STRIDED = (*COLDS, *BRANCHES)
+RELAXED = Cell(label=f"tau_{TAU}", decoder="isd", temperature=1.0, engine=_COLD, sampling={"tau": TAU})
+PUBLISHED = Cell(
+    label="published", decoder="isd", temperature=1.0, engine={**_COLD, "acceptance": "published"}
 )
 BLOCKS = (
     *_both("sequential", "block", strategy="sequential"),
@@ -134,7 +125,8 @@ _FIXED = ", ".join(
 ARMS = {
     BASE: Arm(overrides=("objective=ar",), cells=AR),
     CONTROL: Arm(overrides=("objective=ar",), cells=AR),
-    "idlm_4": _strided(4, (AR[0], *STRIDED, *LOSSY)),
+    # Cells of one engine stand next to each other.
+    "idlm_4": _strided(4, (AR[0], *COLDS, RELAXED, *BRANCHES, PUBLISHED)),
     "block_4": Arm(
         overrides=("objective=block", "train.stages=[{stride: 4, fraction: 1.0}]"), cells=BLOCKS, stride=4
     ),

@@ -5,8 +5,8 @@ problems. `paired_difference` is to the arm `ar` on the same problems and seeds,
 `tokens_per_forward` leaves out prompt passes and their tokens, as eq. 3 of arXiv 2604.11035 does; `eq3_ratio`
 is what was measured over the closed form of the strategy at the measured acceptance of each draft.
 
-The plots follow the paper's Tables 3 and 4 (quality and tokens per forward by stride, with eq. 3) and its
-Figure 6(a) (I-DLM next to block diffusion), with another model and task.
+Plots: exact match of every arm, and tokens per forward by stride with eq. 3. study_paper.py has what stands
+beside the paper's tables and figures.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.figures import save_svg
 from benchmarks.results import check_row, result_row
 from benchmarks.training.study_arms import ARMS, BASE, BRANCH, CHAINS, COLD, CONTROL
+from benchmarks.training.study_paper import beside_paper, draw_efficiency
 from benchmarks.training.study_worker import MACHINE, marks_of
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 
@@ -190,7 +191,10 @@ def report(records: Sequence[Record], *, results: Path | None = None, plots: Pat
     measured = collect(records)
     if plots is not None:
         draw(measured, plots)
-    return "\n".join([*table(records, measured), "", *goals(measured)])
+    lines = [*table(records, measured), "", *goals(measured)]
+    if plots is not None:
+        lines += ["", beside_paper(measured)]
+    return "\n".join(lines)
 
 
 def table(records: Sequence[Record], measured: dict[Key, Measured]) -> list[str]:
@@ -250,8 +254,9 @@ def goals(measured: dict[Key, Measured]) -> list[str]:
 
 
 def draw(measured: dict[Key, Measured], folder: Path) -> list[Path]:
-    """Exact match of every arm, and tokens per forward by stride, as SVG."""
+    """Exact match of every arm, tokens per forward by stride and the efficiency of passes, as SVG."""
     return [
+        save_svg(draw_efficiency(measured), folder / "study_efficiency.svg"),
         save_svg(_quality(measured), folder / "study_quality.svg"),
         save_svg(_forwards(measured), folder / "study_tokens_per_forward.svg"),
     ]

@@ -46,6 +46,7 @@ TRAINED = "trained.json"
 """In the folder of an arm once it is trained."""
 KEPT = (BASE, "idlm_4")
 """Arms whose checkpoints come back from a lent machine."""
+PROMPT_TOKENS = 8192
 SEED = 1
 """Of the answers at temperature 1."""
 MACHINE = ("gpu", "num_gpus", "torch", "triton", "commit", "date")
@@ -85,6 +86,11 @@ def record_path(results: Path, seed: int, name: str) -> Path:
     return results / "study" / f"{seed}_{name}.json"
 
 
+def is_whole(record: Path) -> bool:
+    """Whether an arm has a record with all its cells."""
+    return record.is_file() and json.loads(record.read_text())["is_whole"]
+
+
 def samples_path(folder: Path, chain: str) -> Path:
     """Where the held-out problems of a chain are."""
     return folder / f"problems_{chain}.json"
@@ -97,6 +103,14 @@ def write_samples(folder: Path, num: int) -> None:
         replace_text(samples_path(folder, chain), json.dumps(drawn))
 
 
+def read_samples(folder: Path, chain: str, num: int) -> list[TaskSample]:
+    """The held-out problems, drawn where they have not been written yet."""
+    path = samples_path(folder, chain)
+    if not path.is_file():
+        return task_samples(task_of(chain), "test", num)
+    return [TaskSample(**one) for one in json.loads(path.read_text())]
+
+
 def main(arguments: list[str]) -> int:
     """Train, decode, record; returns the exit status."""
     run_arm(Job(**json.loads(arguments[0])))
@@ -104,19 +118,26 @@ def main(arguments: list[str]) -> int:
 
 
 def run_arm(job: Job) -> None:
-    """Train the arm, unless its folder says that it is trained, then decode it and write its record."""
+    """Train the arm, unless its folder says that it is trained, then decode it. Every cell adds to its
+    record, because a machine that is lent may be taken back at any time.
+    """
     if not (job.output / TRAINED).is_file():
         train(job)
     trained = read_json(job.output / TRAINED)
     machine = {key: result_row("study", {}, "none", 0.0, "")[key] for key in MACHINE}
-    record = {
+    record: dict[str, Any] = {
         **{key: getattr(job, key) for key in ("name", "seed", "size", "steps", "flops", "num")},
         "trained": trained,
         "machine": machine,
-        "cells": list(measured(job)),
+        "is_whole": False,
+        "cells": [],
     }
     job.record.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(job.record, json.dumps(record) + "\n")
+    num_cells = len(ARMS[job.name].cells) * len(CHAINS)
+    for cell in measured(job):
+        record["cells"].append(cell)
+        record["is_whole"] = len(record["cells"]) == num_cells
+        replace_text(job.record, json.dumps(record) + "\n")
 
 
 def train(job: Job) -> None:
@@ -163,10 +184,7 @@ def pack(checkpoint: Path, target: Path) -> None:
 def measured(job: Job) -> Iterator[dict[str, Any]]:
     """A dict for every cell and chain; one engine for cells that differ in the settings of requests alone."""
     arm = ARMS[job.name]
-    problems = {
-        chain: [TaskSample(**one) for one in json.loads(samples_path(Path(job.folder), chain).read_text())]
-        for chain in CHAINS
-    }
+    problems = {chain: read_samples(Path(job.folder), chain, job.num) for chain in CHAINS}
     greedy: dict[str, list[tuple[int, ...]]] = {}
     for (decoder, settings), cells in itertools.groupby(arm.cells, key=lambda one: (one.decoder, one.engine)):
         engine = engine_of(job, decoder, settings)
@@ -201,6 +219,8 @@ def engine_of(job: Job, decoder: str, settings: dict[str, Any]) -> Engine:
         device=job.device,
         dtype="float32",
         max_num_seqs=job.batch,
+        # All prompts in a few passes, after which passes are those of CUDA graphs.
+        max_num_batched_tokens=PROMPT_TOKENS,
         max_length=2 * MAX_LENGTH,
         num_pages=job.batch * -(-(MAX_LENGTH + MAX_TOKENS) // 16),
         prefix_cache=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from benchmarks.results import read_rows
 from benchmarks.training import study, study_worker
 from benchmarks.training.study_arms import ARMS, BASE, CHAINS, CONTROL, SIZES, chosen_arms, flops_per_step
+from benchmarks.training.study_paper import efficiency
 from benchmarks.training.study_report import collect, read_records, report
-from benchmarks.training.study_worker import Job, marks_of, marks_text, record_path
+from benchmarks.training.study_worker import Job, is_whole, marks_of, marks_text, record_path
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 
@@ -102,6 +104,21 @@ path.write_text("{}")
 """
 
 
+REHEARSED = """
+import json, pathlib, sys
+job = json.loads(sys.argv[1])
+if job["folder"].endswith("/rehearsal"): sys.exit("no room")
+output = pathlib.Path(job["folder"], job["name"])
+output.mkdir(parents=True)
+facts = {"seconds": 1.0, "step_seconds": 0.1, "tokens_per_second": 10.0}
+(output / "trained.json").write_text(json.dumps(facts))
+path = pathlib.Path(job["results"], "study", f"0_{job['name']}.json")
+path.parent.mkdir(parents=True, exist_ok=True)
+record = {key: job[key] for key in ("name", "seed", "size", "steps", "flops", "num")}
+path.write_text(json.dumps(record | {"trained": facts, "is_whole": True, "cells": []}))
+"""
+
+
 def test_an_arm_that_fails_or_hangs_costs_only_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,12 +150,48 @@ def test_no_arm_begins_that_cannot_end(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_arms_have_equal_flops(tmp_path: Path) -> None:
-    words = {**study.OPTIONS, "size": "toy", "device": "cpu", "arms": "ar,idlm_4,lora_4,block_4"}
-    jobs = study.planned_jobs(words)
+    words = {**study.OPTIONS, "size": "toy", "device": "cpu"}
+    jobs = study.planned_jobs(words, [CONTROL, "idlm_4", "lora_4", "block_4"])
     for job in jobs:
         each = flops_per_step(job.name, SIZES["toy"], device="cpu")
         assert job.flops == pytest.approx(jobs[0].flops, abs=0.51 * each), job.name
     assert len({job.steps for job in jobs}) > 1
+
+
+def test_cells_of_one_engine_are_neighbours() -> None:
+    for name, arm in ARMS.items():
+        engines = [repr((cell.decoder, cell.engine)) for cell in arm.cells]
+        changes = sum(one != other for one, other in zip(engines, engines[1:], strict=False))
+        assert changes + 1 == len(set(engines)), name
+
+
+def test_a_record_without_all_cells_is_made_again(trained: Path, tmp_path: Path) -> None:
+    """It is written after each cell, because a machine may be taken back."""
+    known = record_path(trained / "results", 0, "idlm_4")
+    assert is_whole(known)
+    record = json.loads(known.read_text())
+    partial = record_path(tmp_path, 0, "idlm_4")
+    assert not is_whole(partial)
+    partial.parent.mkdir()
+    partial.write_text(json.dumps(record | {"cells": record["cells"][:3], "is_whole": False}))
+    assert not is_whole(partial)
+    [read] = read_records([tmp_path])
+    assert len(read["cells"]) == 3
+
+
+def test_rehearsals_change_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "WORKER", ("-c", REHEARSED))
+    words = [f"folder={tmp_path}", f"known={tmp_path}", f"results={tmp_path}", "rehearse=true"]
+    assert study.study([*words, "size=toy", "device=cpu", "num=2", "arms=base,ar,idlm_4"]) == 0
+    said = capsys.readouterr().out
+    assert "base (rehearsal): status 1" in said and "no room" in said
+    assert sorted(path.name for path in (tmp_path / "study").iterdir()) == [
+        "0_ar.json",
+        "0_base.json",
+        "0_idlm_4.json",
+    ]
 
 
 def test_unknown_arms_are_refused() -> None:
@@ -185,6 +238,7 @@ def record_of(name: str, seed: int, marks: str, **changes: Any) -> dict[str, Any
         "flops": 1.0,
         "num": len(marks),
         "trained": {"seconds": 1.5},
+        "is_whole": True,
         "machine": machine,
         "cells": [cell | changes],
     }
@@ -211,10 +265,21 @@ def test_rows_are_means_over_seeds_beside_the_control(tmp_path: Path) -> None:
     assert found["idlm_3", "eq3_ratio"][0] == pytest.approx(0.8)
     assert ("ar", "paired_difference") not in found
     assert "NOT  eq. 3: off by 0.200 at most, idlm_3 cold long T=1" in text
+    assert "| 3 |  | 1.60 |  | 58.3 +- 8.3 |" in text and "Table 4: relaxed" not in text
     assert {path.name for path in tmp_path.glob("*.svg")} == {
+        "study_efficiency.svg",
         "study_quality.svg",
         "study_tokens_per_forward.svg",
     }
+
+
+def test_efficiency_is_that_of_the_paper() -> None:
+    """Table 5: TPF / OH with one rate p for all drafts; it crosses 1 near p = 0.83 at N = 4 (section 2)."""
+    for stride, p in ((2, 0.7), (4, 0.9), (8, 0.95)):
+        tokens = 2 + sum(p**k for k in range(1, stride - 1))
+        overhead = (3 * stride - 1 - stride * p ** (stride - 1)) / tokens
+        assert efficiency([p] * (stride - 1)) == pytest.approx(tokens / (2 - p ** (stride - 1)) / overhead)
+    assert efficiency([0.82] * 3) < 1 < efficiency([0.84] * 3)
 
 
 def test_one_seed_has_the_error_of_its_problems() -> None:
