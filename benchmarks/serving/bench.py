@@ -8,25 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.decoding.harness import MODELS
-from benchmarks.results import result_row
+from benchmarks.results import append_rows, result_row
 from idlm.contracts import SamplingParams
 from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
 
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
-STEADY_PROMPT, STEADY_LENGTHS = 1024, (33, 433)
+STEADY_PROMPT, STEADY_LENGTHS = 1024, (33, 333)
 SCALES = {"tiny": 16}
 """Models for tests have lengths divided by this."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows."""
+    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows. The
+    first `num_saved` rows are in the results.
+    """
 
     options: dict[str, str]
     path: Path
     ar_rates: dict[int, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    num_saved: int = 0
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
         """Append a row and print it. Its case has the settings that were given."""
@@ -34,6 +37,12 @@ class Bench:
         self.rows.append(result_row("serve", case, metric, value, unit, **more))
         name = " ".join(f"{key}={value}" for key, value in case.items())
         print(f"{metric:28s} {value:10.4g} {unit:9s} {name}", flush=True)
+
+    def save(self) -> None:
+        """Append the new rows to the results: what comes next may be stopped."""
+        if self.options["record"] == "true":
+            append_rows("serve", self.rows[self.num_saved :], results=Path(self.options["results"]))
+        self.num_saved = len(self.rows)
 
     @property
     def scale(self) -> int:

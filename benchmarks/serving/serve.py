@@ -1,18 +1,20 @@
 """Mixed traffic through the public API: AR and ISD on one checkpoint, from the first request on.
 
     python -m benchmarks.serve [model=qwen3-8b] [path=DIR] [decoders=ar,isd] [concurrency=256,64,16,1]
-        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,steady,regret,structured]
+        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,steady,regret,profile,..]
         [settings=NAME=VALUE,...] [vllm=DIR] [record=true]
 
 A load has up to 512 requests of 32 to 2,048 prompt tokens (log-normal) and 64 to 768 answer tokens, with so
 many at a time. The first load of an engine is a cold start, the others are warm. The checkpoint has random
 weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). `passes.py` counts what Triton
-compiled, eager passes, and times on host and device. Part `regret` compares the stride controller with each
-of its modes on sequences in mid-answer. Part `structured` compares ISD of this
-stride with and without a JSON schema (structured_load.py), and needs a `path` without a checkpoint, or none.
-Part `steady` decodes the most sequences at a time: the difference of two lengths, so that prompts cancel as
-far as they are all stored at once. `settings` are further settings of the engines. `vllm=DIR`, a folder with
-vLLM, puts the loads of the highest concurrency on it first (vllm_peer.py); its greedy answers must be AR's.
+compiled, eager passes, and times on host and device. `settings` are further settings of the engines.
+
+`vllm=DIR`, a folder with vLLM, puts the loads of the highest concurrency on it first (vllm_peer.py); its
+greedy answers must be AR's. Part `steady` decodes that many sequences at a time: the difference of two
+lengths, so that prompts cancel as far as they are all stored at once. Part `regret` compares the stride
+controller with each of its modes on sequences in mid-answer. Part `profile` prints kernel times
+(load_profile.py). Part `structured` compares ISD of this stride with and without a JSON schema
+(structured_load.py), and needs a `path` without a checkpoint, or none.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from benchmarks.engine.decoding.harness import MAX_STRIDE, MODELS
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows
+from benchmarks.results import RESULTS
 from benchmarks.serving import structured_load
 from benchmarks.serving.bench import Bench
 from benchmarks.serving.beside_vllm import MAX_LENGTH, Peer, compare, measure_vllm
+from benchmarks.serving.load_profile import print_profile
 from benchmarks.serving.passes import Passes, watching
 from idlm.cli import command
 from idlm.contracts import SamplingParams
@@ -65,7 +68,7 @@ DEFAULTS = {
     "record": "true",
     "results": str(RESULTS),
 }
-PARTS = {"mixed", "steady", "regret", "structured"}
+PARTS = {"mixed", "steady", "regret", "structured", "profile"}
 SHOWN = ("engine", "decoder", "load", "concurrency")
 REGRET_PROMPT, SETTLING_PASSES, TIMED_PASSES = 1024, 50, 40
 SUMMARY = (
@@ -95,12 +98,12 @@ def measure(arguments: list[str]) -> int:
     with _checkpoint(options) as path:
         bench = Bench(options=options, path=path)
         peer = measure_vllm(bench) if options["vllm"] else None
+        bench.save()
         for decoder in options["decoders"].split(","):
             _measure_decoder(bench, decoder, peer)
+            bench.save()
             _free(options["device"])
     _print_summary(bench.rows)
-    if options["record"] == "true":
-        append_rows("serve", bench.rows, results=Path(options["results"]))
     return 0 if all(row["gate_passed"] is not False for row in bench.rows) else 1
 
 
@@ -211,6 +214,8 @@ def _measure_engine(bench: Bench, decoder: str, engine: Engine, passes: Passes) 
         for number in concurrency:
             regret = _regret(bench, engine, number)
             bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
+    if "profile" in bench.parts:
+        print_profile(bench, engine, max(concurrency))
     if "structured" in bench.parts and decoder == "isd":
         for number in concurrency:
             _structured(bench, engine, number)

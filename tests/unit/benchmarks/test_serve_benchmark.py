@@ -40,6 +40,15 @@ def test_structured_output_is_compared_with_free_answers(tmp_path: Path) -> None
     assert loads == ["free", "structured"]
 
 
+def test_all_sorts_of_passes_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["decoders=ar", "parts=profile", "concurrency=12", f"results={tmp_path}"]
+    assert serve.measure([*SMALL, *arguments]) == 0
+    said = capsys.readouterr().out
+    assert [name in said for name in ("prompts, C=12", "decoding, C=12", "512 prompt rows, C=12")] == [
+        True
+    ] * 3
+
+
 def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0107"):
         serve.measure([*SMALL, "parts=mixd"])
@@ -62,7 +71,8 @@ class LLM:
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
 
     def generate(self, prompts, params, use_tqdm):
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=self._answer(*pair))]) for pair in zip(prompts, params)]
+        answers = [SimpleNamespace(token_ids=self._answer(*pair)) for pair in zip(prompts, params)]
+        return [SimpleNamespace(outputs=[answer]) for answer in answers]
 
     def _answer(self, prompt, params):
         import torch
