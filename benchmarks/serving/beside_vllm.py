@@ -59,14 +59,11 @@ def measure_vllm(bench: Bench) -> Peer:
     if "steady" in bench.parts:
         jobs |= {name: load.jobs for name, load in zip(STEADY_NAMES, steady, strict=True)}
     jobs[GREEDY] = greedy_jobs(mixed.jobs, **PARITY)
-    lengths = {name: [job.params.max_tokens for job in each] for name, each in jobs.items()}
+    requests = {name: list(map(_request, each)) for name, each in jobs.items()}
     found = run_vllm(
         bench.options["vllm"],
         bench.path,
-        {
-            name: [(list(job.prompt), number) for job, number in zip(each, lengths[name], strict=True)]
-            for name, each in jobs.items()
-        },
+        requests,
         greedy=[GREEDY],
         dtype=bench.options["dtype"],
         max_num_seqs=most,
@@ -74,7 +71,9 @@ def measure_vllm(bench: Bench) -> Peer:
         max_num_batched_tokens=PROMPT_ROWS // bench.scale,
     )
     loads = found["loads"]
-    is_complete = all(loads[name]["num_tokens"] == lengths[name] for name in jobs)
+    is_complete = all(
+        loads[name]["num_tokens"] == [number for _, number in each] for name, each in requests.items()
+    )
     case: dict[str, Any] = {"engine": f"vllm {found['version']}", "decoder": "ar"}
     bench.add(case, "ready_s", found["load_s"], "s")
     rates = _rates(loads, bench.steady_tokens)
@@ -82,6 +81,11 @@ def measure_vllm(bench: Bench) -> Peer:
         own = {**case, "load": name, "concurrency": most}
         bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
     return Peer(rates=rates, jobs=jobs[GREEDY], answers=loads[GREEDY]["token_ids"])
+
+
+def _request(job: Job) -> tuple[list[int], int]:
+    assert isinstance(job.prompt, list) and job.params.max_tokens is not None
+    return job.prompt, job.params.max_tokens
 
 
 def _rates(loads: dict[str, Any], steady_tokens: int) -> dict[str, float]:
