@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks.engine.decoding.harness import SteadyEngine
+from idlm.infer.engine import Engine
 
 KINDS = (
     ("experts", r"route_kernel|admit_kernel|plan_kernel|grouped_kernel|add_experts"),
@@ -43,8 +43,25 @@ class KernelTime:
         return next((kind for kind, pattern in KINDS if re.search(pattern, self.name)), "small")
 
 
-def kernel_times(steady: SteadyEngine, num_passes: int) -> list[KernelTime]:
-    """Kernels (on a CPU: operations) of `num_passes` passes of a steady engine, longest first."""
+class Profiled(Protocol):
+    """An engine with work, such as `SteadyEngine`."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+        ...
+
+    def run_passes(self, num_passes: int) -> Any:
+        """Launch passes."""
+        ...
+
+    def drain(self) -> Any:
+        """Wait for all passes."""
+        ...
+
+
+def kernel_times(steady: Profiled, num_passes: int) -> list[KernelTime]:
+    """Kernels (on a CPU: operations) of `num_passes` passes, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     is_cuda = steady.engine.table.device.type == "cuda"

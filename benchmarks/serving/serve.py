@@ -1,15 +1,20 @@
 """Mixed traffic through the public API: AR and ISD on one checkpoint, from the first request on.
 
     python -m benchmarks.serve [model=qwen3-8b] [path=DIR] [decoders=ar,isd] [concurrency=256,64,16,1]
-        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,regret,structured]
-        [record=true]
+        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,steady,regret,profile,..]
+        [settings=NAME=VALUE,...] [vllm=DIR] [record=true]
 
 A load has up to 512 requests of 32 to 2,048 prompt tokens (log-normal) and 64 to 768 answer tokens, with so
 many at a time. The first load of an engine is a cold start, the others are warm. The checkpoint has random
 weights, so that a trace replaces the verdicts on drafts (decoding/replay.py). `passes.py` counts what Triton
-compiled, eager passes, and times on host and device. Part `regret` compares the stride controller with each
-of its modes on sequences in mid-answer. Part `structured` compares ISD of this
-stride with and without a JSON schema (structured_load.py), and needs a `path` without a checkpoint, or none.
+compiled, eager passes, and times on host and device. `settings` are further settings of the engines.
+
+`vllm=DIR`, a folder with vLLM, puts the loads of the highest concurrency on it first (vllm_peer.py); its
+greedy answers must be AR's. Part `steady` decodes that many sequences at a time: the difference of two
+lengths, so that prompts cancel as far as they are all stored at once. Part `regret` compares the stride
+controller with each of its modes on sequences in mid-answer. Part `profile` prints kernel times
+(load_profile.py). Part `structured` compares ISD of this stride with and without a JSON schema
+(structured_load.py), and needs a `path` without a checkpoint, or none.
 """
 
 from __future__ import annotations
@@ -22,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +36,16 @@ from benchmarks.engine.decoding.harness import MAX_STRIDE, MODELS
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import RESULTS
 from benchmarks.serving import structured_load
+from benchmarks.serving.bench import Bench
+from benchmarks.serving.beside_vllm import MAX_LENGTH, Peer, compare, measure_vllm
+from benchmarks.serving.load_profile import print_profile
 from benchmarks.serving.passes import Passes, watching
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.clients.generator import run_on_engine
-from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
 from idlm.infer.clients.stats import aggregate
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import DTYPES
@@ -57,38 +63,20 @@ DEFAULTS = {
     "requests": "",
     "warmup": "auto",
     "parts": "mixed",
+    "settings": "",
+    "vllm": "",
     "record": "true",
     "results": str(RESULTS),
 }
-PARTS = {"mixed", "regret", "structured"}
-MAX_LENGTH = 4096
-REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
-"""Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
+PARTS = {"mixed", "steady", "regret", "structured", "profile"}
+SHOWN = ("engine", "decoder", "load", "concurrency")
 REGRET_PROMPT, SETTLING_PASSES, TIMED_PASSES = 1024, 50, 40
 SUMMARY = (
     *("ready_s", "warm_up_seconds", "graphs_captured_ahead", "kernels_compiled", "output_tokens_per_s"),
-    *("isd_over_ar", "graphs_captured_in_traffic", "graph_passes", "eager_passes", "graph_host_ms"),
-    *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy", "controller_regret"),
+    *("isd_over_ar", "over_vllm", "itl_p99_over_median", "graphs_captured_in_traffic", "graph_passes"),
+    *("eager_passes", "graph_host_ms", "controller_regret"),
+    *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy"),
 )
-SCALES = {"tiny": 16}
-"""Models for tests have lengths divided by this."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Bench:
-    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows."""
-
-    options: dict[str, str]
-    path: Path
-    scale: int
-    ar_rates: dict[int, float] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """Append a row and print it."""
-        self.rows.append(result_row("serve", case, metric, value, unit, **more))
-        name = " ".join(f"{key}={value}" for key, value in case.items())
-        print(f"{metric:28s} {value:10.4g} {unit:9s} {name}", flush=True)
 
 
 def main() -> int:
@@ -108,13 +96,14 @@ def measure(arguments: list[str]) -> int:
         fix = f"use parts of {','.join(sorted(PARTS))} and decoders of ar,isd"
         raise UserError("IDLM-0107", f"unknown {', '.join(sorted(unknown))}", fix=fix)
     with _checkpoint(options) as path:
-        bench = _Bench(options=options, path=path, scale=SCALES.get(options["model"], 1))
+        bench = Bench(options=options, path=path)
+        peer = measure_vllm(bench) if options["vllm"] else None
+        bench.save()
         for decoder in options["decoders"].split(","):
-            _measure_decoder(bench, decoder)
+            _measure_decoder(bench, decoder, peer)
+            bench.save()
             _free(options["device"])
     _print_summary(bench.rows)
-    if options["record"] == "true":
-        append_rows("serve", bench.rows, results=Path(options["results"]))
     return 0 if all(row["gate_passed"] is not False for row in bench.rows) else 1
 
 
@@ -123,9 +112,9 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
     lines: dict[str, list[str]] = {}
     for row in rows:
         if row["metric"] in SUMMARY:
-            case = " ".join(f"{row['case'][key]}" for key in ("decoder", "concurrency") if key in row["case"])
+            case = " ".join(str(row["case"][key]) for key in SHOWN if key in row["case"])
             lines.setdefault(case, []).append(f"{row['metric']} {row['value']:.4g}")
-    print("", *(f"{case:10s} " + ", ".join(said) for case, said in lines.items()), sep="\n")
+    print("", *(f"{case:20s} " + ", ".join(said) for case, said in lines.items()), sep="\n")
 
 
 @contextlib.contextmanager
@@ -166,10 +155,10 @@ def _make(options: dict[str, str], path: Path) -> None:
     )
 
 
-def _measure_decoder(bench: _Bench, decoder: str) -> None:
+def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
     """All parts with a fresh engine, and what starting it took; ISD with the trace's verdicts."""
     options = bench.options
-    concurrency, stride = _numbers(options["concurrency"]), int(options["stride"])
+    concurrency, stride = bench.concurrency, int(options["stride"])
     settings: dict[str, Any] = {
         "device": options["device"],
         "dtype": options["dtype"],
@@ -177,6 +166,7 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         "max_num_seqs": max(concurrency),
         "max_length": MAX_LENGTH // bench.scale,
         "prefix_cache": False,
+        **bench.settings,
     }
     replay = None
     if decoder == "isd":
@@ -201,27 +191,38 @@ def _measure_decoder(bench: _Bench, decoder: str) -> None:
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
         for row in counted:
             bench.add({**case, "part": "ready"}, *row)
-        _measure_engine(bench, decoder, engine, passes)
+        rates = _measure_engine(bench, decoder, engine, passes)
+        if peer is not None:
+            compare(bench, peer, decoder, engine, rates)
         engine.close()
 
 
-def _measure_engine(bench: _Bench, decoder: str, engine: Engine, passes: Passes) -> None:
-    """All loads, then what the controller loses."""
-    concurrency, start = _numbers(bench.options["concurrency"]), "cold"
-    if "mixed" in bench.options["parts"].split(","):
+def _measure_engine(bench: Bench, decoder: str, engine: Engine, passes: Passes) -> dict[str, float]:
+    """All loads, then what the controller loses. Returns output tokens per second of the loads with the
+    highest concurrency.
+    """
+    concurrency, start, rates = bench.concurrency, "cold", dict[str, float]()
+    if "mixed" in bench.parts:
         for number in concurrency:
-            _mixed(bench, decoder, engine, number, start, passes)
+            rate = _mixed(bench, decoder, engine, number, start, passes)
+            if number == max(concurrency):
+                rates["mixed"] = rate
             start = "warm"
-    if "regret" in bench.options["parts"].split(",") and decoder == "isd":
+    if "steady" in bench.parts:
+        rates["steady"] = _steady(bench, decoder, engine, max(concurrency))
+    if "regret" in bench.parts and decoder == "isd":
         for number in concurrency:
             regret = _regret(bench, engine, number)
             bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
-    if "structured" in bench.options["parts"].split(",") and decoder == "isd":
+    if "profile" in bench.parts:
+        print_profile(bench, engine, max(concurrency))
+    if "structured" in bench.parts and decoder == "isd":
         for number in concurrency:
             _structured(bench, engine, number)
+    return rates
 
 
-def _structured(bench: _Bench, engine: Engine, concurrency: int) -> None:
+def _structured(bench: Bench, engine: Engine, concurrency: int) -> None:
     """ISD with a schema over ISD without."""
     stride, trace = int(bench.options["stride"]), bench.options["trace"]
     case = {"decoder": "isd", "concurrency": concurrency, "stride": stride, "trace": trace}
@@ -235,14 +236,15 @@ def _structured(bench: _Bench, engine: Engine, concurrency: int) -> None:
     bench.add(case, "structured_over_unconstrained", ratio, "x", gate_passed=is_complete)
 
 
-def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start: str, passes: Passes) -> None:
-    """One load, and its rows."""
-    load = _load(bench, concurrency)
+def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: str, passes: Passes) -> float:
+    """One load, and its rows; returns output tokens per second."""
+    load = bench.mixed_load(concurrency)
     before = engine.metrics()["graphs_captured_in_traffic"]
     records = run_on_engine(engine, load, streams=False)
     pairs = zip(records, load.jobs, strict=True)
     is_complete = all(record.num_output_tokens == job.params.max_tokens for record, job in pairs)
-    rate = aggregate(records, load)["mean_output_throughput_tokens_per_s"]
+    figures = aggregate(records, load)
+    rate, itl = figures["mean_output_throughput_tokens_per_s"], figures["stats"]["itl"]
     case = {
         "engine": "idlm",
         "decoder": decoder,
@@ -259,29 +261,33 @@ def _mixed(bench: _Bench, decoder: str, engine: Engine, concurrency: int, start:
     bench.add(case, "output_tokens_per_s", rate, "tokens/s", baseline=baseline, gate_passed=is_complete)
     if decoder != "ar" and baseline is not None:
         bench.add(case, "isd_over_ar", rate / baseline, "x", gate_passed=is_complete)
+    bench.add(case, "itl_p99_over_median", itl["p99"] / itl["p50"], "x")
     captured = engine.metrics()["graphs_captured_in_traffic"] - before
     bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
     for row in passes.take():
         bench.add(case, *row)
+    return float(rate)
 
 
-def _load(bench: _Bench, concurrency: int) -> Load:
-    """Requests, the same for every decoder. The lengths of 512 are those that vLLM was measured with."""
-    dice = random.Random(1)
-    num = int(bench.options["requests"] or REQUESTS.get(concurrency, 6 * concurrency))
-    ids = range(MODELS[bench.options["model"]]["vocab_size"] - 1)
-    lengths = mixed_lengths(num, scale=bench.scale, dice=dice)
-    return Load("mixed", make_jobs(lengths, SamplingParams(ignore_eos=True), ids=ids, dice=dice), concurrency)
+def _steady(bench: Bench, decoder: str, engine: Engine, concurrency: int) -> float:
+    """Output tokens per second of as many sequences that all decode, and its row."""
+    seconds = []
+    for load in bench.steady_loads(concurrency):
+        records = run_on_engine(engine, load, streams=False)
+        seconds.append(max(record.end for record in records) - min(record.start for record in records))
+    rate = concurrency * bench.steady_tokens / (seconds[1] - seconds[0])
+    case = {"engine": "idlm", "decoder": decoder, "load": "steady", "concurrency": concurrency}
+    bench.add(case, "output_tokens_per_s", rate, "tokens/s")
+    return rate
 
 
-def _regret(bench: _Bench, engine: Engine, concurrency: int) -> tuple[str, float, str]:
+def _regret(bench: Bench, engine: Engine, concurrency: int) -> tuple[str, float, str]:
     """By how much the controller is slower than its best mode, after `SETTLING_PASSES` passes of its own."""
     dice, controller = random.Random(2), engine._stride_controller
     assert controller is not None
     params = SamplingParams(max_tokens=1 << 20, ignore_eos=True, seed=0)
-    vocab_size = MODELS[bench.options["model"]]["vocab_size"] - 1
     for number in range(concurrency):
-        prompt = [dice.randrange(vocab_size) for _ in range(REGRET_PROMPT // bench.scale)]
+        prompt = [dice.choice(bench.ids) for _ in range(REGRET_PROMPT // bench.scale)]
         engine.add_request(f"regret-{number}", prompt, params)
     running = engine.scheduler.running
     while len(running) < concurrency or any(not request.token_ids for request in running):
@@ -311,10 +317,6 @@ def _rate(engine: Engine, num_passes: int) -> float:
     num_tokens += sum(len(event.token_ids) for event in engine._events)
     engine._events.clear()
     return num_tokens / (time.perf_counter() - start_time)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _free(device: str) -> None:

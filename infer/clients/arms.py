@@ -74,11 +74,12 @@ class EngineArm:
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
         """See `Arm`."""
         return list(
-            map(_greedy, self._engine.generate([job.prompt for job in jobs], [job.params for job in jobs]))
+            map(to_greedy, self._engine.generate([job.prompt for job in jobs], [job.params for job in jobs]))
         )
 
 
-def _greedy(done: Completion) -> Greedy:
+def to_greedy(done: Completion) -> Greedy:
+    """The answer of a request that asked for two log-probabilities a token."""
     assert done.logprobs is not None
     return Greedy(done.token_ids, tuple(_margin(token.top.values()) for token in done.logprobs))
 

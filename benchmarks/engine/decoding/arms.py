@@ -291,10 +291,9 @@ def deterministic(bench: Bench) -> None:
 
 
 def profile(bench: Bench) -> None:
-    """Print the kernels of AR, ISD and R-ISD."""
-    stride = _published_stride(bench)
-    arms = [AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)]
-    print_profiles(bench, arms, adapter_rank=ADAPTER_RANK)
+    """Print the kernels of AR, and of ISD and R-ISD at the largest stride with the first strategy."""
+    arm = _isd_arms(replace(bench, strategies=bench.strategies[:1], strides=[max(bench.strides)]), 1)
+    print_profiles(bench, [AR, *arm], adapter_rank=ADAPTER_RANK)
     free_cached_memory()
 
 

@@ -40,6 +40,71 @@ def test_structured_output_is_compared_with_free_answers(tmp_path: Path) -> None
     assert loads == ["free", "structured"]
 
 
+def test_all_sorts_of_passes_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["decoders=ar", "parts=profile", "concurrency=12", f"results={tmp_path}"]
+    assert serve.measure([*SMALL, *arguments]) == 0
+    said = capsys.readouterr().out
+    assert [name in said for name in ("prompts, C=12", "decoding, C=12", "512 prompt rows, C=12")] == [
+        True
+    ] * 3
+
+
 def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0107"):
         serve.measure([*SMALL, "parts=mixd"])
+
+
+FAKE_VLLM = '''
+from types import SimpleNamespace
+
+__version__ = "0.0"
+SamplingParams = SimpleNamespace
+
+
+class LLM:
+    """Answers greedily with transformers; what is drawn is nothing."""
+
+    def __init__(self, model, **options):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"])
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    def generate(self, prompts, params, use_tqdm):
+        answers = [SimpleNamespace(token_ids=self._answer(*pair)) for pair in zip(prompts, params)]
+        return [SimpleNamespace(outputs=[answer]) for answer in answers]
+
+    def _answer(self, prompt, params):
+        import torch
+
+        ids = list(prompt["prompt_token_ids"])
+        if params.temperature:
+            return [0] * params.max_tokens
+        for _ in range(params.max_tokens):
+            ids.append((self.model(torch.tensor([ids])).logits[0, -1].argmax().item() + SHIFT) % 100)
+        return ids[-params.max_tokens :]
+'''
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
+    tmp_path: Path, is_right: bool
+) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM.replace("SHIFT) % 100", "0)" if is_right else "1) % 100"))
+    arguments = ["decoders=ar", "parts=mixed,steady", f"vllm={tmp_path}", "settings=num_inflight_steps=2"]
+    assert serve.measure([*SMALL, *arguments, f"results={tmp_path}"]) == int(not is_right)
+    rows = read_rows("serve", results=tmp_path)
+    over = [row for row in rows if row["metric"] == "over_vllm"]
+    assert [(row["case"]["load"], row["gate_passed"]) for row in over] == [
+        ("mixed", is_right),
+        ("steady", is_right),
+    ]
+    assert all(row["case"]["num_inflight_steps"] == 2 for row in over)
+    peers = [row for row in rows if row["case"].get("engine") == "vllm 0.0"]
+    assert [row["metric"] for row in peers] == ["ready_s", *["output_tokens_per_s"] * 2]
+
+
+def test_the_output_of_a_vllm_that_fails_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('no such GPU')")
+    with pytest.raises(UserError, match="no such GPU"):
+        serve.measure([*SMALL, "parts=mixed", f"vllm={tmp_path}", f"results={tmp_path}"])

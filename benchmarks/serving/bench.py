@@ -1,0 +1,96 @@
+"""Options, loads and results that the parts of `benchmarks.serve` share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.decoding.harness import MODELS
+from benchmarks.results import append_rows, result_row
+from idlm.contracts import SamplingParams
+from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
+
+REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
+"""Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
+STEADY_PROMPT, STEADY_LENGTHS = 1024, (33, 333)
+SCALES = {"tiny": 16}
+"""Models for tests have lengths divided by this."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows. The
+    first `num_saved` rows are in the results.
+    """
+
+    options: dict[str, str]
+    path: Path
+    ar_rates: dict[int, float] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    num_saved: int = 0
+
+    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
+        """Append a row and print it. Its case has the settings that were given."""
+        case = {**case, **({} if case.get("engine", "idlm") != "idlm" else self.settings)}
+        self.rows.append(result_row("serve", case, metric, value, unit, **more))
+        name = " ".join(f"{key}={value}" for key, value in case.items())
+        print(f"{metric:28s} {value:10.4g} {unit:9s} {name}", flush=True)
+
+    def save(self) -> None:
+        """Append the new rows to the results: what comes next may be stopped."""
+        if self.options["record"] == "true":
+            append_rows("serve", self.rows[self.num_saved :], results=Path(self.options["results"]))
+        self.num_saved = len(self.rows)
+
+    @property
+    def scale(self) -> int:
+        """All lengths are divided by it."""
+        return SCALES.get(self.options["model"], 1)
+
+    @property
+    def parts(self) -> list[str]:
+        """What to measure."""
+        return self.options["parts"].split(",")
+
+    @property
+    def concurrency(self) -> list[int]:
+        """Requests at a time, one load each."""
+        return [int(part) for part in self.options["concurrency"].split(",")]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Further settings of the engines."""
+        pairs = (part.split("=", 1) for part in self.options["settings"].split(",") if part)
+        return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+
+    @property
+    def ids(self) -> range:
+        """Token ids of prompts; the last one is the mask."""
+        return range(MODELS[self.options["model"]]["vocab_size"] - 1)
+
+    def mixed_load(self, concurrency: int) -> Load:
+        """Requests, the same for every decoder. The lengths of 512 are those that vLLM was measured with."""
+        dice = random.Random(1)
+        num = int(self.options["requests"] or REQUESTS.get(concurrency, 6 * concurrency))
+        lengths = mixed_lengths(num, scale=self.scale, dice=dice)
+        jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=self.ids, dice=dice)
+        return Load("mixed", jobs, concurrency)
+
+    @property
+    def steady_tokens(self) -> int:
+        """By how many tokens the long answers of `steady_loads` are longer."""
+        short, long = (length // self.scale for length in STEADY_LENGTHS)
+        return long - short
+
+    def steady_loads(self, concurrency: int) -> list[Load]:
+        """The same prompts with short and with long answers, all at once."""
+        params, prompt = SamplingParams(ignore_eos=True), STEADY_PROMPT // self.scale
+        loads = []
+        for length in STEADY_LENGTHS:
+            lengths = [(prompt, length // self.scale)] * concurrency
+            loads.append(
+                Load("steady", make_jobs(lengths, params, ids=self.ids, dice=random.Random(3)), concurrency)
+            )
+        return loads
