@@ -20,6 +20,7 @@ from idlm.kernels.sampling.reference import (
     emitted_reference,
     probs_reference,
     residual_reference,
+    restricted_reference,
     verify_reference,
 )
 from idlm.kernels.sampling.scores import row_entropy, row_margin
@@ -47,6 +48,7 @@ __all__ = [
     "put",
     "residual_reference",
     "restrict",
+    "restricted_reference",
     "row_entropy",
     "row_margin",
     "row_probs",
