@@ -40,8 +40,8 @@ from idlm.semantics import MAX_STRIDE, Semantics
 
 ADAPTIVE_STRIDES = (2, 3, 4, 8)
 NUM_CANDIDATES = 16
-"""Draws for each draft of a sequence with a grammar. If q gives the allowed tokens a fifth of its mass, none of
-them fits in 3 % of the cases.
+"""Draws for each draft of a sequence with a grammar. If q gives the allowed tokens a fifth of its mass, none
+of them fits in 3 % of the cases.
 """
 PARTIAL_BRANCHES = ((4, "branch_2"), (8, "branch_2"), (8, "branch_3"))
 
@@ -191,8 +191,8 @@ class IsdDecoder(Decoder):
         *,
         drafts: bool = True,
     ) -> Verdict:
-        """Test the drafts by the rows of `probs` from `first_rows_B` on, and draw the token after the accepted
-        ones; with `drafts` also the next drafts, from rows of `probs`.
+        """Test the drafts by the rows of `probs` from `first_rows_B` on, and draw the token after the
+        accepted ones; with `drafts` also the next drafts, from rows of `probs`.
         """
         lanes_B, num_masks = plan.lanes_B, self.num_masks
         verdict = verify(
@@ -262,8 +262,8 @@ class IsdDecoder(Decoder):
         batch: Batch,
         uniforms_BD: Tensor,
     ) -> Tensor:
-        """Candidates [B, J, C] for the drafts of these rows, independent draws, or for a sequence that takes the
-        likeliest tokens these in falling order; -1 where there is no row.
+        """Candidates [B, J, C] for the drafts of these rows, independent draws, or for a sequence that takes
+        the likeliest tokens these in falling order; -1 where there is no row.
         """
         num_masks, num_candidates = self.num_masks, min(NUM_CANDIDATES, logits_XV.shape[1])
         first_BJ, others_BQ = uniforms_BD[:, num_masks + 1 :].tensor_split([num_masks], dim=1)

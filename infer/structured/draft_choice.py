@@ -12,12 +12,50 @@ Shapes: J drafts, C candidates, b followers, W words of bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from idlm.infer.state.batch import to_host
 from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits
+
+
+class Told:
+    """What a pass tells of the sequences of its batch: numbers of emitted tokens, the tokens, the first
+    candidates for the next drafts, all second ones, and so on (-1: there is no such draft). Copied in the
+    order of the stream; who reads it waits for nothing later.
+    """
+
+    def __init__(self, values: Tensor, num_tokens: int, num_drafts: int) -> None:
+        self._num_tokens, self._num_drafts = num_tokens, num_drafts
+        self._values, self._event = to_host(values), None
+        if values.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @cached_property
+    def _array(self) -> Any:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.numpy()
+
+    @cached_property
+    def _heads(self) -> list[list[int]]:
+        found: list[list[int]] = self._array[:, : 1 + self._num_tokens + self._num_drafts].tolist()
+        return found
+
+    def read(self, place: int) -> tuple[list[int], list[int]]:
+        """The tokens that the sequence at this place has emitted, and the first candidates."""
+        num_emitted, *numbers = self._heads[place]
+        firsts = numbers[self._num_tokens :]
+        return numbers[:num_emitted], firsts[: firsts.index(-1)] if -1 in firsts else firsts
+
+    def candidates(self, place: int) -> Any:
+        """All candidates for its next drafts, an array [C, J]."""
+        return self._array[place, 1 + self._num_tokens :].reshape(-1, self._num_drafts)
 
 
 class Follower:
@@ -38,8 +76,8 @@ class Follower:
         self.is_over = False
 
     def catch_up(self) -> Any:
-        """Wait for what the last pass told and follow its tokens. The candidates for the next drafts, an array
-        [J, C], if the first ones do not fit, else None: then they are the drafts.
+        """Wait for what the last pass told and follow its tokens. The candidates for the next drafts, an
+        array [C, J], if the first ones do not fit, else None: then they are the drafts.
         """
         if self.told is None:
             return None
@@ -47,14 +85,14 @@ class Follower:
         self.drafts, self.only = [], []
         if self.is_over:
             return None
-        emitted = told.emitted(place)
+        emitted, firsts = told.read(place)
         num_taken = self.ahead.matcher.try_consume_tokens(emitted)
         self._token_ids += emitted[:num_taken]
         self.is_over = num_taken < len(emitted) or self.ahead.is_finished
-        candidates = told.candidates(place)
-        firsts = candidates[:, 0].tolist()
-        if self.is_over or self.ahead.matcher.validate_tokens(firsts) < len(firsts):
-            return None if self.is_over else candidates
+        if self.is_over or not firsts:
+            return None
+        if self.ahead.matcher.validate_tokens(firsts) < len(firsts):
+            return told.candidates(place)[:, : len(firsts)]
         self.drafts, self.only = firsts, [-1] * len(firsts)
         return None
 
@@ -82,20 +120,19 @@ class Follower:
 
 
 def choose_drafts(choices: Sequence[tuple[Follower, Any]]) -> None:
-    """Choose the drafts of followers among candidates [J, C], up to one after which nothing can follow."""
+    """Choose the drafts of followers among candidates [C, J], up to one after which nothing can follow."""
     open_ = choices
     while open_:
         num_words = -(-open_[0][0].ahead.vocab_size // WORD_BITS)
         bits_bW = torch.zeros(len(open_), num_words, dtype=torch.int32)
         compute_bits([(follower.ahead, (), b) for b, (follower, _) in enumerate(open_)], bits_bW)
-        found_b = _first_that_fits(
-            bits_bW.numpy(), np.stack([candidates[len(one.drafts)] for one, candidates in open_])
-        )
+        ids_bC = np.stack([candidates[:, len(follower.drafts)] for follower, candidates in open_])
+        found_b = _first_that_fits(bits_bW.numpy(), ids_bC)
         open_ = [
             (follower, candidates)
             for (follower, candidates), (token_id, only) in zip(open_, found_b, strict=True)
             if token_id >= 0
-            and follower.add_draft(token_id, only, candidates[len(follower.drafts) + 1 :, 0].tolist())
+            and follower.add_draft(token_id, only, candidates[0, len(follower.drafts) + 1 :].tolist())
         ]
     for follower, _ in choices:
         follower.go_back()
@@ -109,14 +146,12 @@ def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, int]]:
     words_bC = bits_bW[rows_b[:, None], ids_bC // WORD_BITS].view(np.uint32)
     fits_bC = (words_bC >> (ids_bC % WORD_BITS).astype(np.uint32)) & 1
     firsts_b, has_b = ids_bC[rows_b, fits_bC.argmax(1)].tolist(), fits_bC.any(1).tolist()
-    return [
-        (first, -1) if has else (_highest(bits_bW[b]),) * 2
-        for b, (first, has) in enumerate(zip(firsts_b, has_b, strict=True))
+    last_b = bits_bW.shape[1] - 1 - (bits_bW[:, ::-1] != 0).argmax(1)
+    words_b = bits_bW[rows_b, last_b].view(np.uint32).tolist()
+    # Without a bit in its last word a row has none: the argmax of nothing is the last word.
+    highest_b = [
+        int(last) * WORD_BITS + word.bit_length() - 1 if word else -1
+        for last, word in zip(last_b, words_b, strict=True)
     ]
-
-
-def _highest(bits_W: Any) -> int:
-    words = np.flatnonzero(bits_W)
-    if not len(words):
-        return -1
-    return int(words[-1]) * WORD_BITS + (int(bits_W[words[-1]]) & 0xFFFFFFFF).bit_length() - 1
+    found = zip(has_b, firsts_b, highest_b, strict=True)
+    return [(first, -1) if has else (highest, highest) for has, first, highest in found]

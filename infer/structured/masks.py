@@ -18,13 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device, to_host
-from idlm.infer.structured.draft_choice import Follower, choose_drafts
+from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
+from idlm.infer.structured.draft_choice import Follower, Told, choose_drafts
 from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits
 from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
@@ -115,48 +114,18 @@ class PassGrammars:
             restrict(store, lanes_M, bits_MAW, only_Q.view(-1, num_drafts))
         return allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
 
-    def tell(
-        self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_BJC: Tensor | None = None
-    ) -> None:
+    def tell(self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_BJC: Tensor | None = None) -> None:
         """Begin to tell the host what the pass emits, and the candidates for the next drafts (-1: there is no
         such draft).
         """
-        columns = [num_emitted_B[:, None], token_ids_BA]
+        columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
         if candidates_BJC is not None:
-            columns.append(candidates_BJC.flatten(1))
-        told = Told(torch.cat(columns, dim=1), 0 if candidates_BJC is None else candidates_BJC.shape[2])
-        told.num_tokens = token_ids_BA.shape[1]
+            num_drafts = candidates_BJC.shape[1]
+            # First candidates first: mostly nothing else is read.
+            columns.append(candidates_BJC.transpose(1, 2).flatten(1))
+        told = Told(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
         for place, follower in self._followers.items():
             follower.told = told, place
-
-
-class Told:
-    """The values of a tensor, copied in the order of the stream; who reads them waits for nothing later."""
-
-    def __init__(self, values: Tensor, num_candidates: int) -> None:
-        self._num_candidates, self.num_tokens = num_candidates, 0
-        self._values, self._event = to_host(values), None
-        if values.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    @functools.cached_property
-    def _array(self) -> Any:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.numpy()
-
-    def emitted(self, place: int) -> list[int]:
-        """The tokens that the sequence at this place of its batch has emitted."""
-        num_emitted, *token_ids = self._array[place, : 1 + self.num_tokens].tolist()
-        return list(token_ids[:num_emitted])
-
-    def candidates(self, place: int) -> Any:
-        """Candidates for its next drafts, an array [J, C]."""
-        if not self._num_candidates:
-            return self._array[place, :0].reshape(0, 1)
-        found = self._array[place, 1 + self.num_tokens :].reshape(-1, self._num_candidates)
-        return found[found[:, 0] >= 0]
 
 
 def with_grammars(batch: Batch, schedule: Schedule) -> Batch:

@@ -32,7 +32,7 @@ def is_allowed(p_bits, o_token, m_token):
     return ((b_word >> (o_token % 32)) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_rows", "p_masks"])
 def allowed_kernel(
     p_logits, p_rows, p_bits, p_masks, p_out, row_stride, num_tokens, num_words, num_tiles, TILE: tl.constexpr
 ):  # fmt: skip
@@ -48,7 +48,10 @@ def allowed_kernel(
     tl.store(p_out + i_row * num_tokens + o_token, b_values, mask=m_token)
 
 
-@triton.jit(do_not_specialize=["num_masks", "num_drafts", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_masks", "num_drafts", "num_rows"],
+    do_not_specialize_on_alignment=["p_lanes", "p_only"],
+)
 def restrict_kernel(
     p_store,
     p_store_numbers,
@@ -93,7 +96,9 @@ def restrict_kernel(
     tl.store(p_masses, b_mass, mask=m_chunk)
 
 
-@triton.jit(do_not_specialize=["num_masks", "num_drafts"])
+@triton.jit(
+    do_not_specialize=["num_masks", "num_drafts"], do_not_specialize_on_alignment=["p_lanes", "p_only"]
+)
 def restricted_mass_kernel(
     p_store_numbers,
     p_store_masses,

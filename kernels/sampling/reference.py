@@ -81,7 +81,7 @@ def residual_reference(p: Sequence[float], q: Sequence[float]) -> list[float]:
 
 
 def restricted_reference(q: Sequence[float], allowed: Collection[int], only: int = -1) -> list[float]:
-    """q conditioned on allowed tokens, all 0 if it has none of them; with `only` (not -1) that token alone."""
+    """q conditioned on allowed tokens, all 0 if it has none of them; that token alone if `only` is not -1."""
     kept = [value if token in allowed else 0.0 for token, value in enumerate(q)]
     mass = math.fsum(kept)
     if only >= 0:

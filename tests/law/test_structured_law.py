@@ -132,7 +132,7 @@ def _drafts_tested_with_a_masked_q_but_drawn_without(patch: pytest.MonkeyPatch) 
 def _keep_what_fits(choices: Sequence[tuple[Follower, Any]]) -> None:
     """The masks of p go as far as the first candidates fit, and the next one is rejected."""
     for follower, candidates in choices:
-        firsts = candidates[:, 0].tolist()
+        firsts = candidates[0].tolist()
         follower.drafts = firsts[: follower.ahead.matcher.validate_tokens(firsts)]
         follower.only = [-1] * len(follower.drafts)
 
@@ -183,9 +183,7 @@ def test_a_draft_without_a_mask_is_exact_too(toy: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("num_candidates", [1, 3])
-def test_the_law_with_few_candidates(
-    toy: Path, num_candidates: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_law_with_few_candidates(toy: Path, num_candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the drafts are often the highest token that fits, in passes that run ahead of their results."""
     monkeypatch.setattr(isd, "NUM_CANDIDATES", num_candidates)
     options = {"rejection_strategy": "tree", "graphs": "on", "num_inflight_steps": 3}

@@ -120,7 +120,8 @@ def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_drafts", "tuning"), [(37, 3, SMALL), (131, 1, CRAMPED), (300, 2, SMALL), (1, 2, SMALL)]
+    ("num_tokens", "num_drafts", "tuning"),
+    [(37, 3, SMALL), (131, 1, CRAMPED), (300, 2, SMALL), (1, 2, SMALL)],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_masks_of_tokens(num_tokens: int, num_drafts: int, tuning: Tuning) -> None:
