@@ -271,9 +271,6 @@ class Engine:
 
     def _launch(self) -> bool:
         """Launch the next step without waiting for its results; False if no request can run."""
-        if any(one.grammar is not None and one.num_inflight for one in self.scheduler.running):
-            # A grammar must have seen all tokens before a pass tests the next ones.
-            self._collect(max_inflight=0)
         schedule = self.scheduler.next()
         if schedule is None:
             # Read all results first: preemption must not depend on which steps have finished.

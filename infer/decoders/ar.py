@@ -19,7 +19,6 @@ from idlm.infer.decoders.rejection import layouts
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
-from idlm.infer.structured.masks import masked
 from idlm.kernels.sampling import draw, nonfinite
 from idlm.semantics import Semantics
 
@@ -65,11 +64,13 @@ class ArDecoder(Decoder):
         """Draw one token for every sequence whose last known token was fed."""
         rows_B = torch.where(plan.samples_B, plan.first_logit_B, -1)
         logits_XV = wanted.logits()
-        with masked(batch.grammars, logits_XV, len(rows_B)):
-            probs = table.probs(logits_XV, plan.lanes_B, batch.filters)
-            token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
-            nonfinite_B = nonfinite(probs, rows_B[:, None])
+        if batch.grammars is not None:
+            logits_XV = batch.grammars.allowed(logits_XV, len(rows_B))
+        probs = table.probs(logits_XV, plan.lanes_B, batch.filters)
+        token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
         num_emitted_B = plan.samples_B.long()
+        if batch.grammars is not None:
+            batch.grammars.tell(num_emitted_B, token_ids_B1)
         table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
         none_B = torch.zeros_like(num_emitted_B)
         return StepOutcome(
@@ -77,5 +78,5 @@ class ArDecoder(Decoder):
             num_emitted_B=num_emitted_B,
             num_accepted_B=none_B,
             num_tested_B=none_B,
-            nonfinite_B=nonfinite_B,
+            nonfinite_B=nonfinite(probs, rows_B[:, None]),
         )

@@ -123,11 +123,11 @@ class Decoder(ABC):
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Say what the pass is fed; changes nothing."""
 
-    def drafts(self, batch: Batch) -> Tensor | None:
-        """Numbers of drafts, and the drafts, that the pass tests for each sequence, int64 [B, 1 + J]; None:
-        it tests none. Asked of decoders that take constraints.
+    def replace_drafts(self, chosen: Tensor) -> None:
+        """Put in place some drafts, int64 [b, 3]: of each the lane, the place and the token. Asked of
+        decoders that offer candidates (`PassGrammars.tell`).
         """
-        return None
+        raise AssertionError(f"decoder {self.name} has no drafts")
 
     @abstractmethod
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:

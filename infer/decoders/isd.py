@@ -3,14 +3,15 @@
 arXiv 2604.11035, section 3.2 and Algorithm 1, with two departures: drafts are drawn from the very q that
 tests them (the published rule drafts by argmax and is biased), and p and q are warped by the request's own
 sampling settings before the test. A strategy decides what follows a rejection (rejection.py).
-Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
+Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes, D draws, C candidates, Y rows
+with masks applied.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -19,17 +20,29 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
-from idlm.infer.decoders.layout import DraftLayout
+from idlm.infer.decoders.layout import NO_ROW, DraftLayout
 from idlm.infer.decoders.rejection import layouts, strategy_of
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
-from idlm.infer.structured.masks import PassGrammars, masked
-from idlm.kernels.sampling import Verdict, draft_probs, draw, emit_and_draft, nonfinite, put, verify
+from idlm.kernels.sampling import (
+    Probs,
+    Verdict,
+    draft_probs,
+    draw,
+    emit_and_draft,
+    nonfinite,
+    put,
+    verify,
+)
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ADAPTIVE_STRIDES = (2, 3, 4, 8)
+NUM_CANDIDATES = 16
+"""Draws for each draft of a sequence with a grammar. If q gives the allowed tokens a fifth of its mass, none
+of them fits in 3 % of the cases.
+"""
 PARTIAL_BRANCHES = ((4, "branch_2"), (8, "branch_2"), (8, "branch_3"))
 
 
@@ -147,12 +160,16 @@ class IsdDecoder(Decoder):
         p of the chain rows and q of the mask rows are both warped by each request's own settings.
         """
         lanes_B, num_masks, logits_XV = plan.lanes_B, self.num_masks, wanted.logits()
-        uniforms_BD = table.uniforms(lanes_B, 2 * num_masks + 1)
-        with masked(batch.grammars, logits_XV, len(lanes_B)):
-            verdict, nonfinite_B = self._verify(table, batch, plan, logits_XV, uniforms_BD)
-        if batch.grammars is not None and self.config.acceptance == "exact":
-            uniforms_BJ = uniforms_BD[:, num_masks + 1 :].contiguous()
-            self._draft_again(batch.grammars, table, batch, verdict, logits_XV, uniforms_BJ)
+        num_candidates = 1 if batch.grammars is None else min(NUM_CANDIDATES, logits_XV.shape[1])
+        uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
+        probs = table.probs(logits_XV, lanes_B, batch.filters)
+        if batch.grammars is None:
+            verdict = self._verify(probs, plan.first_logit_B, table, batch, plan, uniforms_BD)
+            put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
+            rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
+            nonfinite_B = nonfinite(probs, rows_BA)
+        else:
+            verdict, nonfinite_B = self._advance_masked(probs, logits_XV, table, batch, plan, uniforms_BD)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
         return StepOutcome(
@@ -164,76 +181,104 @@ class IsdDecoder(Decoder):
         )
 
     def _verify(
-        self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor, uniforms_BD: Tensor
-    ) -> tuple[Verdict, Tensor]:
-        """Test the drafts, and draw the token after the accepted ones and the next drafts; the verdict, and
-        `StepOutcome.nonfinite_B`.
+        self,
+        probs: Probs,
+        first_rows_B: Tensor,
+        table: SequenceState,
+        batch: Batch,
+        plan: StepPlan,
+        uniforms_BD: Tensor,
+        *,
+        drafts: bool = True,
+    ) -> Verdict:
+        """Test the drafts by the rows of `probs` from `first_rows_B` on, and draw the token after the
+        accepted ones; with `drafts` also the next drafts, from rows of `probs`.
         """
-        lanes_B, samples_B, num_masks = plan.lanes_B, plan.samples_B, self.num_masks
-        probs = table.probs(logits_XV, lanes_B, batch.filters)
+        lanes_B, num_masks = plan.lanes_B, self.num_masks
         verdict = verify(
             probs,
             self.draft_probs,
             self._stacked[batch.mode].tables,
             lanes_B=lanes_B,
-            first_rows_B=plan.first_logit_B,
-            active_B=samples_B,
+            first_rows_B=first_rows_B,
+            active_B=plan.samples_B,
             drafts_ZJ=self.drafts_ZJ,
             tau_Z=table.tau_Z,
             layout_Z=self.draft_buffer_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
+        drafted = verdict
+        if not drafts:
+            drafted = replace(verdict, draft_rows_BJ=torch.full_like(verdict.draft_rows_BJ, NO_ROW))
         emit_and_draft(
             probs,
             self.draft_probs,
-            verdict,
+            drafted,
             lanes_B=lanes_B,
-            uniforms_BA=uniforms_BD[:, num_masks:],
+            uniforms_BA=uniforms_BD[:, num_masks : 2 * num_masks + 1],
             drafts_ZJ=self.drafts_ZJ,
             layout_Z=self.draft_buffer_Z,
             takes_best=self.config.acceptance == "published",
         )
-        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=samples_B)
-        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
-        return verdict, nonfinite(probs, rows_BA)
+        return verdict
 
-    def drafts(self, batch: Batch) -> Tensor:
-        """Those of the draft buffer."""
-        tables, lanes_B = self._stacked[batch.mode].tables, batch.lanes_B
-        num_drafts_B = tables.num_drafts_Y[self.draft_buffer_Z[lanes_B]]
-        return torch.cat((num_drafts_B[:, None], self.drafts_ZJ[lanes_B]), dim=1)
-
-    def _draft_again(
+    def _advance_masked(
         self,
-        grammars: PassGrammars,
+        probs: Probs,
+        logits_XV: Tensor,
         table: SequenceState,
         batch: Batch,
-        verdict: Verdict,
-        logits_XV: Tensor,
-        uniforms_BJ: Tensor,
-    ) -> None:
-        """Replace the drafts of sequences with a grammar, one after the other, by draws from q with the mask
-        of all tokens before: few others would be accepted. Waits for the device for each but the last.
+        plan: StepPlan,
+        uniforms_BD: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        """Test the drafts by masked p and q, and tell the host what was emitted and candidates for the next
+        drafts, which are draws from q without masks: it does not know the next tokens yet. The first ones are
+        the drafts of sequences without a grammar. Returns the verdict and `StepOutcome.nonfinite_B`.
         """
-        counts_B1 = verdict.num_emitted_B[:, None]
-        told = torch.cat((counts_B1, verdict.token_ids_BA, verdict.draft_rows_BJ), dim=1).tolist()
-        width = verdict.token_ids_BA.shape[1]
-        branches = grammars.after([row[1 : 1 + row[0]] for row in told])
-        for depth in range(self.num_masks):
-            branches = branches.among([b for b in branches.places if told[b][1 + width + depth] >= 0])
-            if not branches.places:
-                return
-            places_b = to_device(branches.places, logits_XV.device)
-            lanes_b = batch.lanes_B[places_b]
-            logits_bV = branches.forbid(logits_XV[verdict.draft_rows_BJ[places_b, depth]])
-            probs = table.probs(logits_bV, lanes_b, batch.filters)
-            rows_b = torch.arange(len(lanes_b), device=logits_XV.device)
-            drafts_b = draw(probs, rows_b, uniforms_BJ[places_b, depth])
-            self.drafts_ZJ[lanes_b, depth] = drafts_b
-            rows_bJ = torch.full((len(lanes_b), self.num_masks), -1, device=logits_XV.device)
-            rows_bJ[:, depth] = rows_b
-            put(self.draft_probs, lanes_b, probs, rows_bJ, active_B=rows_b >= 0)
-            if depth == self.num_masks - 1:
-                return
-            told_drafts = drafts_b.tolist()
-            branches = branches.pushed({b: [told_drafts[row]] for row, b in enumerate(branches.places)})
+        lanes_B, num_sequences = plan.lanes_B, len(plan.lanes_B)
+        allowed_YV = batch.grammars.allowed(logits_XV, num_sequences, self.draft_probs)
+        allowed = table.probs(allowed_YV, lanes_B, batch.filters)
+        first_rows_B = torch.arange(num_sequences, device=lanes_B.device) * (len(allowed_YV) // num_sequences)
+        verdict = self._verify(allowed, first_rows_B, table, batch, plan, uniforms_BD, drafts=False)
+        offset_B1 = (plan.first_logit_B - first_rows_B)[:, None]
+        rows_BJ = torch.where(verdict.draft_rows_BJ >= 0, verdict.draft_rows_BJ + offset_B1, NO_ROW)
+        candidates_BJC = self._candidates(probs, logits_XV, rows_BJ, table, batch, uniforms_BD)
+        firsts_BJ = torch.where(
+            plan.samples_B[:, None], candidates_BJC[:, :, 0].clamp(min=0), self.drafts_ZJ[lanes_B]
+        )
+        self.drafts_ZJ[lanes_B] = firsts_BJ
+        put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
+        batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA, candidates_BJC)
+        emitted_B = nonfinite(allowed, verdict.emit_rows_B[:, None])
+        drafted_B = nonfinite(probs, rows_BJ)
+        return verdict, torch.where((emitted_B > 0) | (drafted_B == 0), emitted_B, drafted_B + 1)
+
+    def _candidates(
+        self,
+        probs: Probs,
+        logits_XV: Tensor,
+        rows_BJ: Tensor,
+        table: SequenceState,
+        batch: Batch,
+        uniforms_BD: Tensor,
+    ) -> Tensor:
+        """Candidates [B, J, C] for the drafts of these rows, independent draws, or for a sequence that takes
+        the likeliest tokens these in falling order; -1 where there is no row.
+        """
+        num_masks, num_candidates = self.num_masks, min(NUM_CANDIDATES, logits_XV.shape[1])
+        first_BJ, others_BQ = uniforms_BD[:, num_masks + 1 :].tensor_split([num_masks], dim=1)
+        others_BJC = others_BQ.reshape(*rows_BJ.shape, num_candidates - 1)
+        uniforms_BJC = torch.cat((first_BJ[:, :, None], others_BJC), dim=2)
+        rows_BJC = rows_BJ[:, :, None].expand_as(uniforms_BJC)
+        ids_BJC = draw(probs, rows_BJC.flatten(), uniforms_BJC.flatten()).view_as(rows_BJC)
+        is_published = self.config.acceptance == "published"
+        if is_published or batch.grammars.has_greedy:
+            is_best_B = (table.temperature_Z[batch.lanes_B] == 0) | is_published
+            best_BJC = logits_XV[rows_BJ.clamp(min=0)].topk(num_candidates).indices
+            ids_BJC = torch.where(is_best_B[:, None, None], best_BJC, ids_BJC)
+        return torch.where(rows_BJC >= 0, ids_BJC, NO_ROW)
+
+    def replace_drafts(self, chosen: Tensor) -> None:
+        """In the lanes; other drafts stay."""
+        lanes_b, places_b, ids_b = chosen.unbind(1)
+        self.drafts_ZJ[lanes_b, places_b] = ids_b

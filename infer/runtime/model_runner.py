@@ -26,7 +26,7 @@ from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logpr
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.sparse.view import AttentionLists
-from idlm.infer.state.batch import Batch, PromptRows, RowRoom, Schedule, StepPlan
+from idlm.infer.state.batch import Batch, PromptRows, RowRoom, Schedule, StepPlan, to_device
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
@@ -69,9 +69,16 @@ class Step:
         return self.decide(batch, *self.feed(batch), prompt_rows)
 
     def begin_masks(self, batch: Batch) -> None:
-        """Let the host compute what the grammars of `batch` allow, while the device is fed."""
-        if batch.grammars is not None:
-            batch.grammars.begin(self.decoder.drafts(batch), self.table.device)
+        """Choose the drafts of sequences with grammars, for which the host waits for what earlier passes
+        emitted; then let it compute what may follow while the device is fed.
+        """
+        if batch.grammars is None:
+            return
+        device = self.table.device
+        chosen = batch.grammars.settle()
+        if chosen:
+            self.decoder.replace_drafts(to_device(chosen, device))
+        batch.grammars.begin(self.decoder.modes[batch.mode].stride - 1, device)
 
     def feed(self, batch: Batch) -> tuple[StepPlan, WantedRows]:
         """The rows of `batch`, and what the model makes of them."""

@@ -128,6 +128,10 @@ class Schedule:
     def derive(self) -> None:
         """Set `prompt_rows` and `grammars`, once, before the pass is launched."""
         counts, num_top = dict[int, int](), 0
+        for request in self.scheduled_new_requests:
+            if request.grammar is not None:
+                # The lane gets the tokens that the host knows, and its grammar begins after them.
+                request.grammar.follower = None
         for place, request in enumerate(self.requests):
             if request.grammar is not None and self.samples[place]:
                 self.grammars[place] = request.grammar

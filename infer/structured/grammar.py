@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from tokenizers.decoders import Fuse
 
 from idlm.contracts import Constraint
@@ -37,15 +38,21 @@ SLOW_MASK, SLOW_MASKS = 0.01, 1.0
 """Seconds of CPU time from which a mask is slow, and what the slow masks of an answer may take together."""
 
 
+WORD_BITS = 32
+"""llguidance writes whole words of bits."""
+
+
 class Grammar:
     """The grammar of one answer, in the state after the tokens that the answer has so far. `matcher` is
     llguidance's; it allows or forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so
-    the time of the next one has to be found out.
+    the time of the next one has to be found out. `follower`: what goes ahead with the device
+    (`draft_choice.Follower`), once a sequence decodes.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self.matcher, self.vocab_size = matcher, vocab_size
         self.is_suspect, self._slow_seconds = False, 0.0
+        self.follower: Any = None
 
     def push(self, token_ids: Sequence[int]) -> bool:
         """Append tokens; False if one of them does not fit, after which the state is unknown."""
@@ -82,6 +89,25 @@ class Grammar:
     def branch(self) -> Grammar:
         """A copy that goes its own way: for drafts."""
         return Grammar(self.matcher.deep_copy(), self.vocab_size)
+
+
+def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: torch.Tensor) -> None:
+    """Write the tokens that may follow each grammar, and then each of its drafts, into `bits_YW` (int32 on
+    the host) from the given row on, in threads. Rows after a draft that does not fit stay as they are.
+    """
+    place = bits_YW.data_ptr(), bits_YW.shape[1] * bits_YW.element_size(), len(bits_YW)
+    alone = [(grammar.matcher, row) for grammar, drafts, row in rows if not drafts]
+    drafting = [(grammar.matcher, row, list(drafts)) for grammar, drafts, row in rows if drafts]
+    if alone:
+        _executor().unsafe_compute_mask_ptr(alone, *place)
+    if drafting:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, *place)
+
+
+@functools.cache
+def _executor() -> Any:
+    """Threads that compute bits; the interpreter's lock is free meanwhile."""
+    return importlib.import_module("llguidance").LLExecutor()
 
 
 class GrammarCompiler:

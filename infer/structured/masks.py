@@ -1,200 +1,172 @@
 """Masks of a pass whose sequences have grammars: logits of tokens that cannot follow become -inf.
 
-The host reads the drafts that such a pass tests, follows them through the grammars and sends bits, all in a
-thread beside the forward pass (`PassGrammars.begin`). What follows hidden states waits for the host and runs
-outside of CUDA graphs, and no such pass runs ahead of earlier results. Temperature and filters come after the
-masks, so that p is the AR law of the allowed tokens. q may be any distribution that is known when a draft is
-drawn; it gets the mask of the drafts before it, because a draft outside of the grammar is always rejected.
-Shapes: X wanted rows, Y rows with a mask, V vocabulary, C bytes of bits, B sequences.
+A forward pass needs tokens and drafts, which the device has, and no mask, so it runs while the host follows
+what the pass before emitted and computes bits (`PassGrammars.begin`, in a thread). What follows hidden states
+waits for the bits and runs outside of CUDA graphs. Temperature and filters come after the masks, so that p is
+the AR law of the allowed tokens. q gets the mask of the drafts before it, because a draft outside of the
+grammar is always rejected: a pass draws several candidates for each of the next drafts at once, and the host
+takes the first that fits (`draft_choice.py`). That is a draw from q without the tokens that do not fit,
+whose probabilities the next pass tests.
+Shapes: X wanted rows, Y rows that get masks, V vocabulary, W words of bits, B sequences, M sequences with a
+grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import Batch, Schedule, to_device, to_host
+from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
+from idlm.infer.structured.draft_choice import Follower, Told, choose_drafts
+from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits
+from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
-if TYPE_CHECKING:
-    from idlm.infer.structured.grammar import Grammar
-
-WORD_BYTES = 4
-"""llguidance writes whole words of bits."""
 SLOW_BITS = 0.05
 """Seconds for the bits of a pass, beyond which the next pass finds out whose grammar is slow."""
 
 
 class PassGrammars:
-    """The grammars of the sequences that a pass decodes, by place in the batch."""
+    """The grammars of the sequences that a pass decodes: their followers by place in the batch, and their
+    lanes. `has_greedy`: one of them takes the likeliest tokens.
+    """
 
-    def __init__(self, grammars: Mapping[int, Grammar]) -> None:
-        self._grammars = grammars
-        self._branches: dict[int, Grammar] = {}
-        self._begun: Future[tuple[list[tuple[int, int]], Tensor]] | None = None
+    def __init__(self, followers: Mapping[int, Follower], lanes: Sequence[int], *, has_greedy: bool) -> None:
+        self._followers, self._lanes, self.has_greedy = followers, lanes, has_greedy
+        self._begun: Future[Tensor] | None = None
+        self._num_drafts = 0
 
-    def begin(self, drafts_BD: Tensor | None, device: torch.device) -> None:
-        """Begin to compute bits, before the pass is launched. `drafts_BD`: numbers of drafts, and the drafts,
-        that the pass tests, int64, on the device; None: it tests none.
+    def settle(self) -> list[list[int]]:
+        """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests. Returns
+        lane, place and token of each draft of sequences whose drafts are not all first candidates.
         """
-        told = None if drafts_BD is None else ToHost(drafts_BD)
-        self._begun = _thread().submit(self._follow, told, device)
+        lanes = zip(self._lanes, self._followers.values(), strict=True)
+        open_ = [(lane, each, found) for lane, each in lanes if (found := each.catch_up()) is not None]
+        choose_drafts([(follower, candidates) for _, follower, candidates in open_])
+        return [
+            [lane, place, token_id]
+            for lane, follower, _ in open_
+            for place, token_id in enumerate(follower.drafts)
+        ]
 
-    def _follow(self, told: ToHost | None, device: torch.device) -> tuple[list[tuple[int, int]], Tensor]:
-        """Place and depth of each row with a mask, and the bits of these rows."""
-        drafts = None if told is None else [row[1 : 1 + row[0]] for row in told.read()]
-        self._branches = {place: grammar.branch() for place, grammar in self._grammars.items()}
-        pairs = [(branch, drafts[place] if drafts else ()) for place, branch in self._branches.items()]
-        depths = [(b, depth) for b, (_, own) in zip(self._branches, pairs) for depth in range(1 + len(own))]
-        for place, branch in self._branches.items():
-            if self._grammars[place].is_suspect:
-                self._grammars[place].charge(branch.mask_seconds())
+    def begin(self, num_drafts: int, device: torch.device) -> None:
+        """Begin to compute the bits of a pass that tests so many drafts of a sequence at most; after
+        `settle`.
+        """
+        self._num_drafts = num_drafts
+        self._begun = _thread().submit(self._bits, 1 + num_drafts, device)
+
+    def _bits(self, num_rows: int, device: torch.device) -> Tensor:
+        """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] in memory of
+        the host. All bits are set after the last draft that fits, after the end of an answer, and where
+        nothing can follow.
+        """
+        followers = list(self._followers.values())
+        for each in followers:
+            if each.committed.is_suspect:
+                each.committed.charge(each.ahead.mask_seconds())
         start = time.perf_counter()
-        bits_YC = _bits(pairs, device)
+        shape = len(followers), num_rows, -(-followers[0].ahead.vocab_size // WORD_BITS)
+        bits_MAW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        compute_bits(
+            [(each.ahead, each.drafts[: num_rows - 1], m * num_rows) for m, each in enumerate(followers)
+             if not each.is_over],
+            bits_MAW.view(-1, shape[2]),
+        )  # fmt: skip
+        bits_MAW[(bits_MAW == 0).all(2)] = -1
+        for each in followers:
+            each.repair()
         if time.perf_counter() - start > SLOW_BITS:
-            for grammar in self._grammars.values():
-                grammar.is_suspect = True
-        return depths, bits_YC
+            for each in followers:
+                each.committed.is_suspect = True
+        return bits_MAW
 
-    @contextmanager
-    def masked(self, logits_XV: Tensor, num_sequences: int) -> Iterator[None]:
-        """Within, logits of tokens that cannot follow are -inf: in the first of a sequence's X / B rows those
-        of tokens that cannot follow its known ones, in the next row those that cannot follow the first of its
-        drafts (`begin`), and so on, up to a draft that does not fit. Afterwards the logits are what they
-        were.
+    def allowed(self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None) -> Tensor:
+        """The logits [B * A, V] of the first A of each sequence's X / B rows, in which those of tokens that
+        cannot follow are -inf. In `store` the drafts that the pass tests lose the same tokens.
         """
         assert self._begun is not None
-        depths, bits_YC = self._begun.result()
-        width = len(logits_XV) // num_sequences
-        rows_Y = to_device([place * width + depth for place, depth in depths], logits_XV.device)
-        with torch.inference_mode():
-            before_YV = logits_XV[rows_Y]
-            logits_XV[rows_Y] = _forbid(before_YV, bits_YC)
-        try:
-            yield
-        finally:
-            with torch.inference_mode():
-                logits_XV[rows_Y] = before_YV
+        bits_MAW, num_drafts = self._begun.result(), self._num_drafts
+        num_rows, width, device = 1 + num_drafts, len(logits_XV) // num_sequences, logits_XV.device
+        order = {place: m for m, place in enumerate(self._followers)}
+        each_row = range(num_rows)
+        rows = [b * width + min(depth, width - 1) for b in range(num_sequences) for depth in each_row]
+        masks = [
+            order[b] * num_rows + depth if b in order else -1
+            for b in range(num_sequences)
+            for depth in each_row
+        ]
+        only = [
+            [*each.only[:num_drafts], *[-1] * (num_drafts - len(each.only))]
+            for each in self._followers.values()
+        ]
+        numbers = to_device([*rows, *masks, *self._lanes, *(one for own in only for one in own)], device)
+        rows_Y, masks_Y, lanes_M, only_Q = numbers.split(
+            [len(rows), len(masks), len(only), len(only) * num_drafts]
+        )
+        bits_MAW = _beside(bits_MAW, device)
+        if store is not None and num_drafts:
+            restrict(store, lanes_M, bits_MAW, only_Q.view(-1, num_drafts))
+        return allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
 
-    def after(self, emitted: Sequence[Sequence[int]]) -> Branches:
-        """The grammars after the tokens that each sequence of the batch emits in this pass; once."""
-        assert self._begun is not None
-        self._begun.result()
-        return Branches(self._branches).pushed(dict(enumerate(emitted)))
-
-
-class Branches:
-    """Grammars that follow tokens before they are known to be part of an answer, by place in the batch."""
-
-    def __init__(self, grammars: Mapping[int, Grammar]) -> None:
-        self._grammars = grammars
-
-    @property
-    def places(self) -> list[int]:
-        """The places of its sequences."""
-        return list(self._grammars)
-
-    def among(self, places: Sequence[int]) -> Branches:
-        """Those of these sequences."""
-        return Branches({place: grammar for place, grammar in self._grammars.items() if place in places})
-
-    def pushed(self, token_ids: Mapping[int, Sequence[int]]) -> Branches:
-        """Those that can go on after further tokens."""
-        going = {
-            place: grammar
-            for place, grammar in self._grammars.items()
-            if grammar.push(token_ids[place]) and not grammar.is_finished
-        }
-        return Branches(going)
-
-    def forbid(self, logits_YV: Tensor) -> Tensor:
-        """The logits, a row for each sequence, with -inf for tokens that cannot follow."""
-        branches = [(one, ()) for one in self._grammars.values()]
-        return _forbid(logits_YV, _bits(branches, logits_YV.device))
-
-
-class ToHost:
-    """The values of a tensor, copied in the order of the stream; who reads them waits for nothing later."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self._event = to_host(values), None
-        if values.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[list[int]]:
-        """Wait for the copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        rows: list[list[int]] = self._values.tolist()
-        return rows
-
-
-def masked(
-    grammars: PassGrammars | None, logits_XV: Tensor, num_sequences: int
-) -> AbstractContextManager[None]:
-    """See `PassGrammars.masked`; None changes nothing."""
-    return nullcontext() if grammars is None else grammars.masked(logits_XV, num_sequences)
+    def tell(self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_BJC: Tensor | None = None) -> None:
+        """Begin to tell the host what the pass emits, and the candidates for the next drafts (-1: there is no
+        such draft).
+        """
+        columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
+        if candidates_BJC is not None:
+            num_drafts = candidates_BJC.shape[1]
+            # First candidates first: mostly nothing else is read.
+            columns.append(candidates_BJC.transpose(1, 2).flatten(1))
+        told = Told(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
+        for place, follower in self._followers.items():
+            follower.told = told, place
 
 
 def with_grammars(batch: Batch, schedule: Schedule) -> Batch:
     """The batch of a schedule with the grammars of its requests, if they have any."""
-    grammars = schedule.grammars
-    return replace(batch, grammars=PassGrammars(grammars)) if grammars else batch
+    if not schedule.grammars:
+        return batch
+    requests = [schedule.requests[place] for place in schedule.grammars]
+    grammars = PassGrammars(
+        {place: follower_of(grammar) for place, grammar in schedule.grammars.items()},
+        [lane_of(request) for request in requests],
+        has_greedy=any(request.params.temperature == 0 for request in requests),
+    )
+    return replace(batch, grammars=grammars)
 
 
-@functools.cache
-def _executor() -> Any:
-    """Threads that compute bits; the interpreter's lock is free meanwhile."""
-    return importlib.import_module("llguidance").LLExecutor()
+def follower_of(grammar: Grammar) -> Follower:
+    """The follower of a grammar, which begins where the answer is when a sequence gets its lane."""
+    if grammar.follower is None:
+        grammar.follower = Follower(grammar)
+    found: Follower = grammar.follower
+    return found
 
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    """It follows grammars while the pass is launched."""
+    """It computes bits while the pass is launched."""
     return ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
 
-def _bits(branches: Sequence[tuple[Grammar, Sequence[int]]], device: torch.device) -> Tensor:
-    """The tokens that may follow each grammar, and then each of its drafts, uint8 [Y, C] on the device or, of
-    a GPU, in pinned memory, the bit of the lowest id first. All bits are set after a draft that does not fit,
-    after the end of an answer, and where nothing can follow.
-    """
-    num_words = -(-branches[0][0].vocab_size // (8 * WORD_BYTES))
-    shape = sum(1 + len(drafts) for _, drafts in branches), num_words * WORD_BYTES
-    bits_YC = torch.full(shape, 255, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    alone, drafting, row = [], [], 0
-    for grammar, drafts in branches:
-        if drafts:
-            drafting.append((grammar.matcher, row, list(drafts)))
-        else:
-            alone.append((grammar.matcher, row))
-        row += 1 + len(drafts)
-    place = (bits_YC.data_ptr(), num_words * WORD_BYTES, len(bits_YC))
-    if alone:
-        _executor().unsafe_compute_mask_ptr(alone, *place)
-    if drafting:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, *place)
-    bits_YC[(bits_YC == 0).all(1)] = 255
-    return bits_YC
-
-
-def _forbid(logits_YV: Tensor, bits_YC: Tensor) -> Tensor:
-    num_bits = 8 * bits_YC.shape[1]
-    bits_YC = bits_YC.to(logits_YV.device, non_blocking=True)
-    is_out_YV = (bits_YC[:, :, None] & _powers(bits_YC.device)).view(-1, num_bits) == 0
-    return logits_YV.masked_fill(is_out_YV[:, : logits_YV.shape[1]], -torch.inf)
+def _beside(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, which does not wait for what runs there; values of a GPU are pinned."""
+    if device.type != "cuda":
+        return values.to(device)
+    here, stream = torch.cuda.current_stream(device), _copies(device)
+    with torch.cuda.stream(stream):
+        copied = values.to(device, non_blocking=True)
+    here.wait_stream(stream)
+    copied.record_stream(here)
+    return copied
 
 
 @functools.cache
-def _powers(device: torch.device) -> Tensor:
-    """The value of each bit of a byte."""
-    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

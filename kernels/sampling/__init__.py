@@ -1,6 +1,7 @@
 """Sampling and verification of drafts without probabilities in memory; contract in README.md."""
 
 from idlm.kernels.sampling.op import (
+    allowed_logits,
     draft_probs,
     draw,
     emit_and_draft,
@@ -8,6 +9,7 @@ from idlm.kernels.sampling.op import (
     judged_draws,
     nonfinite,
     put,
+    restrict,
     row_probs,
     uniforms,
     verify,
@@ -18,6 +20,7 @@ from idlm.kernels.sampling.reference import (
     emitted_reference,
     probs_reference,
     residual_reference,
+    restricted_reference,
     verify_reference,
 )
 from idlm.kernels.sampling.scores import row_entropy, row_margin
@@ -31,6 +34,7 @@ __all__ = [
     "RowProbs",
     "Tuning",
     "Verdict",
+    "allowed_logits",
     "dense_probs",
     "draft_probs",
     "draw",
@@ -43,6 +47,8 @@ __all__ = [
     "probs_reference",
     "put",
     "residual_reference",
+    "restrict",
+    "restricted_reference",
     "row_entropy",
     "row_margin",
     "row_probs",

@@ -3,7 +3,7 @@
 On a GPU nothing waits for the device and no probabilities are stored; on a CPU they are fp64 tensors. A step
 calls `row_probs`, `verify`, `emit_and_draft`, `put` in this order (put overwrites what emit needs). Rows may
 be padding with any content, NaN included, and -1 means no row. Contract in README.md. Shapes: X rows, V
-vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
+vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws; of masks W words of bits, M sequences, Y rows.
 """
 
 from __future__ import annotations
@@ -198,6 +198,38 @@ def emit_and_draft(
     _module(isinstance(probs, RowProbs)).emit_and_draft(
         probs, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best
     )
+
+
+def allowed_logits(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: Tensor) -> Tensor:
+    """Copies [Y, V] of the rows `rows_Y` (int64), in which tokens that are not allowed have -inf.
+
+    `masks_Y` (int64): the row of `bits_MW` that says which are; -1: all. `bits_MW` int32, contiguous: bit
+    i % 32 of word i // 32 is set if token i is allowed.
+    """
+    assert 32 * bits_MW.shape[1] >= logits_XV.shape[1] and bits_MW.is_contiguous(), f"{bits_MW.shape=}"
+    if not has_kernels(logits_XV.device):
+        return plain.allowed_logits(logits_XV, rows_Y, bits_MW, masks_Y)
+    from idlm.kernels.sampling import launch_bits
+
+    return launch_bits.allowed_logits(logits_XV, rows_Y, bits_MW, masks_Y)
+
+
+def restrict(
+    store: Drafts, lanes_M: Tensor, bits_MAW: Tensor, only_MD: Tensor, *, tuning: Tuning = TUNING
+) -> None:
+    """Condition the stored distributions of some drafts on allowed tokens, in place.
+
+    Draft d < D of lane `lanes_M[m]` keeps the tokens that row d of `bits_MAW[m]` allows (as in
+    `allowed_logits`; A >= D), with the same ratios between them; if it has none of them, all its
+    probabilities become 0. Where `only_MD` (int64) is a token and not -1, that token gets probability 1.
+    """
+    assert only_MD.shape[1] <= bits_MAW.shape[1] and bits_MAW.is_contiguous(), f"{bits_MAW.shape=}"
+    if not isinstance(store, DraftProbs):
+        plain.restrict(store, lanes_M, bits_MAW, only_MD)
+        return
+    from idlm.kernels.sampling import launch_bits
+
+    launch_bits.restrict(store, lanes_M, bits_MAW, only_MD.contiguous(), tuning)
 
 
 def uniforms(

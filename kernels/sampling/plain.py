@@ -2,7 +2,8 @@
 
 Arguments and results are those of launch.py; the definition is reference.py.
 
-Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, D draws.
+Shapes: X, Y rows, V vocabulary, Z lanes, B sequences, J drafts, D draws; of masks W words of bits, M
+sequences, A rows of each.
 """
 
 from __future__ import annotations
@@ -160,6 +161,28 @@ def put(
     """Copy rows of probabilities into their lanes."""
     place_M, draft_M = torch.nonzero((rows_BJ >= 0) & active_B[:, None], as_tuple=True)
     store.probs_ZJV[lanes_B[place_M], draft_M] = probs.probs_XV[rows_BJ[place_M, draft_M]]
+
+
+def allowed_logits(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: Tensor) -> Tensor:
+    """Logits [Y, V]."""
+    is_open_YV = allowed_tokens(bits_MW, logits_XV.shape[1])[masks_Y.clamp(min=0)] | (masks_Y < 0)[:, None]
+    return logits_XV[rows_Y].masked_fill(~is_open_YV, -torch.inf)
+
+
+def allowed_tokens(bits: Tensor, num_tokens: int) -> Tensor:
+    """bool [..., V] of words [..., W]."""
+    places = torch.arange(32, dtype=bits.dtype, device=bits.device)
+    return (bits[..., None] >> places & 1).flatten(-2)[..., :num_tokens] > 0
+
+
+def restrict(store: PlainDraftProbs, lanes_M: Tensor, bits_MAW: Tensor, only_MD: Tensor) -> None:
+    """In place."""
+    num_drafts, num_tokens = only_MD.shape[1], store.probs_ZJV.shape[2]
+    q_MDV = store.probs_ZJV[lanes_M, :num_drafts] * allowed_tokens(bits_MAW[:, :num_drafts], num_tokens)
+    mass_MD1 = q_MDV.sum(-1, keepdim=True)
+    q_MDV = q_MDV / mass_MD1.where(mass_MD1 > 0, 1.0)
+    one_MDV = torch.nn.functional.one_hot(only_MD.clamp(min=0), num_tokens).double()
+    store.probs_ZJV[lanes_M, :num_drafts] = torch.where((only_MD >= 0)[..., None], one_MDV, q_MDV)
 
 
 def verify(

@@ -10,7 +10,7 @@ argmax and is biased. X rows, B pairs of distributions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,15 @@ def residual_reference(p: Sequence[float], q: Sequence[float]) -> list[float]:
     excess = [max(0.0, target - draft) for target, draft in zip(p, q, strict=True)]
     mass = math.fsum(excess)
     return [value / mass for value in excess] if mass > 0 else list(p)
+
+
+def restricted_reference(q: Sequence[float], allowed: Collection[int], only: int = -1) -> list[float]:
+    """q conditioned on allowed tokens, all 0 if it has none of them; that token alone if `only` is not -1."""
+    kept = [value if token in allowed else 0.0 for token, value in enumerate(q)]
+    mass = math.fsum(kept)
+    if only >= 0:
+        return [float(token == only) for token in range(len(q))]
+    return [value / mass if mass > 0 else 0.0 for value in kept]
 
 
 def verify_reference(

@@ -11,6 +11,7 @@ import torch
 from idlm.kernels.sampling import (
     LayoutTables,
     Tuning,
+    allowed_logits,
     draft_probs,
     draw,
     draw_reference,
@@ -22,12 +23,14 @@ from idlm.kernels.sampling import (
     probs_reference,
     put,
     residual_reference,
+    restrict,
     row_probs,
     uniforms,
     verify,
 )
 from idlm.kernels.sampling.types import PlainDraftProbs, PlainProbs
 from tests.kernels.cases.sampling import all_probs, check_judged, check_nonfinite, check_probs, make_case
+from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
 
 CPU = torch.device("cpu")
@@ -83,6 +86,13 @@ def test_nonfinite_rows_are_reported(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_steps(seed: int) -> None:
     run_steps(random.Random(seed), num_tokens=[2, 11, 37][seed % 3], tuning=op.TUNING)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_of_tokens(seed: int) -> None:
+    num_tokens = [1, 11, 37, 64][seed % 4]
+    check_allowed(random.Random(seed), num_tokens)
+    check_restrict(random.Random(seed), num_tokens, tuning=op.TUNING, num_drafts=seed % 3 + 1)
 
 
 def one_draft(p_V: torch.Tensor, q_V: torch.Tensor, num_sequences: int) -> dict[str, Any]:
@@ -209,11 +219,11 @@ class Recorder:
 
 def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tuple[Any, tuple, dict]]:
     """Every launch of one step of Qwen3's size, on tensors that are never read."""
-    from idlm.kernels.sampling import kernel, kernel_verify
+    from idlm.kernels.sampling import kernel, kernel_bits, kernel_verify
     from idlm.kernels.sampling import kernel_probs as kernel_probs
 
     launches: list[tuple[Any, tuple, dict]] = []
-    for module in (kernel, kernel_probs, kernel_verify):
+    for module in (kernel, kernel_bits, kernel_probs, kernel_verify):
         for name in [name for name in dir(module) if name.endswith("_kernel")]:
             patch.setattr(module, name, Recorder(getattr(module, name), launches))
     patch.setattr(op, "has_kernels", lambda device: True)
@@ -250,6 +260,9 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
     put(store, lanes_B, probs, verdict.draft_rows_BJ, active_B=active_B)
     draw(probs, lanes_B, uniforms_BD[:, 0])
     nonfinite(probs, verdict.draft_rows_BJ)
+    bits_MW = torch.zeros(4, QWEN3_VOCABULARY // 32, dtype=torch.int32)
+    allowed_logits(logits_XV, ints, bits_MW, ints)
+    restrict(store, lanes_B, bits_MW[None], drafts_ZJ[:1], tuning=tuning)
     return launches
 
 
@@ -288,7 +301,7 @@ def test_every_launch_of_a_step_compiles_for_hopper(
 ) -> None:
     pytest.importorskip("triton")
     launches = launches_of_a_step(monkeypatch, dtype)
-    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 10
+    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 13
     variants = {(launch[0], launch[2].get("FILTERS"), launch[2].get("OWN")): launch for launch in launches}
     for kernel, arguments, options in variants.values():
         compiled(kernel, arguments, options)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from benchmarks.quality.structured_law import (
 from idlm.errors import UserError
 from idlm.infer.decoders import isd
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.structured import masks
-from idlm.infer.structured.grammar import Grammar
-from idlm.infer.structured.masks import Branches, PassGrammars
+from idlm.infer.structured import draft_choice, masks
+from idlm.infer.structured.draft_choice import Follower
+from idlm.infer.structured.grammar import compute_bits
+from idlm.kernels.sampling import allowed_logits
 from idlm.kernels.sampling.types import PlainProbs
 
 LEVEL = 1e-6
@@ -67,85 +69,85 @@ def test_the_law_has_many_answers(toy: Path) -> None:
 
 def _no_mask_on_p(patch: pytest.MonkeyPatch) -> None:
     """Mask on q only."""
-    patch.setattr(isd, "masked", lambda grammars, *rest: masks.masked(None, *rest))
+
+    def allowed(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: Tensor) -> Tensor:
+        return logits_XV[rows_Y]
+
+    patch.setattr(masks, "allowed_logits", allowed)
 
 
 def _mask_after_the_filters(patch: pytest.MonkeyPatch) -> None:
     """Temperature, top-k and top-p see all logits; what a grammar forbids is removed from the result."""
-    original = SequenceState.probs
+    original, seen = SequenceState.probs, dict[str, Tensor]()
+
+    def allowed(logits_XV: Tensor, rows_Y: Tensor, *bits: Tensor) -> Tensor:
+        seen["all"] = logits_XV[rows_Y]
+        seen["allowed"] = allowed_logits(logits_XV, rows_Y, *bits)
+        return seen["allowed"]
 
     def probs(self: SequenceState, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> PlainProbs:
-        is_open_XV = logits_XV > -torch.inf
-        unmasked_XV = seen.get("logits", logits_XV) if len(lanes_B) != len(logits_XV) else logits_XV
-        found = original(self, unmasked_XV, lanes_B, filters)
+        fallback = original(self, logits_XV, lanes_B, filters)
+        assert isinstance(fallback, PlainProbs)
+        if logits_XV is not seen.get("allowed"):
+            return fallback
+        found = original(self, seen["all"], lanes_B, filters)
         assert isinstance(found, PlainProbs)
-        kept_XV = found.probs_XV * is_open_XV
+        kept_XV = found.probs_XV * (logits_XV > -torch.inf)
         mass_X1 = kept_XV.sum(-1, keepdim=True)
-        fallback_XV = original(self, logits_XV, lanes_B, filters).probs_XV
         return PlainProbs(
-            probs_XV=torch.where(mass_X1 > 0, kept_XV / mass_X1.clamp(min=1e-300), fallback_XV),
+            probs_XV=torch.where(mass_X1 > 0, kept_XV / mass_X1.clamp(min=1e-300), fallback.probs_XV),
             is_nonfinite_X=found.is_nonfinite_X,
         )
 
-    seen: dict[str, Tensor] = {}
-
-    def masked(grammars: PassGrammars | None, logits_XV: Tensor, *rest: Any) -> Any:
-        seen["logits"] = logits_XV.clone()
-        return masks.masked(grammars, logits_XV, *rest)
-
     patch.setattr(SequenceState, "probs", probs)
-    patch.setattr(isd, "masked", masked)
+    patch.setattr(masks, "allowed_logits", allowed)
 
 
 def _state_one_token_late(patch: pytest.MonkeyPatch) -> None:
-    original = Grammar.branch
+    def late(rows: Any, bits_YW: Tensor) -> None:
+        branches = [(grammar.branch(), drafts, row) for grammar, drafts, row in rows]
+        for branch, _, _ in branches:
+            branch.matcher.rollback(1)
+        compute_bits([each for each in branches if each[0].problem is None], bits_YW)
 
-    def branch(self: Grammar) -> Grammar:
-        found = original(self)
-        before = original(found)
-        return before if before.matcher.rollback(1) and before.problem is None else found
-
-    patch.setattr(Grammar, "branch", branch)
+    patch.setattr(masks, "compute_bits", late)
 
 
 def _one_state_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
     """Every row of a sequence gets the mask of its first one."""
-    original = masks._bits
 
-    def bits(branches: Any, device: torch.device) -> Tensor:
-        rows = [0]
-        for _, drafts in branches:
-            rows += [rows[-1] + 1 + len(drafts)]
-        bits_YC = original(branches, device)
-        for start, end in zip(rows, rows[1:]):
-            bits_YC[start:end] = bits_YC[start]
-        return bits_YC
+    def one_state(rows: Any, bits_YW: Tensor) -> None:
+        compute_bits(rows, bits_YW)
+        for _, drafts, row in rows:
+            bits_YW[row : row + 1 + len(drafts)] = bits_YW[row].clone()
 
-    patch.setattr(masks, "_bits", bits)
+    patch.setattr(masks, "compute_bits", one_state)
 
 
 def _drafts_tested_with_a_masked_q_but_drawn_without(patch: pytest.MonkeyPatch) -> None:
-    """The store has the masked q, and the drafts are those drawn before it."""
-    original = isd.IsdDecoder._draft_again
+    """The first candidates stay the drafts, whether they fit or not."""
+    patch.setattr(masks, "choose_drafts", _keep_what_fits)
 
-    def draft_again(self: isd.IsdDecoder, *state: Any) -> None:
-        drafts_ZJ = self.drafts_ZJ.clone()
-        original(self, *state)
-        self.drafts_ZJ.copy_(drafts_ZJ)
 
-    patch.setattr(isd.IsdDecoder, "_draft_again", draft_again)
+def _keep_what_fits(choices: Sequence[tuple[Follower, Any]]) -> None:
+    """The masks of p go as far as the first candidates fit, and the next one is rejected."""
+    for follower, candidates in choices:
+        firsts = candidates[0].tolist()
+        follower.drafts = firsts[: follower.ahead.matcher.validate_tokens(firsts)]
+        follower.only = [-1] * len(follower.drafts)
 
 
 def _masked_drafts_tested_with_the_q_without_a_mask(patch: pytest.MonkeyPatch) -> None:
-    """The drafts are drawn from the masked q, and the store has the other one."""
-    original = isd.IsdDecoder._draft_again
+    patch.setattr(masks, "restrict", lambda *state: None)
 
-    def draft_again(self: isd.IsdDecoder, *state: Any) -> None:
-        probs_ZJV = self.draft_probs.probs_ZJV.clone()
-        original(self, *state)
-        self.draft_probs.probs_ZJV.copy_(probs_ZJV)
 
-    patch.setattr(isd.IsdDecoder, "_draft_again", draft_again)
+def _certain_drafts_tested_with_q(patch: pytest.MonkeyPatch) -> None:
+    """A draft that was taken because no candidate fits counts as a draw."""
+    original = draft_choice._first_that_fits
+    patch.setattr(isd, "NUM_CANDIDATES", 1)
+    patch.setattr(
+        draft_choice, "_first_that_fits", lambda *tensors: [(one, -1) for one, _ in original(*tensors)]
+    )
 
 
 FAULTS = (
@@ -155,6 +157,7 @@ FAULTS = (
     _one_state_for_all_drafts,
     _drafts_tested_with_a_masked_q_but_drawn_without,
     _masked_drafts_tested_with_the_q_without_a_mask,
+    _certain_drafts_tested_with_q,
 )
 
 
@@ -172,11 +175,17 @@ def test_the_fault_is_caught(toy: Path, plant: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_draft_without_a_mask_is_exact_too(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactness does not rest on the mask of q: drafts outside of the grammar are rejected."""
-    monkeypatch.setattr(isd.IsdDecoder, "_draft_again", lambda *_: None)
+    monkeypatch.setattr(masks, "choose_drafts", _keep_what_fits)
+    monkeypatch.setattr(masks, "restrict", lambda *state: None)
     found = draw_fits(toy, build_engine(toy, "isd", stride=4, rejection_strategy="tree"), REDUCED)
     assert found.p_value >= LEVEL / 24, found
     assert found.acceptance < 0.5
 
 
-def test_branches_of_no_sequence_go_nowhere() -> None:
-    assert Branches({}).pushed({}).places == []
+@pytest.mark.parametrize("num_candidates", [1, 3])
+def test_the_law_with_few_candidates(toy: Path, num_candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the drafts are often the highest token that fits, in passes that run ahead of their results."""
+    monkeypatch.setattr(isd, "NUM_CANDIDATES", num_candidates)
+    options = {"rejection_strategy": "tree", "graphs": "on", "num_inflight_steps": 3}
+    found = draw_fits(toy, build_engine(toy, "isd", stride=4, **options), REDUCED)
+    assert found.p_value >= LEVEL / 24, found

@@ -63,7 +63,8 @@ def test_passes_in_graphs_answer_as_eager_ones(toy: Path) -> None:
 def test_the_law_through_graphs(tmp_path: Path, decoder: str, options: dict[str, Any]) -> None:
     """Two grammars under three settings, and an answer without a constraint, share every pass."""
     directory = write_structured_toy(tmp_path)
-    place = {"device": "cuda", "graphs": "on", "num_lanes": 256}
+    # Few lanes, because each number of sequences is captured anew: 240 s with 256 of them, mostly compiling.
+    place = {"device": "cuda", "graphs": "on", "num_lanes": 32}
     found = draw_fits(directory, build_law_engine(directory, decoder, **place, **options), DRAWS)
     assert found.p_value >= LEVEL, found
     assert decoder == "ar" or 0.3 < found.acceptance < 0.9, found.acceptance

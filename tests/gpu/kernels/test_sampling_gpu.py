@@ -22,6 +22,7 @@ from tests.kernels.cases.sampling import (
     make_case,
     poisoned,
 )
+from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
 
 pytestmark = [
@@ -63,6 +64,14 @@ def test_random_probabilities_and_draws(seed: int) -> None:
     draw_from = random.Random(seed)
     for _ in range(CASES_PER_SEED):
         check_case(draw_from)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks_of_tokens(seed: int) -> None:
+    draw_from, num_tokens = random.Random(seed), (37, 4097)[seed % 2]
+    for _ in range(CASES_PER_SEED):
+        check_allowed(draw_from, num_tokens, device="cuda")
+        check_restrict(draw_from, num_tokens, device="cuda", tuning=TUNINGS[seed // 2 % 2])
 
 
 @pytest.mark.parametrize("seed", range(60))

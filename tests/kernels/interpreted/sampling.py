@@ -19,6 +19,7 @@ from tests.kernels.cases.sampling import (
     make_case,
     poisoned,
 )
+from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
 
 SMALL = Tuning(chunk=32, tile=4, capacity=64, group=2, sample=64, step=128)
@@ -116,6 +117,18 @@ def test_a_sampled_bracket_of_a_smooth_row() -> None:
 def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
     tuning = Tuning(chunk=16, tile=2, capacity=32, group=2, step=64)
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_drafts", "tuning"),
+    [(37, 3, SMALL), (131, 1, CRAMPED), (300, 2, SMALL), (1, 2, SMALL)],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_masks_of_tokens(num_tokens: int, num_drafts: int, tuning: Tuning) -> None:
+    for seed in range(2):
+        draw_from = random.Random(seed + num_tokens)
+        check_allowed(draw_from, num_tokens)
+        check_restrict(draw_from, num_tokens, tuning=tuning, num_drafts=num_drafts)
 
 
 def test_uniform_numbers_equal_the_plain_ones() -> None:
