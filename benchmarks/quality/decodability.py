@@ -1,18 +1,20 @@
 """Which masks FOCUS may leave out on a trained model: signal, selection, thresholds, caches, rows a token.
 
-    python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=1000] [record=true]
-        [parts=signal,selection,thresholds,cache,commit,rule,mage] [trace=benchmarks/traces/tiny.jsonl]
-        [traced=24] [figures=FOLDER]
+    python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=500] [record=true]
+        [parts=signal,judged,selection,left,cache,commit,mage,rule,alphas] [figures=FOLDER]
+        [trace=benchmarks/traces/tiny.jsonl] [traced=24]
 
 Decoding is greedy on held-out questions, the same in every arm, in blocks of the model's size. `signal`
 records full blocks at threshold `JUDGED` pass by pass: which share of the masks at each percentile of
 importance is decided (figures 4, 12, 13); with `trace=` it also records FOCUS and writes what
-`benchmarks.eviction` replays, of the first `traced` questions. `selection` keeps the K masks of highest,
-random and lowest delta (table 3), `thresholds` compares full blocks and FOCUS by threshold and alpha (table
-4), `cache` the delayed caches dc and dc+ without eviction (table 6), `commit` FOCUS that stores only unfrozen
-rows of clean blocks, `rule` the rules of the published code, `mage` MAGE alone and with FOCUS.
+`benchmarks.eviction` replays, of the first `traced` questions. `judged` compares full blocks and FOCUS by
+threshold, `alphas` FOCUS of other alphas (table 4). `selection` keeps the K masks of highest, random and
+lowest delta (table 3), `left` the K leftmost ones: what eviction costs where the choice is good, whatever the
+signal. `cache` compares the delayed caches dc and dc+ without eviction (table 6), `commit` FOCUS that stores
+only unfrozen rows of clean blocks, `rule` the rules of the published code, `mage` MAGE alone and with FOCUS.
 `rows_per_token` (table 5) counts rows behind layer 1, clean blocks that are stored included, prompts left
-out. A difference is one of paired answers.
+out. A difference is one of paired answers. Parts run in this order, the important ones first, and rows are
+recorded as soon as they are measured. `importance=block` measures attention as equation 2 does, in all arms.
 """
 
 from __future__ import annotations
@@ -58,11 +60,12 @@ OPTIONS = {
     "model": "outputs/tiny_block32",
     "task": "ledger",
     "level": "p4",
-    "num": "1000",
-    "parts": "signal,selection,thresholds,cache,commit,rule,mage",
+    "num": "500",
+    "parts": "signal,judged,selection,left,cache,commit,mage,rule,alphas",
     "k": "2,4,8",
     "thresholds": "0.9,0.8,0.7",
-    "alphas": "1.5,1.2,1.8",
+    "alphas": "1.2,1.8",
+    "importance": "masked",
     "mage_k": "32",
     "trace": "",
     "traced": "24",
@@ -77,7 +80,7 @@ OPTIONS = {
 }
 JUDGED, ALLOWED_LOSS, ERRORS_APART = 0.9, 0.02, 2.0
 ALPHA = FocusConfig().alpha
-TOP, RANDOM, BOTTOM = "top", "random", "bottom"
+TOP, RANDOM, BOTTOM, LEFT = "top", "random", "bottom", "left"
 SELECTIONS = (TOP, RANDOM, BOTTOM)
 SEED = 1
 
@@ -142,8 +145,14 @@ class Bench:
             ("rows_per_token", result.rows_per_token, "rows", base.rows_per_token),
         )
         case = result.arm.case() | {"questions": len(self.samples)}
-        self.rows += arm_rows("decodability", case, result, base, *further, gate_passed=gate)
+        self.record(arm_rows("decodability", case, result, base, *further, gate_passed=gate))
         print(line_of(result, base, gate), flush=True)
+
+    def record(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep rows and write them, so that a run that is stopped loses none."""
+        self.rows += rows
+        if self.options["record"] == "true":
+            append_rows("decodability", rows, results=Path(self.options["results"]))
 
     def _decoded(self, arm: Arm) -> Result:
         chosen = contextlib.nullcontext() if arm.selection is None else selecting(arm.selection, arm.k or 1)
@@ -165,7 +174,10 @@ class Bench:
 
     def engine(self, arm: Arm, **settings: Any) -> Engine:
         """An engine for an arm."""
-        return engine_of(self.options, "block", accelerators=arm.accelerators, **settings)
+        chosen = dict(arm.accelerators)
+        if "focus" in chosen:
+            chosen["focus"] = {"importance": self.options["importance"], **chosen["focus"]}
+        return engine_of(self.options, "block", accelerators=chosen, **settings)
 
 
 def main() -> int:
@@ -186,8 +198,6 @@ def measure(arguments: list[str]) -> int:
     for part in parts:
         print(f"-- {part}", flush=True)
         PARTS[part](bench)
-    if options["record"] == "true":
-        append_rows("decodability", bench.rows, results=Path(options["results"]))
     if options["figures"]:
         print(*draw_decodability(Path(options["results"]), Path(options["figures"])), sep="\n")
     failed = [row for row in bench.rows if row["gate_passed"] is False]
@@ -208,11 +218,8 @@ def signal(bench: Bench) -> None:
                 f"{name:5s} {each.percentile:>7s}  {each.num_masks:6d} masks, decided "
                 f"{100 * each.decoded_share:5.1f} %, of all decided {100 * concentrated:5.1f} %"
             )
-            for metric, value in (
-                ("decoded_share", each.decoded_share),
-                ("share_of_decoded", concentrated),
-            ):
-                bench.rows.append(result_row("decodability", case, metric, value, "share"))
+            shares = (("decoded_share", each.decoded_share), ("share_of_decoded", concentrated))
+            bench.record([result_row("decodability", case, *share, "share") for share in shares])
     if bench.options["trace"]:
         _write_trace(bench, full, _recorded(bench, Arm(name=FOCUS, accelerators={"focus": {}})))
 
@@ -261,15 +268,28 @@ def selection(bench: Bench) -> None:
             worse = found
 
 
-def thresholds(bench: Bench) -> None:
-    """Tables 4 and 5. Judged: alpha 1.5 at threshold 0.9."""
+def left(bench: Bench) -> None:
+    """The leftmost masks."""
+    for k in _numbers(bench.options["k"]):
+        arm = Arm(name=LEFT, accelerators={"focus": {}}, selection=LEFT, k=int(k))
+        bench.add(bench.result(arm), bench.full())
+
+
+def judged(bench: Bench) -> None:
+    """Tables 4 and 5 at the default alpha. Judged: threshold 0.9."""
     for threshold in _numbers(bench.options["thresholds"]):
         base = bench.full(threshold)
         bench.add(base, base)
+        found = bench.result(Arm(name=FOCUS, threshold=threshold, accelerators={"focus": {}}))
+        bench.add(found, base, gate=keeps_quality(found, base))
+
+
+def alphas(bench: Bench) -> None:
+    """Table 4, other alphas."""
+    for threshold in _numbers(bench.options["thresholds"]):
         for alpha in _numbers(bench.options["alphas"]):
-            focus = {} if alpha == ALPHA else {"alpha": alpha}
-            found = bench.result(Arm(name=FOCUS, threshold=threshold, accelerators={"focus": focus}))
-            bench.add(found, base, gate=keeps_quality(found, base))
+            arm = Arm(name=FOCUS, threshold=threshold, accelerators={"focus": {"alpha": alpha}})
+            bench.add(bench.result(arm), bench.full(threshold))
 
 
 def cache(bench: Bench) -> None:
@@ -301,12 +321,14 @@ def mage(bench: Bench) -> None:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "signal": signal,
+    "judged": judged,
     "selection": selection,
-    "thresholds": thresholds,
+    "left": left,
     "cache": cache,
     "commit": commit,
-    "rule": rule,
     "mage": mage,
+    "rule": rule,
+    "alphas": alphas,
 }
 
 
@@ -338,15 +360,17 @@ def line_of(result: Result, base: Result, gate: bool | None) -> str:
 
 @contextlib.contextmanager
 def selecting(name: str, k: int) -> Iterator[None]:
-    """Keep K masks of the highest, the lowest or random deltas in place of FOCUS's budget (section 5.1). With
-    each go its predecessor and the masks to its left without keys and values, as in FOCUS.
+    """Keep K masks of the highest, lowest or random deltas, or the leftmost ones, in place of FOCUS's budget
+    (section 5.1). With each go its predecessor and the masks to its left without keys and values.
     """
     original = FocusPass._select
 
     def select(self: FocusPass, first_BPW: torch.Tensor, second_BPW: torch.Tensor) -> Selected:
         view, size = self.view, first_BPW.shape[2]
         deltas_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1)
-        if name != TOP:
+        if name == LEFT:
+            deltas_BW = -torch.arange(size, device=deltas_BW.device).expand_as(deltas_BW).float()
+        elif name != TOP:
             deltas_BW = -deltas_BW if name == BOTTOM else torch.rand_like(deltas_BW)
         is_mask_BW, fed_BW = view.is_mask_BW, view.rows_BW >= 0
         processed_BW = self._memory.processed_ZW[view.plan.lanes_B]

@@ -17,6 +17,8 @@ BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
 SEPARATOR = "\n\n"
 """Separates prompt and response; one token."""
+MAX_LENGTH = 1 << 17
+"""Above this stock tokenizers warn; every level is shorter. A model's own limit is in its config."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ message['content'] }}{{ eos_token }}"
@@ -70,7 +72,7 @@ def save_tokenizer(directory: Path, task: str | None = None) -> int:
         "pad_token": PAD,
         "unk_token": UNK,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 4096,
+        "model_max_length": MAX_LENGTH,
         "chat_template": CHAT_TEMPLATE,
     }
     text = json.dumps(config, indent=2, ensure_ascii=False)

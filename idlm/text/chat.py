@@ -42,7 +42,9 @@ def render_conversation(
     done = ""
     for turn in targets[-1:] if turns == "last" else targets:
         before = render(tokenizer, messages[:turn], open_turn=True, enable_thinking=enable_thinking)
-        after = render(tokenizer, messages[: turn + 1], open_turn=False, enable_thinking=enable_thinking)
+        after = whole
+        if turn + 1 < len(messages):
+            after = render(tokenizer, messages[: turn + 1], open_turn=False, enable_thinking=enable_thinking)
         _require_prefix(done, before, turn)
         _require_prefix(before, after, turn)
         _require_prefix(after, whole, turn)
@@ -54,7 +56,7 @@ def render_conversation(
         ids += context + answer
         supervised += [False] * len(context) + [True] * (len(answer) - num_tail) + [False] * num_tail
         done = after
-    rest = encode_text(tokenizer, whole[len(done) :])
+    rest = encode_text(tokenizer, whole[len(done) :]) if len(done) < len(whole) else []
     ids, supervised = ids + rest, supervised + [False] * len(rest)
     # If the parts give the ids of the whole, so do all prefixes; encoding each of them would be quadratic.
     if prompts and ids != encode_text(tokenizer, whole):

@@ -93,7 +93,7 @@ def test_cases_name_what_an_arm_is() -> None:
 
 
 def test_every_part_leaves_its_rows(arguments: list[str], tmp_path: Path) -> None:
-    given = [*arguments, "k=1,2", "thresholds=0.9,0.7", "alphas=1.5,1.2", "mage_k=4", "record=true"]
+    given = [*arguments, "k=1,2", "thresholds=0.9,0.7", "alphas=1.2", "mage_k=4", "record=true"]
     figures = tmp_path / "figures"
     decodability.measure([*given, f"figures={figures}"])
     drawn = {path.name for path in figures.iterdir()}
@@ -104,7 +104,7 @@ def test_every_part_leaves_its_rows(arguments: list[str], tmp_path: Path) -> Non
     cases = [row["case"] for row in rows if row["metric"] == "exact_match"]
     arms = {(case["arm"], case["k"]) for case in cases}
     assert arms == {
-        *((name, k) for name in ("top", "random", "bottom") for k in (1, 2)),
+        *((name, k) for name in ("top", "random", "bottom", "left") for k in (1, 2)),
         *((name, "-") for name in ("full", "focus", "dc", "dc+", "focus_published")),
         *((name, 4) for name in ("mage", "focus+mage")),
     }

@@ -115,7 +115,8 @@ def test_rows_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     steps = [case["step"] for case in cases["oracle_recall"] if case["model"] == "base"]
     assert steps == [2, 3, 4, "mean", "mean", "mean"]
     assert [case["arm"] for case in cases["estimation_accuracy"]] == ["mage", "quest", "sparsed", "oracle"]
-    assert len(cases["needle_accuracy"]) == 2 * 4
+    # Exact attention at both contexts, the arms at the better one.
+    assert [case["arm"] for case in cases["needle_accuracy"]] == [*["exact"] * 2, "mage", "quest", "sparsed"]
     assert [case["arm"] for case in cases["agreement_with_exact"]] == ["mage", "quest", "sparsed"]
     values = {(row["metric"], *row["case"].values()): row["value"] for row in rows}
     # The same weights: the base's sets are the model's.
@@ -137,8 +138,15 @@ def test_whole_budgets_change_no_answer(model: Path) -> None:
         "device": "cpu",
     }
     plan = sparse_fidelity._plan(options)
-    rows = sparse_fidelity.answer_rows(list(sparse_fidelity._answers(options, plan)), plan)
-    assert [row["value"] for row in rows if row["metric"] == "agreement_with_exact"] == [1.0, 1.0, 1.0]
+    rows = sparse_fidelity.agreement_rows(list(sparse_fidelity._answers(options, plan)), plan)
+    assert [row["value"] for row in rows] == [1.0, 1.0, 1.0]
+
+
+def test_arms_answer_where_exact_answers_leave_room() -> None:
+    choose = sparse_fidelity.contexts_with_room
+    assert choose({2048: 1.0, 4096: 0.97, 8192: 0.7, 12288: 0.5}) == [8192, 4096]
+    assert choose({2048: 1.0, 4096: 1.0}) == [4096]
+    assert choose({2048: 0.5, 4096: 0.1}) == [2048]
 
 
 def test_mistakes_are_named(model: Path) -> None:
