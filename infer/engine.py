@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Mapping, Set
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from idlm.infer.errors import (
     nonfinite_logits,
     out_of_memory,
 )
+from idlm.infer.interrupts import uninterrupted
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import AnswerText, Request, strip_stop_id
@@ -147,17 +149,13 @@ class Engine:
         IDLM-0473 if its answer is another one after a preemption, and aborts the others. Use `add_request`
         and `step` to keep their answers.
         """
-        keys = self._add_all(prompts, params, request_ids)
-        own = {request_id for request_id, _ in keys}
         done: dict[tuple[str, int], Completion] = {}
-        try:
+        with self._queued(prompts, params, request_ids) as keys:
+            own = {request_id for request_id, _ in keys}
             while len(done) < len(keys):
                 for event in self._step_for(own):
                     if event.completion is not None:
                         done[event.request_id, event.index] = event.completion
-        except BaseException:
-            self._drop(own)
-            raise
         return [done[key] for key in keys]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamEvent]:
@@ -166,34 +164,35 @@ class Engine:
         The request is checked and queued by this call, before the first event is read. Raises UserError like
         `generate`.
         """
-        [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
-        events = self._events_of(request_id, len(keys))
-        # Enter the generator's `try`, so that closing an iterator that was never read aborts its request.
+        events = self._events_of(prompt, params)
+        # It queues the prompt; closing it aborts the request then, also before an event is read.
         next(events)
         return cast(Generator[StreamEvent], events)
 
-    def _events_of(self, request_id: str, num_samples: int) -> Generator[StreamEvent | None]:
-        try:
+    def _events_of(self, prompt: Prompt, params: SamplingParams | None) -> Generator[StreamEvent | None]:
+        """Queue the prompt and yield None, then its events until all samples are done."""
+        with self._queued([prompt], params, None, streams=True) as keys:
             yield None
+            num_samples = len(keys)
             while num_samples:
-                for event in self._step_for({request_id}):
+                for event in self._step_for({keys[0][0]}):
                     num_samples -= event.completion is not None
                     yield event
-        finally:
-            self._drop([request_id])
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, streams: bool = False
     ) -> None:
         """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one."""
         self._check_new(request_id)
-        for request in self._parts.samples(request_id, prompt, params):
-            self._num_added += 1
-            self._active.setdefault(request_id, []).append(request)
-            stop = request.params.stop
-            if (stop or streams) and self.tokenizer is not None:
-                self._texts[request] = AnswerText(Detokenizer(self.tokenizer), stop)
-            self.scheduler.add(request)
+        samples = self._parts.samples(request_id, prompt, params)
+        with uninterrupted():
+            for request in samples:
+                self._num_added += 1
+                self._active.setdefault(request_id, []).append(request)
+                stop = request.params.stop
+                if (stop or streams) and self.tokenizer is not None:
+                    self._texts[request] = AnswerText(Detokenizer(self.tokenizer), stop)
+                self.scheduler.add(request)
 
     def begin_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
         """Begin to compile the grammar of a request in a thread. While the future is kept and done,
@@ -210,6 +209,7 @@ class Engine:
         samples = self._active.get(request_id, ())
         return sum(sum(each.accepted) for each in samples), sum(sum(each.tested) for each in samples)
 
+    @uninterrupted()
     def abort(self, request_id: str) -> list[Completion]:
         """Stop a request, queued or running; returns its samples so far, [] for an unknown id."""
         completions = []
@@ -218,6 +218,7 @@ class Engine:
             completions.append(self._finish(request))
         return completions
 
+    @uninterrupted()
     def _drop(self, request_ids: Collection[str]) -> None:
         """Abort requests and discard their events."""
         for request_id in request_ids:
@@ -241,11 +242,17 @@ class Engine:
         """Launch one forward pass over the running requests; returns the events since the last call.
 
         The list may be empty: a step that only stores prompts emits nothing. Call until `has_work` is False.
+        Ctrl-C and SIGTERM wait for the end of the step, a second one does not.
         """
         self._run_step()
+        return self.take_events()
+
+    def take_events(self) -> list[StreamEvent]:
+        """The events since the last call, without a step: those of a step that raised."""
         events, self._events = self._events, []
         return events
 
+    @uninterrupted()
     def _run_step(self) -> None:
         """Launch a step and collect finished ones.
 
@@ -452,15 +459,18 @@ class Engine:
         completion = self._finish(request, error, invalidate=invalidate)
         self._events.append(StreamEvent(request.request_id, request.index, (), text, completion, error))
 
-    def _add_all(
+    @contextmanager
+    def _queued(
         self,
         prompts: Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
         request_ids: Iterable[str] | None,
         *,
         streams: bool = False,
-    ) -> list[tuple[str, int]]:
-        """Queue all prompts, or none if one is refused; returns (request id, index) of every sample."""
+    ) -> Iterator[list[tuple[str, int]]]:
+        """Queue all prompts, or none if one is refused; gives (request id, index) of every sample. At its end
+        it aborts what is unfinished.
+        """
         if isinstance(prompts, str | bytes | Mapping | Set) or not isinstance(prompts, Iterable):
             raise UserError(
                 "IDLM-0407",
@@ -483,15 +493,15 @@ class Engine:
                 f"{len(prompts)} prompts, {len(settings)} params and {len(ids)} request ids do not match",
                 fix="give one SamplingParams for all or one per prompt, and one id per prompt or none",
             )
-        added: list[str] = []
+        added: set[str] = set()
         try:
             for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
+                self._check_new(request_id)
+                added.add(request_id)
                 self.add_request(request_id, prompt, setting, streams=streams)
-                added.append(request_id)
-        except BaseException:
+            yield [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
+        finally:
             self._drop(added)
-            raise
-        return [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
 
     def _check_new(self, request_id: str) -> None:
         if not isinstance(request_id, str):

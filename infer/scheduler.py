@@ -49,7 +49,7 @@ class Scheduler:
         self._max_num_batched_tokens = self._row_budget = max_num_batched_tokens
         self._num_good_passes = 0
         self._num_rows, self._max_emitted = functools.cache(num_rows), max_emitted
-        self._free_lanes = list(range(num_lanes - 1, -1, -1))
+        self._num_lanes, self._free_lanes = num_lanes, list(range(num_lanes - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -99,7 +99,8 @@ class Scheduler:
                 self._free_lanes.append(request.lane)
                 request.lane = None
                 break
-            self.running.append(self.waiting.popleft())
+            self.running.append(request)
+            self.waiting.popleft()
             schedule.scheduled_new_requests.append(request)
             budget = self._feed(request, budget, schedule)
         return schedule
@@ -133,15 +134,17 @@ class Scheduler:
     def requeue_all(self) -> None:
         """Return every running request to the front of the queue, in order, with what it has emitted.
 
-        For a pass that failed at an unknown place: the contents of lanes and pages are unknown then, while
-        the host's records are intact.
+        For a pass that failed at an unknown place, this scheduler included: the contents of lanes and pages
+        are unknown then, while the requests are intact.
         """
-        for request in reversed(self.running):
-            self._free_lanes.append(lane_of(request))
-            request.lane, request.num_inflight = None, 0
-            self._forget(request)
-        self.waiting.extendleft(reversed(self.running))
+        # One that was being admitted is in both.
+        self.waiting = deque(dict.fromkeys((*self.running, *self.waiting)))
         self.running.clear()
+        for request in self.waiting:
+            if request.lane is not None:
+                request.lane, request.num_inflight = None, 0
+                self._forget(request)
+        self._free_lanes = list(range(self._num_lanes - 1, -1, -1))
         self.pool.reset()
 
     def halve_budget(self) -> None:

@@ -16,6 +16,7 @@ from idlm.infer.cli.fingerprint import RunConfig, of_request
 from idlm.infer.cli.progress import Tally
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine, StreamEvent
+from idlm.infer.interrupts import uninterrupted
 from idlm.text.tokenizer import encode_messages
 
 QUEUE_FACTOR = 4
@@ -70,26 +71,40 @@ class AnswerRun:
         self._is_read = False
 
     def __iter__(self) -> Iterator[Answer]:
+        for answers in self.batches():
+            yield from answers
+
+    def batches(self) -> Iterator[Iterator[Answer]]:
+        """After every step, the answers whose turn it is. One that is not read stays, for `finished`."""
         try:
             while self._fill():
-                events = self._engine.step()
-                for event in events:
-                    if event.completion is not None:
-                        self._done[event.request_id, event.index] = event.completion
-                if self._progress is not None:
-                    self._progress.see(events)
-                while self._order and self._order[0][1] in self._done:
-                    yield self._take(*self._order.popleft())
+                with uninterrupted():
+                    self._see(self._engine.step())
+                yield self._ready()
         finally:
-            for _, (request_id, _) in self._order:
-                self._engine.abort(request_id)
+            with uninterrupted():
+                for _, (request_id, _) in self._order:
+                    self._engine.abort(request_id)
+                self._see(self._engine.take_events())
         if self._refusal is not None:
             raise self._refusal
 
-    def finished(self) -> list[Answer]:
-        """Remove and return, in order, finished answers that wait for an unfinished one."""
-        ready = [item for item in self._order if item[1] in self._done]
-        return [self._take(line, key) for line, key in ready]
+    def finished(self) -> Iterator[Answer]:
+        """Remove and yield, in order, the finished answers that an interrupted run still holds."""
+        for line, key in self._order:
+            if key in self._done:
+                yield self._take(line, key)
+
+    def _see(self, events: Iterable[StreamEvent]) -> None:
+        for event in events:
+            if event.completion is not None:
+                self._done[event.request_id, event.index] = event.completion
+        if self._progress is not None:
+            self._progress.see(events)
+
+    def _ready(self) -> Iterator[Answer]:
+        while self._order and self._order[0][1] in self._done:
+            yield self._take(*self._order.popleft())
 
     def _take(self, line: PromptLine, key: Key) -> Answer:
         return line, dataclasses.replace(self._done.pop(key), request_id=line.request_id)
@@ -110,10 +125,10 @@ class AnswerRun:
 
     def _add(self, line: PromptLine) -> None:
         request_id = f"{self._num_lines}:{line.request_id}"
-        with _placed(line):
+        with _placed(line), uninterrupted():
             self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
-        self._num_lines += 1
-        self._order.extend((line, (request_id, index)) for index in range(line.params.n))
+            self._num_lines += 1
+            self._order.extend((line, (request_id, index)) for index in range(line.params.n))
 
 
 def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:

@@ -16,9 +16,10 @@ from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
 from idlm.infer.cli.progress import Tally, engine_name, print_stream
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
 from idlm.infer.cli.system import check_system, with_system
+from idlm.infer.interrupts import uninterrupted
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.answers import AnswerProgress, AnswerRun
+    from idlm.infer.cli.answers import Answer, AnswerProgress, AnswerRun
     from idlm.infer.cli.fingerprint import RunConfig
     from idlm.infer.cli.resume import ResumeState
     from idlm.infer.engine import Engine
@@ -143,13 +144,19 @@ def _write_answers(
 
     advice = "; give resume=true to continue" if config.input is not None else ""
     with answer_file(str(config.output), earlier=earlier, advice=advice) as answers:
+
+        def write(finished: Iterator[Answer]) -> None:
+            # Ctrl-C waits, so that no answer is lost between the two.
+            with uninterrupted():
+                for line, done in finished:
+                    _report(done)
+                    answers.write(as_record(engine, line, done, common=common))
+
         try:
-            for line, done in run:
-                _report(done)
-                answers.write(as_record(engine, line, done, common=common))
+            for finished in run.batches():
+                write(finished)
         finally:
-            for line, done in run.finished():
-                answers.write(as_record(engine, line, done, common=common))
+            write(run.finished())
 
 
 def _report(done: Completion) -> None:

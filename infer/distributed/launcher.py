@@ -210,11 +210,12 @@ class DriverWorker(Worker):
             group.end_after(parts.step.clear)
 
     def launch(self, schedule: Schedule) -> StepResult:
-        """Send the pass to the other ranks, then run it. SIGINT and SIGTERM wait until it is launched,
-        because ranks that are out of step cannot be brought back.
+        """Send the pass to the other ranks, then run it.
+
+        The engine lets no SIGINT or SIGTERM in, because ranks that are out of step cannot be brought back.
         """
         message = step_message(schedule, self.parts.pool.unwritten)
-        with uninterrupted(), self.group.translating_failures():
+        with self.group.translating_failures():
             self.group.broadcast({"do": "pass", "engine": self._number, **message})
             result = super().launch(schedule)
         self._num_passes += 1
@@ -375,25 +376,3 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
         return f" (pid {process.pid}: it hung)"
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f" (pid {process.pid}: {how})"
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Deliver SIGINT and SIGTERM that arrive inside at the end. Only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    # getsignal returns None for a handler that was not installed from Python, which could not be restored.
-    handlers = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) is not None
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for signal_number in received:
-            signal.raise_signal(signal_number)
