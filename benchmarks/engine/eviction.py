@@ -78,7 +78,10 @@ COMMITS = ("clean", "unfrozen")
 MAX_LOST = 0.05
 """Share of passes in which sequences may store a block or wait, beside those of the trace."""
 GATE_CONTEXT = 480
-SELECTION_KERNELS = ("importance_kernel", "select_kernel", "count_kernel", "place_kernel", "gather_kernel")
+SELECTION_KERNELS = (
+    *("importance_kernel", "select_kernel", "spread_kernel", "find_kernel", "count_kernel", "place_kernel"),
+    *("gather_kernel", "wanted_kernel"),
+)
 
 
 def main() -> int:

@@ -86,8 +86,8 @@ class Bench:
         print(
             f"    {arm.name} {arm.commit} took {time.perf_counter() - start:.1f} s: step {found.step_ms:.2f} "
             f"ms, {found.num_captured} graphs captured in {sum(found.passes)} passes ({found.num_settling} "
-            f"before, {found.ahead.num_graphs} of {found.ahead.num_wanted} ahead in {found.ahead.seconds:.1f} s and "
-            f"{found.ahead.num_bytes / 1e9:.2f} GB), rows asked for {found.asked}, computed {found.computed}",
+            f"before, {found.ahead.num_graphs} of {found.ahead.num_wanted} ahead in {found.ahead.seconds:.1f} s "
+            f"and {found.ahead.num_bytes / 1e9:.2f} GB), rows asked for {found.asked}, computed {found.computed}",
             flush=True,
         )
         return found
