@@ -83,11 +83,12 @@ class Bench:
         steady = SteadyTrace(self.model, arm, load, self.trace)
         found = steady.window(int(self.options["rounds"]), self.passes(batch))
         self.free(steady)
+        ahead = found.ahead
         print(
             f"    {arm.name} {arm.commit} took {time.perf_counter() - start:.1f} s: step {found.step_ms:.2f} "
             f"ms, {found.num_captured} graphs captured in {sum(found.passes)} passes ({found.num_settling} "
-            f"before, {found.ahead.num_graphs} of {found.ahead.num_wanted} ahead in {found.ahead.seconds:.1f} s "
-            f"and {found.ahead.num_bytes / 1e9:.2f} GB), rows asked for {found.asked}, computed {found.computed}",
+            f"before, {ahead.num_graphs} of {ahead.num_wanted} ahead in {ahead.seconds:.1f} s and "
+            f"{ahead.num_bytes / 1e9:.2f} GB), rows asked for {found.asked}, computed {found.computed}",
             flush=True,
         )
         return found

@@ -132,7 +132,7 @@ def test_focus_captures_nothing_in_traffic_after_a_warm_up(tmp_path: Path) -> No
     ahead = engine.metrics()["graphs_captured_ahead"]
     step = engine._parts.step
     assert isinstance(step, StaticStep)
-    assert ahead == len(step._graphs) > 8
+    assert ahead == len(step._graphs) >= 8
     for _ in range(2):
         assert len(engine.generate(PROMPTS[:8], params)) == 8
         assert engine.metrics()["graphs_captured_in_traffic"] == 0
