@@ -75,7 +75,7 @@ class Engine:
         # Only passes of blocks and canvases say what they ask for.
         self._rooms: RowRooms | None = None
         if not parts.decoder.kv_policy.num_lookahead_tokens:
-            self._rooms = RowRooms(drops=parts.stack is not None and parts.stack.rows is not None)
+            self._rooms = RowRooms(drops=parts.drops_rows, block_size=parts.decoder.kv_policy.block_size)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []

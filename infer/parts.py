@@ -68,6 +68,11 @@ class EngineParts:
         is_sparse = self.stack is not None and self.stack.is_lossy
         return self.settings.is_lossy or is_sparse or self.decoder.exactness != "exact"
 
+    @property
+    def drops_rows(self) -> bool:
+        """Whether passes may drop rows, and so have room for few of them (`RowRoom`)."""
+        return self.stack is not None and self.stack.rows is not None
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer; empty without a tokenizer."""
         return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)

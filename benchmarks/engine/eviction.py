@@ -2,7 +2,7 @@
 
     python -m benchmarks.eviction [batch=1,16,32,64,128,256] [context=1024,4096] [block=32]
         [commit=clean,unfrozen] [trace=synthetic] [parts=gate,throughput] [rounds=2] [passes=24]
-        [figures=FOLDER]
+        [warmup=auto] [figures=FOLDER]
     python -m benchmarks.eviction parts=toggles,host_wait batch=16,128 context=1024
     python -m benchmarks.eviction parts=host batch=1,128 context=1024
     python -m benchmarks.eviction parts=selection batch=1,128 context=1024
@@ -12,11 +12,12 @@ SDAR-8B's shape with random weights and random KV; every sequence is at another 
 are decided at the same threshold in both arms. `trace` is a file of `benchmarks.decodability`, or `synthetic`
 (drawn). All kernels run on real queries and keys; then the trace's deltas and places replace what they found.
 First the gate: with a budget of the whole block the logits are those of full blocks. `throughput` measures
-full blocks and FOCUS, and compares with the limit that follows from the trace's rows and the rates of this
-run. `toggles` leaves out one part at a time, and all that is not of FOCUS itself. `host_wait` is this
-engine's FOCUS without graphs and with a wait of the host in every pass. `host` counts waits of the host and
-the GPU's idle share. `selection` prints the kernels of a full pass and one of FOCUS by name. `mage` compares
-neither, each alone and both over long contexts. Every cell prints as it ends; a table is last.
+full blocks and FOCUS, each after the warm-up of a server (`warmup`: auto, full or off), and compares with the
+limit that follows from the trace's rows and the rates of this run. `toggles` leaves out one part at a time,
+and all that is not of FOCUS itself. `host_wait` is this engine's FOCUS without graphs and with a wait of the
+host in every pass. `host` counts waits of the host and the GPU's idle share. `selection` prints the kernels
+of a full pass and one of FOCUS by name. `mage` compares neither, each alone and both over long contexts.
+Every cell prints as it ends; a table is last.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ DEFAULTS = {
     "parts": "gate,throughput",
     "rounds": "2",
     "passes": "24",
+    "warmup": "auto",
     "figures": "",
     "record": "true",
     "results": str(RESULTS),
@@ -76,7 +78,10 @@ COMMITS = ("clean", "unfrozen")
 MAX_LOST = 0.05
 """Share of passes in which sequences may store a block or wait, beside those of the trace."""
 GATE_CONTEXT = 480
-SELECTION_KERNELS = ("importance_kernel", "select_kernel", "count_kernel", "place_kernel", "gather_kernel")
+SELECTION_KERNELS = (
+    *("importance_kernel", "select_kernel", "spread_kernel", "find_kernel", "count_kernel", "place_kernel"),
+    *("gather_kernel", "wanted_kernel"),
+)
 
 
 def main() -> int:
@@ -168,7 +173,7 @@ def gate(bench: Bench) -> None:
 def throughput(bench: Bench) -> None:
     """Full blocks, and FOCUS with each kind of commit, for every batch."""
     for batch in bench.batches():
-        full = bench.window(bench.full, batch)
+        full = bench.window(bench.warm(bench.full), batch)
         _notes(bench, bench.full, full)
         base, base_limit = bench.speed(bench.full, full), bench.limit(bench.full, batch)
         rows = implied_rows(bench.trace, bench.full)
@@ -176,7 +181,7 @@ def throughput(bench: Bench) -> None:
         bench.add(bench.case(batch), "full_block_share_of_matmul", share, "share")
         for commit in bench.options["commit"].split(","):
             arm = bench.focus(commit)
-            found = bench.window(arm, batch)
+            found = bench.window(bench.warm(arm), batch)
             _notes(bench, arm, found)
             ratio, limit = bench.speed(arm, found) / base, bench.limit(arm, batch) / base_limit
             case = bench.case(batch, commit=commit)
@@ -214,6 +219,11 @@ def _notes(bench: Bench, arm: EvictionArm, found: Window) -> None:
         bench.add(case, "waiting_share", found.waiting_share, "share")
         bench.add(case, "padding_share", found.padding_share, "share")
     bench.add(case, "graphs_captured", found.num_captured, "graphs")
+    if found.ahead.num_graphs:
+        bench.add(case, "graphs_captured_ahead", found.ahead.num_graphs, "graphs")
+        bench.add(case, "graphs_captured_settling", found.num_settling, "graphs")
+        bench.add(case, "warm_up_seconds", found.ahead.seconds, "s")
+        bench.add(case, "warm_up_memory", found.ahead.num_bytes / 1e9, "GB")
 
 
 TOGGLES: dict[str, Callable[[EvictionArm], EvictionArm]] = {

@@ -41,6 +41,14 @@ STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 FED_STEPS, HEAD_STEPS = 4, 2
 """Embedded rows and rows of the head are rounded up to so many of these steps: few layers compute them."""
 NONE = RowRoom(fed=0, kept=0, head=0)
+AHEAD_PARTS = ((3 / 8, 8), (math.inf, 4))
+"""Rooms that graphs are captured of ahead of traffic: below the first share of all places rows that are kept
+grow by one in so many. What traffic uses all the time gets a graph of its own when its padding is worth it.
+"""
+AHEAD_FED, AHEAD_HEAD, AHEAD_STORED = 3.25, 0.75, 1.25
+"""Rows that such rooms have for each row that is kept: embedded ones, and those of the head (2.9 and 0.55 in
+the trace of `benchmarks.eviction`); and embedded rows for each place where all of the block are.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,10 +104,12 @@ class Asked:
 
 
 class RowRooms:
-    """Chooses for each pass, and counts what passes asked for and computed. `drops`: they may drop rows."""
+    """Chooses for each pass, and counts what passes asked for and computed. `drops`: they may drop rows of
+    blocks of `block_size`.
+    """
 
-    def __init__(self, *, drops: bool) -> None:
-        self._drops, self.counts = drops, RowCounts()
+    def __init__(self, *, drops: bool, block_size: int = 1) -> None:
+        self._drops, self._block_size, self.counts = drops, block_size, RowCounts()
         self._head, self._fed, self._kept = LateCounts(), LateCounts(), LateCounts(KEPT_MARGINS[0])
         self._since = RowCounts()
         """As `counts` was when the margin of kept rows was last looked at."""
@@ -112,6 +122,10 @@ class RowRooms:
             schedule.num_wanted = head
         elif head is not None and fed is not None and kept is not None:
             schedule.room = RowRoom(fed=certain + fed, kept=certain + kept, head=head)
+        else:
+            num_places = self._block_size * num_decoding
+            num_rows = certain + num_places + num_places // PARTS
+            schedule.room = RowRoom(fed=num_rows, kept=num_rows, head=num_places)
 
     def observe(self, asked: Sequence[Asked], widths: RowRoom) -> None:
         """Note a finished pass, by request, and the rows that it computed."""
@@ -171,6 +185,25 @@ def row_room(
         least_head = max(num_sequences + block_size, MIN_PLACES // 2)
         head = min(num_places, _rounded_up(max(wanted.head, least_head), HEAD_STEPS))
     return RowRoom(fed=fed, kept=kept, head=head)
+
+
+def rooms_ahead(num_sequences: int, block_size: int, num_rows: int) -> list[RowRoom]:
+    """Rooms that between them hold those of all passes of as many sequences, of `num_rows` rows if none is
+    dropped: the largest first, and for each number of kept rows one with all rows of blocks embedded, then
+    one with as many as are usual.
+    """
+    num_places = num_sequences * block_size
+    found, kept = list[RowRoom](), max(MIN_PLACES // 2, 2 * num_sequences)
+    while kept < num_rows:
+        usual = min(num_rows, _rounded_up(int(AHEAD_FED * kept), 1))
+        whole = min(num_rows, max(kept, int(AHEAD_STORED * num_places)))
+        heads = min(num_places, _rounded_up(int(AHEAD_HEAD * kept), 1)), min(num_places, kept)
+        if usual < whole:
+            found.append(RowRoom(fed=usual, kept=kept, head=heads[0]))
+        found.append(RowRoom(fed=whole, kept=kept, head=heads[1]))
+        kept += kept // next(parts for share, parts in AHEAD_PARTS if kept < share * num_places)
+        kept = _rounded_up(kept, 1)
+    return [RowRoom(fed=num_rows, kept=num_rows, head=num_places), *reversed(found)]
 
 
 def _rounded_up(num_rows: int, num_steps: int) -> int:

@@ -24,7 +24,7 @@ from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascendi
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels.paged_attention import Plan
-from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, flagged
+from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, keep_wanted
 
 USUAL = 1.25
 """Of the rows that are left of a sequence on average, so many times: most sequences have no more."""
@@ -110,35 +110,25 @@ class SparseKV:
         if self._rows is None:
             return rows_X, None
         assert active.num_wanted_B is not None
-        num_rows, num_left, num_wanted = len(plan.slots_R), len(self._origin_R), len(rows_X)
-        place_R = torch.full((num_rows + 1,), PassView.NOT_FED, dtype=torch.int64, device=rows_X.device)
-        place_R.scatter_(0, self._origin_R, torch.arange(num_left, device=rows_X.device))
-        place_X = place_R[rows_X]
-        is_left_X = place_X >= 0
-        counts_X1 = torch.nn.functional.pad(is_left_X.cumsum(0), (1, 0))
-        first_B = plan.first_logit_B.clamp(max=num_wanted)
-        end_B = counts_X1[(first_B + active.num_wanted_B).clamp(max=num_wanted)]
-        asked_B = torch.where(view.waits_B, 0, end_B - counts_X1[first_B])
-        num_head = num_wanted if active.room is None else min(num_wanted, active.room.head)
+        num_head = len(rows_X) if active.room is None else min(len(rows_X), active.room.head)
+        kept = keep_wanted(
+            *(rows_X, plan.first_logit_B, active.num_wanted_B, view.waits_B, self._origin_R),
+            size=active.size,
+            num_head=num_head if active.is_exact or num_head < len(rows_X) else None,
+        )
         if active.is_exact:
-            num_head = max(1, int(counts_X1[-1]))
-        view.waits_B = view.waits_B | ((asked_B > 0) & (end_B > num_head))
-        origin_H, numbers_X, place_H = None, torch.arange(num_wanted, device=rows_X.device), place_X
-        if num_head < num_wanted:
-            origin_H = flagged(is_left_X, num_head)
-            origin_H = torch.where(origin_H < num_wanted, origin_H, 0)
-            numbers_X, place_H = counts_X1[:-1], place_X[origin_H]
-            is_left_X = is_left_X & (counts_X1[1:] <= num_head)
+            kept = kept.cut(max(1, int(kept.asked_B.sum())))
+        view.waits_B = kept.waits_B
         dropped = DroppedRows(
-            origin_H=origin_H,
-            numbers_X=torch.where(is_left_X, numbers_X, -1),
+            origin_H=kept.origin_H,
+            numbers_X=kept.numbers_X,
             waits_B=view.waits_B,
             num_fed_B=self._num_fed_B,
             num_kept_B=self._asked_B,
-            num_wanted_B=asked_B,
+            num_wanted_B=kept.asked_B,
             num_fed=self._num_fed,
         )
-        return place_H.clamp(min=0), dropped
+        return kept.place_H, dropped
 
     def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
         """Go on with the rows that are kept, or must be, and find room among `capacity` rows (None: all do);

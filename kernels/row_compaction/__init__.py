@@ -1,13 +1,20 @@
 """The rows that a pass goes on with, packed again; contract in README.md."""
 
-from idlm.kernels.row_compaction.op import compact_rows, find_places, gather_rows, spread_places
+from idlm.kernels.row_compaction.op import (
+    compact_rows,
+    find_places,
+    gather_rows,
+    keep_wanted,
+    spread_places,
+)
 from idlm.kernels.row_compaction.plain import by_row, flagged, take_room
-from idlm.kernels.row_compaction.reference import compact_reference
-from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
+from idlm.kernels.row_compaction.reference import compact_reference, wanted_reference
+from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
 
 __all__ = [
     "Compacted",
     "Drop",
+    "KeptWanted",
     "PackedRows",
     "Room",
     "by_row",
@@ -16,6 +23,8 @@ __all__ = [
     "find_places",
     "flagged",
     "gather_rows",
+    "keep_wanted",
     "spread_places",
     "take_room",
+    "wanted_reference",
 ]

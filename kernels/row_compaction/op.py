@@ -1,7 +1,7 @@
 """Rows that go on, packed again in two launches, and what is aligned with them gathered in one. Nothing waits
 for the device. Contract in README.md.
 
-B sequences, R rows, I rows that are left, W places of a block.
+B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.row_compaction import plain
-from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
+from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
 
 MAX_GATHERED = 6
 """Tensors of one launch."""
@@ -90,6 +90,60 @@ def compact_rows(
         numbers_I=ints_JI[-1],
         rows_BW=rows_BW,
         waits_B=waits_B,
+        asked_B=asked_B,
+    )
+
+
+def keep_wanted(
+    rows_X: Tensor,
+    first_B: Tensor,
+    num_B: Tensor,
+    waits_B: Tensor,
+    origin_R: Tensor,
+    *,
+    size: int,
+    num_head: int | None = None,
+) -> KeptWanted:
+    """The wanted rows that are left, in their order, as rows of the head. int64 but for `waits_B` (bool).
+
+    Those of sequence b are `rows_X[first_B[b] : first_B[b] + num_B[b]]`, at most `size`; a sequence of
+    `waits_B` has none. `origin_R` ascends: the number of each row that is left among the rows that wanted
+    rows are of. With `num_head` the head has room for so many rows; None: for all, where they were.
+    """
+    packs, num_head = num_head is not None, len(rows_X) if num_head is None else num_head
+    if not runs_kernels(rows_X):
+        given = rows_X, first_B, num_B, waits_B, origin_R
+        return plain.keep_wanted(*given, num_head=num_head, packs=packs)
+    import triton
+
+    from idlm.kernels.row_compaction.kernel_wanted import place_wanted_kernel, search_wanted_kernel
+
+    (num_sequences, num_wanted), device = (len(first_B), len(rows_X)), rows_X.device
+    block = triton.next_power_of_2(size)
+    place_BW = torch.empty(num_sequences, block, dtype=torch.int32, device=device)
+    asked_B, new_waits_B = torch.empty_like(num_B), torch.empty_like(waits_B)
+    place_H, origin_H = torch.empty(2, num_head, dtype=torch.int64, device=device)
+    numbers_X = torch.empty_like(rows_X)
+    search_wanted_kernel[(num_sequences,)](
+        *(rows_X, first_B, num_B, waits_B, origin_R, place_BW, asked_B),
+        *(num_wanted, len(origin_R), len(origin_R).bit_length()),
+        BLOCK_W=block,
+        num_warps=1,
+    )
+    place_wanted_kernel[(num_sequences + triton.cdiv(max(num_wanted, num_head), PADDING_BLOCK),)](
+        *(first_B, num_B, waits_B, place_BW, asked_B, place_H, origin_H, numbers_X, new_waits_B),
+        *(num_sequences, num_wanted, num_head),
+        PACKS=packs,
+        BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
+        BLOCK_W=block,
+        BLOCK=PADDING_BLOCK,
+        num_warps=1,
+    )
+    return KeptWanted(
+        place_H=place_H,
+        origin_H=origin_H if packs else None,
+        numbers_X=numbers_X,
+        waits_B=new_waits_B,
         asked_B=asked_B,
     )
 

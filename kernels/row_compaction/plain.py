@@ -1,6 +1,6 @@
 """The ops in plain torch: what a CPU runs. Static shapes; nothing waits for the device.
 
-B sequences, R rows, I rows that are left, W places of a block.
+B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
+from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
 
 
 def compact_rows(
@@ -65,6 +65,45 @@ def compact_rows(
         ),
         numbers_I=numbers_I,
         rows_BW=new_R[torch.where(drop.rows_BW >= 0, drop.rows_BW, num_rows)],
+        waits_B=waits_B,
+        asked_B=asked_B,
+    )
+
+
+def keep_wanted(
+    rows_X: Tensor,
+    first_B: Tensor,
+    num_B: Tensor,
+    waits_B: Tensor,
+    origin_R: Tensor,
+    *,
+    num_head: int,
+    packs: bool,
+) -> KeptWanted:
+    """See `op.keep_wanted`."""
+    num_wanted, device = len(rows_X), rows_X.device
+    place_X = torch.searchsorted(origin_R, rows_X).clamp(max=len(origin_R) - 1)
+    is_left_X = origin_R[place_X] == rows_X
+    numbers = torch.arange(num_wanted, device=device)
+    # No wanted row is of two sequences; those behind the last, and of sequences that wait, are of none.
+    end_B = torch.where(waits_B, first_B, first_B + num_B)
+    is_mine_BX = (numbers >= first_B[:, None]) & (numbers < end_B[:, None])
+    is_left_X &= is_mine_BX.any(dim=0)
+    asked_B = (is_mine_BX & is_left_X).sum(dim=1)
+    counts_X1 = torch.nn.functional.pad(is_left_X.cumsum(0), (1, 0))
+    taken_B = counts_X1[first_B.clamp(max=num_wanted)] + asked_B
+    waits_B = waits_B | ((asked_B > 0) & (taken_B > num_head))
+    place_H, origin_H = torch.where(is_left_X, place_X, 0), None
+    if packs:
+        origin_H = flagged(is_left_X, num_head)
+        is_row_H = origin_H < num_wanted
+        origin_H = torch.where(is_row_H, origin_H, 0)
+        numbers, place_H = counts_X1[:-1], torch.where(is_row_H, place_X[origin_H], 0)
+        is_left_X = is_left_X & (numbers < num_head)
+    return KeptWanted(
+        place_H=place_H,
+        origin_H=origin_H,
+        numbers_X=torch.where(is_left_X, numbers, -1),
         waits_B=waits_B,
         asked_B=asked_B,
     )

@@ -39,3 +39,30 @@ def compact_reference(
         taken += needs[b]
         waits[b] = waits[b] or (needs[b] > 0 and taken > capacity)
     return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits, asked
+
+
+def wanted_reference(
+    wanted: Sequence[Sequence[int]], order: Sequence[int], left: Sequence[int], *, num_head: int | None
+) -> tuple[list[tuple[int, int]], list[int | None], list[int], list[bool]]:
+    """The head's rows, each as (place among the rows that are left, number of the wanted row); for each
+    wanted row its row of the head, None: none; the rows that each sequence asked for, and who finds no room.
+
+    `wanted`: of each sequence the rows that it wants; their numbers follow one another in the `order` of
+    sequences. `left`: the rows that are left. With `num_head` None a row of the head has the number of its
+    wanted row.
+    """
+    head: list[tuple[int, int]] = []
+    numbers: list[int | None] = []
+    asked, waits = [0] * len(wanted), [False] * len(wanted)
+    for b in order:
+        for row in wanted[b]:
+            numbers.append(None)
+            if row not in left:
+                continue
+            asked[b] += 1
+            if num_head is not None and len(head) >= num_head:
+                waits[b] = True
+                continue
+            numbers[-1] = len(numbers) - 1 if num_head is None else len(head)
+            head.append((left.index(row), len(numbers) - 1))
+    return head, numbers, asked, waits

@@ -1,6 +1,6 @@
 """Arguments and results of compaction.
 
-B sequences, R rows, I rows that are left, W places of a block.
+B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head.
 """
 
 from __future__ import annotations
@@ -59,6 +59,26 @@ class Room:
 
     capacity: int
     num_waits_B: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptWanted:
+    """Row h of the head is row `place_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
+    h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
+    room. `waits_B` (bool): sequences that found none, now or before; `asked_B` int64: rows of the head that
+    each asked for, 0 if it waited before.
+    """
+
+    place_H: Tensor
+    origin_H: Tensor | None
+    numbers_X: Tensor
+    waits_B: Tensor
+    asked_B: Tensor
+
+    def cut(self, num_rows: int) -> KeptWanted:
+        """The first rows of the head, of which the others are padding."""
+        assert self.origin_H is not None
+        return replace(self, place_H=self.place_H[:num_rows], origin_H=self.origin_H[:num_rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

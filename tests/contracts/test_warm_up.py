@@ -132,6 +132,28 @@ def test_block_diffusion_has_graphs_of_its_reserved_rows(tmp_path: Path) -> None
     assert engine.metrics()["graphs_captured_in_traffic"] == 0
 
 
+@pytest.mark.decides
+def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> None:
+    """Passes run in rooms that were captured ahead, until padding is worth a graph or no request waits."""
+    directory = write_block_toy(tmp_path, shifted=False)
+    prompts = prompts_of([5, 9, 14, 3, 8, 21, 6, 11])
+    way: dict[str, Any] = {"accelerators": "focus", "max_num_seqs": 8}
+    expected = clear_answers(
+        build_engine(directory, "block", graphs="off", **way), prompts, greedy(max_tokens=24)
+    )
+    engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2, **way)
+    step, ahead = _step(engine), engine.metrics()["graphs_captured_ahead"]
+    assert all(shape.room is not None for shape in step._graphs)
+    found = engine.generate(prompts, greedy(max_tokens=24))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert engine.metrics()["graphs_captured_in_traffic"] == 0
+    assert len(step._graphs) == ahead
+    [tight] = [shape for shape in step._graphs if shape.num_sequences == 1 and not shape.filters]
+    step._wasted[replace(tight, max_known=tight.max_known // 2)] = 2.0
+    assert engine.capture_missed() and not engine.capture_missed()
+    assert len(step._graphs) == ahead + 1
+
+
 def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
     for num_sequences, block_size in ((3, 32), (40, 8), (64, 32)):
         named = set(head_buckets(num_sequences, block_size))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from idlm.infer.models.base import FAMILIES, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, LowRank
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.models.moe import MoeLayer, check_blocks
+from idlm.infer.runtime.graphs.warm_up import warm_up
 from idlm.infer.settings import EngineSettings
 from idlm.kernels.sampling import op as sampling_op
 from idlm.semantics import Semantics
@@ -150,7 +151,7 @@ def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """One way to decode. `graphs`, `num_inflight_steps`, `attention` are engine settings. `is_fused`: our
-    kernels sample and verify, else plain torch (fp64), which waits for the host.
+    kernels sample and verify, else plain torch (fp64), which waits for the host. `warmup`: as of an engine.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Arm:
     is_fused: bool = True
     attention: str = "auto"
     deterministic: bool = False
+    warmup: Literal["auto", "full", "off"] = "off"
 
     def decoder_options(self) -> dict[str, Any]:
         """Options of the decoder's Config."""
@@ -324,9 +326,11 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
         prefix_cache=False,
         graphs="on" if arm.graphs else "off",
         deterministic=arm.deterministic,
+        warmup=arm.warmup,
         attention="triton" if captures and arm.attention == "auto" else arm.attention,
     )
-    return parts_builder._assemble(settings, model, None, decoder, (), accelerators=arm.accelerators())
+    parts = parts_builder._assemble(settings, model, None, decoder, (), accelerators=arm.accelerators())
+    return parts if arm.warmup == "off" else replace(parts, ahead=warm_up(parts, is_alone=True))
 
 
 def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:

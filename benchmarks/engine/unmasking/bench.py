@@ -73,16 +73,22 @@ class Bench:
                 print(f"batch {text} with contexts of {self.context} does not fit", flush=True)
         return found
 
+    def warm(self, arm: EvictionArm) -> EvictionArm:
+        """The arm with graphs captured ahead, as the option `warmup` says."""
+        return replace(arm, warmup=self.options["warmup"])  # type: ignore[arg-type]
+
     def window(self, arm: EvictionArm, batch: int) -> Window:
         """Measure an arm."""
         start, load = time.perf_counter(), self.load(batch)
         steady = SteadyTrace(self.model, arm, load, self.trace)
         found = steady.window(int(self.options["rounds"]), self.passes(batch))
         self.free(steady)
+        ahead = found.ahead
         print(
             f"    {arm.name} {arm.commit} took {time.perf_counter() - start:.1f} s: step {found.step_ms:.2f} "
-            f"ms, {found.num_captured} graphs captured in {sum(found.passes)} passes, rows asked for "
-            f"{found.asked}, computed {found.computed}",
+            f"ms, {found.num_captured} graphs captured in {sum(found.passes)} passes ({found.num_settling} "
+            f"before, {ahead.num_graphs} of {ahead.num_wanted} ahead in {ahead.seconds:.1f} s and "
+            f"{ahead.num_bytes / 1e9:.2f} GB), rows asked for {found.asked}, computed {found.computed}",
             flush=True,
         )
         return found

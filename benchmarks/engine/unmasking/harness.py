@@ -24,6 +24,7 @@ from benchmarks.engine.unmasking.trace import FOCUS, FULL, UnmaskTrace
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.parts import WarmUp
 from idlm.infer.runtime.graphs import pass_shape
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.state.batch import RowRoom, lane_of
@@ -41,6 +42,8 @@ it), so that the window begins there.
 """
 FEW_SEQUENCES = 16
 """With so few, the room of the head varies as well: full blocks settle as long."""
+WARM_SETTLING_TOKENS = 192
+"""The same with graphs captured ahead, which hold the first passes with little padding."""
 MAX_WARM_ROUNDS = 8
 """Rounds before the measured ones, until one captures no graph."""
 MAX_STRAYS = 0.01
@@ -99,8 +102,9 @@ class EvictionArm(BlockArm):
 @dataclass(slots=True, kw_only=True)
 class Window:
     """Sums over the measured rounds of one arm. `num_pairs` (sequence, pass) decided `num_tokens` in the
-    passes of the trace (`num_traced`); the others waited or only stored a block. Rows are `asked` for, and
-    `computed` with padding.
+    passes of the trace (`num_traced`); the others waited or only stored a block. `num_captured` graphs of the
+    rounds, `num_settling` of the traffic before them, in which every shape that was padded is captured at the
+    end, as by a server without requests. Rows are `asked` for, and `computed` with padding.
     """
 
     batch: int
@@ -111,6 +115,8 @@ class Window:
     num_pairs: int = 0
     num_waits: int = 0
     num_captured: int = 0
+    ahead: WarmUp = WarmUp()
+    num_settling: int = 0
     asked: RowRoom = RowRoom(fed=0, kept=0, head=0)
     computed: RowRoom = RowRoom(fed=0, kept=0, head=0)
 
@@ -154,7 +160,8 @@ class SteadyTrace(SteadyBlocks):
         self.replay_of_blocks = UnmaskingReplay(blocks, trace.block_size, model.device)
         settles = arm.graphs and (arm.alpha is not None or load.concurrency <= FEW_SEQUENCES)
         most = load.context // 2 // arm.stride * arm.stride
-        self._num_settling = min(SETTLING_TOKENS, most) if settles else 0
+        tokens = SETTLING_TOKENS if arm.warmup == "off" else WARM_SETTLING_TOKENS
+        self._num_settling = min(tokens, most) if settles else 0
         load = replace(load, context=load.context - self._num_settling)
         SteadyEngine.__init__(self, model, arm, load, None)
         self._count_captures()
@@ -187,6 +194,9 @@ class SteadyTrace(SteadyBlocks):
             self.drain()
             if self.num_captured == captured:
                 break
+        step = self.engine._parts.step
+        while self.arm.graphs and isinstance(step, StaticStep) and step.captures and step.capture_missed():
+            pass
 
     def window(self, rounds: int, num_passes: int) -> Window:
         """Start all requests, warm up, and measure `rounds` of `num_passes` passes, one after the other."""
@@ -194,7 +204,8 @@ class SteadyTrace(SteadyBlocks):
         with self.toggled():
             self.reach_steady_state(num_passes)
             before, counts = self._places(), row_counts_of(self.engine)
-            captured = self.num_captured
+            captured = found.num_settling = self.num_captured
+            found.ahead = self.engine._parts.ahead
             for _ in range(rounds):
                 done, start = self.num_passes(), time.perf_counter()
                 self.run_passes(num_passes)

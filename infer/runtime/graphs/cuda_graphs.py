@@ -8,7 +8,8 @@ captured one with the fewest rows that holds it, if that has at most `eager_rows
 takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
 behind the passes before it. Passes with blocks use a larger graph until its padding has taken as long as a
 capture does. Those with room for rows (`RowRoom`), whose shapes follow what earlier passes asked for, do so
-without a warm-up as well; there the graphs of the first passes, which need most room, give way sooner.
+without a warm-up as well; there the graphs of the first passes, which need most room, give way sooner. While
+no request waits, the shapes that ran eagerly or padded are captured (`capture_missed`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ have taken longer than a capture does (a pass of launches, and the graph's creat
 """
 TIMED_PASSES = 3
 CAPTURE_PASSES, PASSES_PER_GRAPH, FREE_PADDING = 16, 0.5, 0.03
-"""A capture takes as long as the first number of passes with blocks. It comes after as much padding, or after
-the second number for each graph while there are few. Padding up to the third part of a pass does not count.
+"""A capture takes as long as the first number of passes with blocks. It comes after as much padding, or
+without a warm-up after the second number for each graph while there are few. Padding up to the third part of
+a pass does not count.
 """
+MISSED_PASSES = 1.0
+"""Padding, in passes, from which on a shape is captured while no request waits."""
 
 
 class StaticStep:
@@ -62,8 +66,9 @@ class StaticStep:
         self._holders: dict[PassShape, PassShape | None] = {}
         """By shape the captured one that its passes run in; None: they run eagerly."""
         self._num_eager: Counter[PassShape] = Counter()
-        self._wasted: dict[int, float] = {}
-        """By number of sequences: padding of larger graphs since the last capture, in passes."""
+        self._wasted: dict[PassShape, float] = {}
+        """Padding of passes with blocks in larger graphs, in passes, since the last capture of a shape with
+        as many sequences."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
         # One stream for all, because the allocator keeps what each stream has freed for that stream.
         self._beside = torch.cuda.Stream(self._device) if captures else None
@@ -116,7 +121,8 @@ class StaticStep:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
         self._num_eager.pop(shape, None)
-        self._wasted.pop(shape.num_sequences, None)
+        for each in [each for each in self._wasted if each.num_sequences == shape.num_sequences]:
+            del self._wasted[each]
         self._graphs[shape] = self._capture(shape)
 
     def seconds(self, shape: PassShape) -> float:
@@ -133,10 +139,15 @@ class StaticStep:
         return float(start.elapsed_time(end)) / 1e3 / TIMED_PASSES
 
     def capture_missed(self) -> bool:
-        """Capture the shape that ran eagerly most often, while no request waits; False: there is none."""
-        if not self._num_eager:
-            return False
-        [(shape, _)] = self._num_eager.most_common(1)
+        """Capture the shape that ran eagerly most often, or else the one that was padded most, while no
+        request waits; False: there is none.
+        """
+        if self._num_eager:
+            [(shape, _)] = self._num_eager.most_common(1)
+        else:
+            shape = max(self._wasted, key=lambda each: self._wasted[each], default=None)
+            if shape is None or self._wasted[shape] < MISSED_PASSES:
+                return False
         self.capture(shape)
         return True
 
@@ -182,18 +193,19 @@ class StaticStep:
             return False
         size = shape.num_sequences
         padding = max(0.0, holder.weight / shape.weight - 1 - FREE_PADDING)
-        self._wasted[size] = self._wasted.get(size, 0.0) + padding
+        self._wasted[shape] = self._wasted.get(shape, 0.0) + padding
+        wasted = sum(passes for each, passes in self._wasted.items() if each.num_sequences == size)
+        if self.is_warm:
+            return wasted > CAPTURE_PASSES
         num_graphs = sum(each.num_sequences == size for each in self._graphs)
-        return self._wasted[size] > min(CAPTURE_PASSES, PASSES_PER_GRAPH * num_graphs)
+        return wasted > min(CAPTURE_PASSES, PASSES_PER_GRAPH * num_graphs)
 
     def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
-        """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing. Room
-        for rows is not captured ahead, so its graphs are due at once.
-        """
+        """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing."""
         if not self._decodes(schedule) or (not self._has_blocks and shape.all_rows > self.eager_rows):
             return False
         self._num_eager[shape] += 1
-        return shape.room is not None or self._num_eager[shape] > MAX_EAGER_PASSES
+        return self._num_eager[shape] > MAX_EAGER_PASSES
 
     def _decodes(self, schedule: Schedule) -> bool:
         """Whether no sequence of the pass feeds a prompt."""

@@ -90,7 +90,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
     """
     policy = decoder.kv_policy
     num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
-    if is_warm and policy.kind == "append":
+    if is_warm:
         num_sequences = padded_sequences(len(schedule.requests))
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
     num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False

@@ -34,6 +34,7 @@ from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_shape import CAPACITIES, STREAMED_ROWS, PassShape
 from idlm.infer.runtime.graphs.step_times import StepTimes, cache_file, read_times, write_times
+from idlm.infer.runtime.head_rows import rooms_ahead
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 
@@ -51,6 +52,8 @@ FLOPS = 5.5e14
 MIN_EAGER_ROWS = 512
 CONTEXT_STEP = 8
 """Bounds of contexts that have graphs of their own. Attention reads what there is, whatever the bound."""
+ROOMS_BETWEEN = 4
+"""Of rooms for rows, one in so many is captured before the others, and with filters."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
 
 
@@ -148,7 +151,11 @@ class _Work:
                 step.run(shape)
         if prompts and self.is_alone and is_cuda:
             step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
-        self.shapes = shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)[:MAX_CUDA_GRAPHS]
+        self.shapes = (
+            shapes_with_room(parts.decoder, *self._limits())
+            if parts.drops_rows
+            else shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)
+        )[:MAX_CUDA_GRAPHS]
         self.timed = {} if parts.stride_controller is None else timed_shapes(parts.decoder, *self._limits())
         for key, shape in self.timed.items():
             if shape.all_rows > step.eager_rows and key not in self.times and self._may_go_on():
@@ -251,6 +258,24 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
             if shape.num_sequences.bit_count() == 1 and shape.num_rows + num_rows <= eager_rows
         ]
     return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
+
+
+def shapes_with_room(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
+    """The same of passes that may drop rows, whose rows follow what traffic asks for: for powers of two of
+    sequences rooms that hold it with little padding (`rooms_ahead`). First the largest ones, which hold all
+    passes, then every fourth, then the others; of passes with filters only every fourth.
+    """
+    policy, context = decoder.kv_policy, _contexts(max_length)[0]
+    sizes = {padded_sequences(most_sequences), *(1 << power for power in range(most_sequences.bit_length()))}
+    found = list[tuple[float, int, PassShape]]()
+    for size, filters in itertools.product(sorted(sizes), (False, True)):
+        shape = _shape(decoder, 0, size, max_length, context, filters)
+        num_stored = policy.block_size * bucket(size, FED_BLOCK_BUCKETS) if policy.fused_commit else 0
+        rooms = rooms_ahead(size, policy.block_size, shape.num_rows + num_stored)
+        for number, room in enumerate(rooms[:: ROOMS_BETWEEN if filters else 1]):
+            rank = min(number, 1) + (not filters and number % ROOMS_BETWEEN > 0) + 0.5 * filters
+            found.append((rank, -size, replace(shape, num_prompt_rows=num_stored, room=room)))
+    return [shape for _, _, shape in sorted(found, key=lambda each: each[:2])]
 
 
 def _rank(shape: PassShape, kind: str) -> tuple[float, int]:

@@ -13,7 +13,15 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs import pass_shape
-from idlm.infer.runtime.head_rows import MIN_PASSES, Asked, LateCounts, RowRooms, head_bucket, row_room
+from idlm.infer.runtime.head_rows import (
+    MIN_PASSES,
+    Asked,
+    LateCounts,
+    RowRooms,
+    head_bucket,
+    rooms_ahead,
+    row_room,
+)
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import RowRoom, Schedule, StepPlan
 from idlm.infer.state.wanted_rows import WantedRows
@@ -163,11 +171,12 @@ def schedule_of(num_feed: list[int], samples: list[bool]) -> Schedule:
 
 
 def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> None:
-    rooms = RowRooms(drops=True)
+    rooms = RowRooms(drops=True, block_size=32)
     schedule = schedule_of([64, 0, 0, 0], [False, True, True, True])
     for _ in range(MIN_PASSES):
         rooms.choose(schedule)
-        assert schedule.room is None and schedule.num_wanted is None
+        whole = 64 + 3 * 32 + 12
+        assert schedule.room == RowRoom(fed=whole, kept=whole, head=96) and schedule.num_wanted is None
         prompt = asked(1, fed=64, kept=64, samples=False, certain=64)
         early = asked(1, fed=20, waited=True)  # It waited before it was known what it keeps.
         rooms.observe(
@@ -185,6 +194,19 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
     schedule.room = None
     dense.choose(schedule)
     assert schedule.room is None and schedule.num_wanted == 15
+
+
+@pytest.mark.parametrize(("num_sequences", "block_size"), [(1, 32), (3, 8), (16, 16), (128, 32), (256, 64)])
+def test_rooms_of_graphs_hold_every_pass_with_little_padding(num_sequences: int, block_size: int) -> None:
+    num_rows = 2 * num_sequences * block_size
+    rooms = rooms_ahead(num_sequences, block_size, num_rows)
+    assert rooms[0] == RowRoom(fed=num_rows, kept=num_rows, head=num_rows // 2)
+    assert len(rooms) == len(set(rooms)) <= 60
+    for kept in range(max(128, 2 * num_sequences), num_rows, 7):
+        needed = RowRoom(fed=min(num_rows // 2, 3 * kept), kept=kept, head=min(num_rows // 2, kept // 2))
+        held = min(room.kept for room in rooms if room >= needed)
+        share = 1 / 8 if kept < 3 / 8 * num_rows / 2 else 1 / 4
+        assert kept <= held <= (1 + share) * kept + 64 or held == num_rows
 
 
 def test_scheduled_rows_and_one_sequence_always_have_room() -> None:

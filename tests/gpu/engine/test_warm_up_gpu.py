@@ -123,6 +123,23 @@ def test_block_diffusion_warms_up_too(tmp_path: Path) -> None:
     assert agree >= 6, "only near ties may differ, because rows are padded differently"
 
 
+def test_focus_captures_nothing_in_traffic_after_a_warm_up(tmp_path: Path) -> None:
+    """Every pass finds a captured room; what was padded is captured while no request waits."""
+    directory = write_block_toy(tmp_path / "block", shifted=False)
+    common = {**OPTIONS, "max_num_seqs": 8, "accelerators": "focus"}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    engine = Engine.from_pretrained(directory, "block", warmup="full", **common)
+    ahead = engine.metrics()["graphs_captured_ahead"]
+    step = engine._parts.step
+    assert isinstance(step, StaticStep)
+    assert ahead == len(step._graphs) >= 8
+    for _ in range(2):
+        assert len(engine.generate(PROMPTS[:8], params)) == 8
+        assert engine.metrics()["graphs_captured_in_traffic"] == 0
+        while engine.capture_missed():
+            pass
+
+
 def test_a_closed_engine_gives_its_memory_back(checkpoint: Path) -> None:
     def in_use() -> int:
         gc.collect()

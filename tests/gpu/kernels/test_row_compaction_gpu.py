@@ -8,7 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.sparse.row_compaction import check, check_gather, check_places, make_case
+from tests.kernels.cases.sparse.row_compaction import (
+    check,
+    check_gather,
+    check_places,
+    check_wanted,
+    make_case,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,3 +35,8 @@ def test_gathers_equal_indexing(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_places_are_found_and_spread_again(seed: int) -> None:
     check_places(seed, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_wanted_rows_that_are_left_equal_the_reference(seed: int) -> None:
+    check_wanted(seed, "cuda")

@@ -20,7 +20,9 @@ from idlm.kernels.row_compaction import (
     compact_rows,
     find_places,
     gather_rows,
+    keep_wanted,
     spread_places,
+    wanted_reference,
 )
 
 SIZES = (1, 3, 4, 8, 32)
@@ -189,6 +191,51 @@ def check_places(seed: int, device: str = "cpu") -> None:
             if row >= 0:
                 assert bool(keep_R[row]) == bool(kept_BW[b, place])
                 assert int(limits_R[row]) == starts[b] + int(ends_B[b])
+
+
+def check_wanted(seed: int, device: str = "cpu") -> None:
+    """Wanted rows of sequences in any order, some of which waited before, with padding that holds any row."""
+    rng = random.Random(seed)
+    size, num_sequences, num_rows = (
+        SIZES[seed % len(SIZES)],
+        rng.choice([1, 2, 5, 17]),
+        rng.choice([1, 40, 700]),
+    )
+    left = sorted(rng.sample(range(num_rows), rng.randrange(num_rows + 1)))
+    waited = [rng.random() < 0.2 for _ in range(num_sequences)]
+    wanted = [[rng.randrange(num_rows) for _ in range(rng.randrange(size + 1))] for _ in waited]
+    order = rng.sample(range(num_sequences), num_sequences)
+    rows, first = list[int](), [0] * num_sequences
+    for b in order:
+        first[b] = len(rows)
+        rows += wanted[b]
+    num_wanted = max(1, len(rows) + rng.choice([0, 3, 200]))
+    # The last sequence found no room before, and what it wanted is not there.
+    beyond = [num_wanted - rng.randrange(3), rng.randrange(1, size + 1)]
+    padding = [rng.choice([*left, 0]) for _ in range(num_wanted - len(rows))]
+    if beyond[0] < len(rows):
+        beyond[0] = num_wanted
+    origins = left + [num_rows] * rng.choice([0 if left else 1, 1, 150])
+    columns = [[*first, beyond[0]], [*map(len, wanted), beyond[1]], [*waited, True]]
+    num_head = rng.choice([None, 1, max(1, len(rows) // 3), num_wanted])
+    moved = [torch.tensor(each).to(device) for each in ([*rows, *padding], *columns, origins)]
+    found = keep_wanted(*moved, size=size, num_head=num_head)
+    # Rows of sequences that waited keep their numbers.
+    kept = [[-1] * len(each) if waits else each for each, waits in zip(wanted, waited, strict=True)]
+    head, numbers, asked, waits = wanted_reference(kept, order, left, num_head=num_head)
+    assert found.asked_B.tolist() == [*asked, 0]
+    assert found.waits_B.tolist() == [*(a or b for a, b in zip(waits, waited, strict=True)), True]
+    expected = [-1 if number is None else number for number in numbers]
+    assert found.numbers_X.tolist() == expected + [-1] * (num_wanted - len(rows))
+    if num_head is None:
+        places = {number: place for place, number in head}
+        assert found.origin_H is None
+        assert found.place_H.tolist() == [places.get(number, 0) for number in range(num_wanted)]
+    else:
+        head += [(0, 0)] * (num_head - len(head))
+        assert found.origin_H is not None
+        assert found.place_H.tolist() == [place for place, _ in head]
+        assert found.origin_H.tolist() == [number for _, number in head]
 
 
 def check_gather(seed: int, device: str = "cpu") -> None:

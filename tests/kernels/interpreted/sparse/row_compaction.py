@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.cases.sparse.row_compaction import check, check_gather, check_places, make_case
+from tests.kernels.cases.sparse.row_compaction import (
+    check,
+    check_gather,
+    check_places,
+    check_wanted,
+    make_case,
+)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -20,3 +26,8 @@ def test_gathers_equal_indexing(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(15))
 def test_places_are_found_and_spread_again(seed: int) -> None:
     check_places(seed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_wanted_rows_that_are_left_equal_the_reference(seed: int) -> None:
+    check_wanted(seed)
