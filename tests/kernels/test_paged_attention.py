@@ -62,7 +62,7 @@ def compiled(
             signature[name] = "*fp16" if half_parts else "*fp32"
         elif name.startswith(("partial", "k_scale", "v_scale", "highest", "totals")):
             signature[name] = "*fp32"
-        elif name in ("tiles", "items", "lists_BKC"):
+        elif name in ("tiles", "items", "lists_BKC", "counters"):
             signature[name] = "*i32"
         elif name == "listed_B":
             signature[name] = "*u8"
@@ -109,6 +109,7 @@ def test_the_walk_compiles_for_hopper(
     }
     constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
     constants |= {"NUM_LISTED": num_listed, "BEFORE": is_tall}
+    constants |= {"MEET_ROWS": 8 if launch.meets else 0, "MEET_PARTS": 16, "SUM_STAGES": 1}
     # As at a launch, tensors that a layer does not have are constants.
     absent = {"k_scale_K", "v_scale_K"} | (set() if num_listed else {"lists_BKC"})
     absent |= set() if is_tall else {"highest_RN", "totals_RN", "partial_before"}
