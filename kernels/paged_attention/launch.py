@@ -5,8 +5,8 @@ captured in a CUDA graph; device tensors hold everything else. Nothing waits for
 Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
 and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit, 8 lowest branch start,
 9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
-10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part, and 12 again; where
-every split is a part, 16 is the number that split 0 would have. Of a tile that sees lists, 3 and 17 are the
+10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part, and 12; where every
+split is a part, 16 is the number that split 0 would have. Of a tile that sees lists, 3 and 17 are the
 number of its blocks of the list, and 18 is what turns places of its walk behind them into slots; 19 is the
 first slot of the block, 0 if the tile sees lists.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
@@ -56,7 +56,7 @@ class TritonPlan:
     partial_before: torch.Tensor | None
     """As `partial_sums`, over the slots before the block; None if the rows have no `starts_B`."""
     counters: torch.Tensor
-    """0 between layers: items of a tile and KV head that have stored their parts."""
+    """0 between layers: items of a tile and KV head that have stored their parts; two for two warpgroups."""
 
 
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
@@ -131,7 +131,7 @@ def plan(
         partial_before=None
         if rows.starts_B is None
         else torch.empty(packed * 2, dtype=torch.float32, device=device),
-        counters=torch.empty(num_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
+        counters=torch.empty(num_tiles * shape.num_kv_heads * 2, dtype=torch.int32, device=device),
     )
     if num_rows:
         _write_records(result, tile_rows, num_programs, num_parts)
@@ -237,12 +237,11 @@ def run(
     if num_rows == 0:
         return o_RNH
     tensors = q_RNH, k_cache_SKH, v_cache_SKH, o_RNH
-    in_groups = before is None and k_scale_K is None and lists_BKC is None and has_groups(plan)
-    if in_groups:
+    if before is None and k_scale_K is None and lists_BKC is None and has_groups(plan):
         _attend_in_groups(*tensors, plan, scale)
     else:
         _attend(*tensors, plan, scale, (k_scale_K, v_scale_K), lists_BKC, before)
-    if plan.num_items > plan.num_tiles and (in_groups or not meets(plan)):
+    if plan.num_items > plan.num_tiles and not meets(plan):
         _combine(o_RNH, plan, v_scale_K, before)
     return o_RNH
 
@@ -342,13 +341,16 @@ def _attend_in_groups(
     kernel_hopper.attend_kernel[(plan.num_items * shape.num_kv_heads,)](
         *(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan.items),
         *(rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R),
-        *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
+        *(plan.partial_o, plan.partial_sums, plan.counters, scale * LOG2_E),
         *(*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2], rows.block_table.stride(0)),
         K=shape.num_kv_heads,
         G=shape.group,
         H=shape.head_dim,
         PAGE=rows.page_size,
         RECORD=RECORD,
+        STAGES=kernel_hopper.STAGES[launch.held_queries],
+        IN_REGISTERS=launch.held_queries,
+        MEETS=meets(plan),
         WORKER_REGISTERS=kernel_hopper.REGISTERS,
         num_warps=4,
         maxnreg=kernel_hopper.REGISTERS,

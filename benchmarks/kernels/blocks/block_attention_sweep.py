@@ -34,6 +34,7 @@ TALL = {"block_m": 128, "warps": 8, "half_parts": True}
 WALKS: tuple[dict[str, Any], ...] = (
     TALL | {"block_n": 64, "stages": 3, "two_groups": False},
     TALL | {"block_n": 64, "stages": 3, "two_groups": True},
+    TALL | {"block_n": 64, "stages": 3, "two_groups": True, "held_queries": True},
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
@@ -58,10 +59,13 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     # The walk of two warpgroups has no `early`.
     ways = ((False, False), (True, False), (False, True))
     for (early, two_groups), each in itertools.product(ways, () if short else SUMS):
-        yield replace(chosen, early=early, two_groups=two_groups, **_sum_options(each))
+        ways_of = {"early": early, "two_groups": two_groups, "held_queries": two_groups}
+        yield replace(chosen, **ways_of, **_sum_options(each))
     for each in () if short else MEETINGS:
         meets = {"meets": True, "programs_per_sm": 1, "two_groups": False}
         yield replace(chosen, **meets, **_sum_options(each))
+    for held in () if short else (False, True):
+        yield replace(chosen, meets=True, programs_per_sm=1, two_groups=True, held_queries=held)
 
 
 def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
@@ -114,7 +118,16 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.early, each.two_groups, each.meets): each
+        (
+            each.block_m,
+            each.warps,
+            each.block_n,
+            each.stages,
+            each.early,
+            each.two_groups,
+            each.held_queries,
+            each.meets,
+        ): each
         for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
