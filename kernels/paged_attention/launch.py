@@ -5,7 +5,7 @@ captured in a CUDA graph; device tensors hold everything else. Nothing waits for
 Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
 and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit, 8 lowest branch start,
 9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
-10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part, and 12; where every
+10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part and 12; where every
 split is a part, 16 is the number that split 0 would have. Of a tile that sees lists, 3 and 17 are the
 number of its blocks of the list, and 18 is what turns places of its walk behind them into slots; 19 is the
 first slot of the block, 0 if the tile sees lists.
