@@ -6,10 +6,11 @@
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
 reading their keys. `rank_rested_ms` is the same with a rest ahead of each replay, as a block ranks in one of
-its passes: a load longer than that of the floor may lower the clock. `rank_idle_share` is what the same
-launches take when no sequence ranks, as a share of the shortest possible step (reading the weights). First
-shares and lists of some layers and KV heads must equal those computed from the same keys by plain products.
-`sweep`: cases in which launches are timed.
+its passes: a load longer than that of the floor may lower the clock. `rank_sustained_ms` is the mean of two
+seconds without a rest, while nvidia-smi reads `sm_clock` and `power` (limits: the highest clock, the power
+limit). `rank_idle_share` is what the same launches take when no sequence ranks, as a share of the shortest
+possible step (reading the weights). First shares and lists of some layers and KV heads must equal those
+computed from the same keys by plain products. `sweep`: cases in which launches are timed.
 L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
 head, H head dim, C listed slots.
 """
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.clock import sustained
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import Timer, matmul_rate
@@ -202,6 +204,7 @@ def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[d
     share = timer.us_per_call([partial(_shares, problem, layers_of(problem))]) / 1e3
     idle_pass = replace(problem.ranking, ranks_B=torch.zeros_like(problem.ranking.ranks_B))
     idle = timer.us_per_call([partial(problem.rank, idle_pass)])
+    load = sustained(problem.rank)
     step = WEIGHT_BYTES / timer.bytes_per_us
     print(
         f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms, "
@@ -210,8 +213,16 @@ def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[d
         f"idle: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
         flush=True,
     )
+    print(f"two seconds without a rest: {load}", flush=True)
     row = partial(result_row, "prefix_ranking", case, gate_passed=gate)
+    read = {"sm_clock": (load.sm_mhz, "MHz", load.max_sm_mhz), "power": (load.watts, "W", load.limit_watts)}
     return [
+        row(metric="rank_sustained_ms", value=load.ms, unit="ms", floor=floor),
+        *(
+            row(metric=metric, value=value, unit=unit, floor=most)
+            for metric, (value, unit, most) in read.items()
+            if value is not None
+        ),
         row(metric="rank_ms", value=rank, unit="ms", floor=floor),
         row(metric="rank_rested_ms", value=rested, unit="ms", floor=floor),
         row(metric="rank_idle_share", value=idle / step, unit="x"),

@@ -54,6 +54,11 @@ class Launch:
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     two_groups: bool = False
     """Two warpgroups walk (kernel_hopper.py) where they serve layer and device; else Triton's walk."""
+    held_queries: bool = False
+    """These two have the queries in registers, which leaves room for another block; else in shared memory."""
+    meets: bool = False
+    """Items of a tile wait for each other and add their parts, if there is one program per multiprocessor;
+    else a second kernel adds them."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 

@@ -209,6 +209,7 @@ def item_kernel(
     copied = tl.load(tiles + tile * RECORD + fields, mask=is_copied, other=0)
     copied = tl.where(fields == 10, low, copied)
     copied = tl.where(fields == 11, high, copied)
+    copied = tl.where(fields == 12, first_part, copied)
     copied = tl.where(fields == 14, tile, copied)
     copied = tl.where(fields == 15, count, copied)
     copied = tl.where(fields == 16, my_part, copied)

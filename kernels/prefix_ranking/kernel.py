@@ -46,7 +46,7 @@ def _queries(
 def _pages(table, tile, start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page id of each slot of a tile; 0 from the block on."""
     slots = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(table + slots // PAGE, mask=slots < start, other=0)
+    return tl.load(table + slots.to(tl.uint32) // PAGE, mask=slots < start, other=0)
 
 
 @triton.jit
@@ -70,11 +70,12 @@ def share_kernel(
     W: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     SCALED: tl.constexpr, PARTS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, IS_NARROW: tl.constexpr,
 ):  # fmt: skip
     """Shares of the slots before the blocks of sequences that rank; nothing else is written.
 
-    PARTS: parts of BLOCK_M queries, whose sums are added up in memory, in order.
+    PARTS: parts of BLOCK_M queries, whose sums are added up in memory, in order. IS_NARROW: places of a
+    layer's keys fit 32 bits.
     """
     kv_head, worker = tl.program_id(0) % K, (tl.program_id(0) // K).to(tl.int64)
     num_workers = tl.num_programs(0) // K
@@ -116,13 +117,13 @@ def share_kernel(
             scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for tile in tl.range(first, end, num_stages=STAGES):
                 _store_shares(shares, scores, factor, b_offset, tile - 1, first, start, part > 0)
-                o_slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                m_slot = (o_slot < start)[:, None]
-                physical = pages.to(tl.int32) * PAGE + o_slot % PAGE
+                o_slot = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
+                physical = pages.to(tl.int32) * PAGE + (o_slot % PAGE).to(tl.int32)
                 pages = _pages(table, tile + 1, start, PAGE, BLOCK_N)
-                mask = m_slot if H == BLOCK_H else m_slot & (o_column < H)[None, :]
-                p_k = keys + physical.to(tl.int64)[:, None] * stride_slot + o_column[None, :]
-                k = tl.load(p_k, mask=mask, other=0.0)
+                # From the block on page 0 is read, whatever it holds: a slot's share is its own.
+                o_key = (physical if IS_NARROW else physical.to(tl.int64)) * stride_slot
+                p_k = keys + o_key[:, None] + o_column[None, :]
+                k = tl.load(p_k) if H == BLOCK_H else tl.load(p_k, mask=(o_column < H)[None, :], other=0.0)
                 scores = tl.dot(k.to(q.dtype), q.T, input_precision=PRECISION)
             _store_shares(shares, scores, factor, b_offset, end - 1, first, start, part > 0)
         at += end - first

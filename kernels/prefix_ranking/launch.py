@@ -100,6 +100,7 @@ def attention_share(
         BLOCK_H=block_h,
         STAGES=launch.stages,
         PRECISION="ieee" if q_LRNH.dtype == torch.float32 else "tf32",
+        IS_NARROW=keys_LSKH.shape[1] * keys_LSKH.stride(1) < 1 << 31,
         num_warps=launch.warps,
     )
     return shares_LBKS

@@ -19,6 +19,8 @@ from idlm.kernels.paged_attention import (
     plan_attention,
 )
 
+CHAIN_BYTES = 4 * COLD_BYTES
+"""Of a chain of layers: no kernel before the first one hides its beginning."""
 MAX_LAYERS = 64
 MAX_BYTES = 40 << 30
 
@@ -59,7 +61,7 @@ def make_block_step(
     num_pages = -(-context // page_size)
     num_seen = context if k is None else k + num_rows
     slot_bytes = 2 * num_kv_heads * head_dim * 2
-    num_layers = min(layers, max(2, -(-COLD_BYTES // (batch * num_seen * slot_bytes))))
+    num_layers = min(layers, max(2, -(-CHAIN_BYTES // (batch * num_seen * slot_bytes))))
     num_layers = max(2, min(num_layers, MAX_BYTES // (batch * num_pages * page_size * slot_bytes)))
     generator = torch.Generator(device="cuda").manual_seed(0)
 

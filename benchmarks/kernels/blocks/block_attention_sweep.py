@@ -34,16 +34,19 @@ TALL = {"block_m": 128, "warps": 8, "half_parts": True}
 WALKS: tuple[dict[str, Any], ...] = (
     TALL | {"block_n": 64, "stages": 3, "two_groups": False},
     TALL | {"block_n": 64, "stages": 3, "two_groups": True},
+    TALL | {"block_n": 64, "stages": 3, "two_groups": True, "held_queries": True},
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
     for block_m, block_n, stages in ((64, 32, 3), (64, 64, 3), (128, 32, 4), (128, 64, 3))
 )
 PROGRAMS = (1, 2, 4)
-CHECK_SECONDS = 45
+CHECK_SECONDS = 30
 SHORT_SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
 """combine_rows, combine_parts and combine_warps."""
-SUMS = (*SHORT_SUMS, (1, 16, 1), (2, 8, 1), (4, 16, 2), (8, 16, 4))
+SUMS = ((2, 16, 1), (1, 16, 1), (2, 8, 1), (4, 16, 2))
+MEETINGS = ((8, 16, 1), (8, 8, 1), (4, 16, 1), (16, 8, 1), (8, 1, 1))
+"""The same of items that add their parts themselves; 1 part: one after the other, loaded ahead."""
 
 
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
@@ -56,7 +59,13 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     # The walk of two warpgroups has no `early`.
     ways = ((False, False), (True, False), (False, True))
     for (early, two_groups), each in itertools.product(ways, () if short else SUMS):
-        yield replace(chosen, early=early, two_groups=two_groups, **_sum_options(each))
+        ways_of = {"early": early, "two_groups": two_groups, "held_queries": two_groups}
+        yield replace(chosen, **ways_of, **_sum_options(each))
+    for each in () if short else MEETINGS:
+        meets = {"meets": True, "programs_per_sm": 1, "two_groups": False}
+        yield replace(chosen, **meets, **_sum_options(each))
+    for held in () if short else (False, True):
+        yield replace(chosen, meets=True, programs_per_sm=1, two_groups=True, held_queries=held)
 
 
 def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
@@ -109,7 +118,16 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.early, each.two_groups): each
+        (
+            each.block_m,
+            each.warps,
+            each.block_n,
+            each.stages,
+            each.early,
+            each.two_groups,
+            each.held_queries,
+            each.meets,
+        ): each
         for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
@@ -124,7 +142,11 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
 
 def _key(launch: Any, *, is_listed: bool) -> str:
     """What is compiled for a launch; programs are an argument of the kernels, not a constant."""
-    return f"{replace(launch, programs_per_sm=2)} {is_listed}"
+    return f"{_compiled(launch)} {is_listed}"
+
+
+def _compiled(launch: Any) -> Any:
+    return replace(launch, programs_per_sm=1 if launch.meets else 2)
 
 
 def _compiled_and_checked(arguments: list[str]) -> set[str]:
@@ -164,9 +186,7 @@ def compile_part(options: dict[str, str]) -> int:
         )
         chosen = replace(launch_of(block.step, fixed=False), pdl=True)
         for launch in variants(chosen, short=short):
-            launches.setdefault(
-                _key(launch, is_listed=is_listed), (replace(launch, programs_per_sm=2), block)
-            )
+            launches.setdefault(_key(launch, is_listed=is_listed), (_compiled(launch), block))
     for key, (launch, block) in list(launches.items())[index::num_parts]:
         try:
             error = block_error(block, block_layers(block, launch=launch))

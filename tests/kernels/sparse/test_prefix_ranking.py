@@ -76,7 +76,9 @@ def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, key
         "BLOCK_N": launch.block_n,
         "BLOCK_H": 128,
     }
-    constants |= {"STAGES": launch.stages, "PRECISION": "tf32"} | ({} if is_fp8 else {"k_scale_LK": None})
+    constants |= {"STAGES": launch.stages, "PRECISION": "tf32", "IS_NARROW": True} | (
+        {} if is_fp8 else {"k_scale_LK": None}
+    )
     made = compiled(share_kernel, constants, launch.warps, keys_LSKH=keys, stride_layer="i64")
     assert made.spilled_bytes == 0 and made.shared_bytes <= SHARED_BYTES
     assert f"m64n{32 * group}k16" in made.ptx and "cp.async" in made.ptx

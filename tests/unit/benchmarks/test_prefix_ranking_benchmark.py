@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.clock import Load, read_load
 from benchmarks.kernels import prefix_ranking as benchmark
 from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix
 
@@ -57,3 +58,12 @@ def test_the_sweep_times_launches_and_groups(capsys: pytest.CaptureFixture[str])
     )
     groups = [line.split("layers  ")[1] for line in lines if "a launch" in line]
     assert groups == [f"shares of {each} layers a launch" for each in (1, 2, 3)]
+
+
+def test_the_clock_is_the_median_of_the_second_half() -> None:
+    lines = ("345, 1980, 75.1", "[N/A], 1980, 75.1", "1500, 1980, 600.0", "1400, 1980, 690.5")
+    said = "".join(f"{line}, 700.0\n" for line in lines)
+    found = read_load(2.5, said)
+    assert (found.ms, found.sm_mhz, found.max_sm_mhz) == (2.5, 1450.0, 1980.0)
+    assert (found.watts, found.limit_watts) == (645.25, 700.0)
+    assert read_load(2.5, "No devices were found\n") == Load(ms=2.5)
