@@ -87,7 +87,11 @@ def measure(arguments: list[str]) -> int:
         f"{found['tokens']:,} tokens in {found['seconds']:.0f} s with {options['workers']} worker(s); nothing "
         f"reported progress for {found['silence']:.1f} s at most, the watchdog ends a run after {limit:.0f} s"
     )
-    case = {"workers": int(options["workers"]), "limit_s": limit, "tokenizer": Path(options["tokenizer"]).name}
+    case = {
+        "workers": int(options["workers"]),
+        "limit_s": limit,
+        "tokenizer": Path(options["tokenizer"]).name,
+    }
     case |= {"tokens": found["tokens"]}
     rows = [
         result_row("tokenise", case, "seconds", found["seconds"], "s", gate_passed=True),

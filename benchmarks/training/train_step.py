@@ -7,13 +7,17 @@ Every arm runs the product's trainer (train_step_worker.py) in fresh processes: 
 shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
 needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
-activations. `full_zero1` sums gradients on each GPU and reduces them once per step. A LoRA has micro-batches
-of its own. `mode=profile` prints and records the milliseconds of one more step by part.
+activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL 8
+thread blocks, so that products keep the others. Losses of arms that train the same weights must agree
+(`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of one
+more step by part.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
@@ -119,6 +123,8 @@ SHAPES = {
 ARMS: dict[str, tuple[str, ...]] = {
     "full": (),
     "full_zero1": ("train.zero_stage=1",),
+    "full_few_blocks": (),
+    "full_zero1_few_blocks": ("train.zero_stage=1",),
     "dense_recompute": (
         "model.attention=idlm_sdpa",
         "model.gradient_checkpointing=true",
@@ -127,6 +133,9 @@ ARMS: dict[str, tuple[str, ...]] = {
     "gated_lora": (),
     "ungated_lora": ("adapter.gated=false", "export.merge=true"),
 }
+FEW_BLOCKS = {"NCCL_MAX_CTAS": "8"}
+LOSS_TOLERANCE = 0.02
+"""Between arms that train the same weights; their bfloat16 sums differ in order."""
 LORA_ARMS = ("gated_lora", "ungated_lora")
 
 
@@ -193,7 +202,8 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
         ]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options['gpus']}"]
         worker = ["-m", "benchmarks.training.train_step_worker", str(target), options["steps"], *overrides]
-        done = subprocess.run([sys.executable, *launch, *worker], check=False)
+        environment = os.environ | (FEW_BLOCKS if arm.endswith("few_blocks") else {})
+        done = subprocess.run([sys.executable, *launch, *worker], env=environment, check=False)
         if done.returncode != 0 or not target.is_file():
             raise UserError(
                 "IDLM-0108", f"the arm {arm} ended with status {done.returncode}", fix="see its output above"
@@ -207,13 +217,32 @@ def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, An
         arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
         for arm, result in results.items()
     }
+    agree = _agree([result["losses"] for arm, result in results.items() if arm not in LORA_ARMS])
     return [
-        row for arm, result in results.items() for row in _rows_of_arm(options, shape, arm, result, speeds)
+        row
+        for arm, result in results.items()
+        for row in _rows_of_arm(options, shape, arm, result, speeds, None if arm in LORA_ARMS else agree)
     ]
 
 
+def _agree(losses: list[list[list[float]]]) -> bool | None:
+    """Whether all arms have the losses of the first one, by step and term; None with one arm."""
+    pairs = [
+        pair
+        for other in losses[1:]
+        for one, two in zip(losses[0], other, strict=True)
+        for pair in zip(one, two, strict=True)
+    ]
+    return all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs) if pairs else None
+
+
 def _rows_of_arm(
-    options: dict[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
+    options: dict[str, str],
+    shape: Shape,
+    arm: str,
+    result: dict[str, Any],
+    speeds: dict[str, float],
+    agrees: bool | None,
 ) -> list[dict[str, Any]]:
     mode = arm if arm in LORA_ARMS else "full"
     case = {
@@ -233,11 +262,16 @@ def _rows_of_arm(
         measured.append(
             ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
         )
+    if result["planned_seconds"]:
+        taken = statistics.median(result["seconds_per_step"])
+        measured.append(("planned_over_step_time", result["planned_seconds"] / taken, "x", None))
     if arm == "full" and "dense_recompute" in speeds:
         measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
     command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
     rows = [
-        result_row("train_step", case, metric, value, unit, floor=floor, command=command_line)
+        result_row(
+            "train_step", case, metric, value, unit, floor=floor, gate_passed=agrees, command=command_line
+        )
         for metric, value, unit, floor in measured
     ]
     profiled = result["profile_ms"] if options["mode"] == "profile" else {}
@@ -248,15 +282,19 @@ def _rows_of_arm(
 
 
 def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    print(f"{'arm':<18} {'metric':<34} {'value':>10} {'of limit':>9}")
-    for row in rows:
-        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
-        name = " ".join([row["metric"], row["case"].get("part", "")])
-        print(f"{row['case']['arm']:<18} {name:<34} {row['value']:>10.2f} {share:>9}")
     for arm, result in results.items():
         print(
-            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, steps {result['seconds_per_step']}"
+            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, steps {result['seconds_per_step']}, "
+            f"losses of the last {result['losses'][-1]}",
+            *result["profile_lines"],
+            sep="\n  ",
         )
+    print(f"{'arm':<22} {'metric':<34} {'value':>10} {'of limit':>9} agrees")
+    for row in rows:
+        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
+        agrees = "" if row["gate_passed"] is None else str(row["gate_passed"])
+        name = " ".join([row["metric"], row["case"].get("part", "")])
+        print(f"{row['case']['arm']:<22} {name:<34} {row['value']:>10.2f} {share:>9} {agrees}")
 
 
 if __name__ == "__main__":
