@@ -31,8 +31,8 @@ NAME_LENGTH, NUM_SHOWN = 48, 10
 
 @dataclass(slots=True)
 class StepProfile(TrainerCallback):
-    """Profiles the step that follows `after` steps; `ms` is empty before, and where no kernel ran. `lines` say
-    which kernels took longest and between which ones the device waited.
+    """Profiles the step that follows `after` steps; `ms` is empty before, and where no kernel ran. `lines`
+    say which kernels took longest and between which ones the device waited.
     """
 
     after: int

@@ -84,8 +84,8 @@ def measure(arguments: list[str]) -> int:
         found = run(Path(temporary) / "long", num_records, options)
     limit = SLOW_FACTOR * float(options["hang_seconds"])
     print(
-        f"{found['tokens']:,} tokens in {found['seconds']:.0f} s with {options['workers']} worker(s); nothing "
-        f"reported progress for {found['silence']:.1f} s at most, the watchdog ends a run after {limit:.0f} s"
+        f"{found['tokens']:,} tokens in {found['seconds']:.0f} s with {options['workers']} worker(s); nothing"
+        f" reported progress for {found['silence']:.1f} s at most, the watchdog ends a run after {limit:.0f}"
     )
     case = {
         "workers": int(options["workers"]),

@@ -7,10 +7,10 @@ Every arm runs the product's trainer (train_step_worker.py) in fresh processes: 
 shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
 needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
-activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL 8
-thread blocks, so that products keep the others. Losses of arms that train the same weights must agree
-(`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of one
-more step by part.
+activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
+8 thread blocks, so that products keep the others. Losses of arms that train the same weights must agree
+(`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of
+one more step by part.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
     shape, arms = _chosen(options)
     results: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for arm in arms:
         start = time.perf_counter()
         try:
@@ -157,10 +158,17 @@ def measure(arguments: list[str]) -> int:
             print(error, flush=True)
         else:
             print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
-    rows = _rows(options, shape, results)
+            # At once: the machine may be taken away before the next arm has ended.
+            known = {(row["case"]["arm"], row["metric"], row["case"].get("part")) for row in rows}
+            new = [
+                row
+                for row in _rows(options, shape, results)
+                if (row["case"]["arm"], row["metric"], row["case"].get("part")) not in known
+            ]
+            rows += new
+            if options["record"] == "true":
+                append_rows("train_step", new, results=Path(options["results"]))
     _print_table(results, rows)
-    if options["record"] == "true":
-        append_rows("train_step", rows, results=Path(options["results"]))
     return 0 if len(results) == len(arms) else 1
 
 
@@ -284,8 +292,8 @@ def _rows_of_arm(
 def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     for arm, result in results.items():
         print(
-            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, steps {result['seconds_per_step']}, "
-            f"losses of the last {result['losses'][-1]}",
+            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, "
+            f"steps {result['seconds_per_step']}, losses of the last {result['losses'][-1]}",
             *result["profile_lines"],
             sep="\n  ",
         )
