@@ -170,6 +170,8 @@ def run_setup(
         is_checkpointed=config.model.gradient_checkpointing,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
         adapter_parameters=num_adapted,
+        batch_size=size,
+        attention=config.model.attention,
     )
 
 
