@@ -8,7 +8,8 @@ shape, real text, 4096 data tokens per sample, all supervised. The limit counts 
 needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
 activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
-8 thread blocks, so that products keep the others. Losses of arms that train the same weights must agree
+8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves attention out of compiled
+layers, which are then four pieces each. Losses of arms that train the same weights must agree
 (`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of
 one more step by part.
 """
@@ -131,12 +132,18 @@ ARMS: dict[str, tuple[str, ...]] = {
         "model.compile=off",
     ),
     "gated_lora": (),
+    "gated_lora_in_parts": (),
     "ungated_lora": ("adapter.gated=false", "export.merge=true"),
 }
-FEW_BLOCKS = {"NCCL_MAX_CTAS": "8"}
+ENVIRONMENTS = {
+    "full_few_blocks": {"NCCL_MAX_CTAS": "8"},
+    "full_zero1_few_blocks": {"NCCL_MAX_CTAS": "8"},
+    "gated_lora_in_parts": {"LEAVE_OUT": "attention"},
+}
 LOSS_TOLERANCE = 0.02
 """Between arms that train the same weights; their bfloat16 sums differ in order."""
-LORA_ARMS = ("gated_lora", "ungated_lora")
+MODES = {"gated_lora": "gated_lora", "gated_lora_in_parts": "gated_lora", "ungated_lora": "ungated_lora"}
+"""What an arm trains, if not all weights."""
 
 
 def main() -> int:
@@ -188,7 +195,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         overrides = [
-            f"recipe={'qwen3_8b_lora' if arm in LORA_ARMS else shape.recipe}",
+            f"recipe={'qwen3_8b_lora' if arm in MODES else shape.recipe}",
             *shape.config(),
             "model.path=null",
             f"model.tokenizer={TOKENIZER}",
@@ -202,15 +209,15 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            f"train.accumulation={LORA_ACCUMULATION if arm in LORA_ARMS else shape.accumulation}",
-            *([f"train.batch_size={shape.lora_batch}"] if arm in LORA_ARMS else []),
+            f"train.accumulation={LORA_ACCUMULATION if arm in MODES else shape.accumulation}",
+            *([f"train.batch_size={shape.lora_batch}"] if arm in MODES else []),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
         ]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options['gpus']}"]
         worker = ["-m", "benchmarks.training.train_step_worker", str(target), options["steps"], *overrides]
-        environment = os.environ | (FEW_BLOCKS if arm.endswith("few_blocks") else {})
+        environment = os.environ | ENVIRONMENTS.get(arm, {})
         done = subprocess.run([sys.executable, *launch, *worker], env=environment, check=False)
         if done.returncode != 0 or not target.is_file():
             raise UserError(
@@ -225,11 +232,14 @@ def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, An
         arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
         for arm, result in results.items()
     }
-    agree = _agree([result["losses"] for arm, result in results.items() if arm not in LORA_ARMS])
+    losses: dict[str, list[Any]] = {}
+    for arm, result in results.items():
+        losses.setdefault(MODES.get(arm, "full"), []).append(result["losses"])
+    agree = {mode: _agree(found) for mode, found in losses.items()}
     return [
         row
         for arm, result in results.items()
-        for row in _rows_of_arm(options, shape, arm, result, speeds, None if arm in LORA_ARMS else agree)
+        for row in _rows_of_arm(options, shape, arm, result, speeds, agree[MODES.get(arm, "full")])
     ]
 
 
@@ -252,7 +262,7 @@ def _rows_of_arm(
     speeds: dict[str, float],
     agrees: bool | None,
 ) -> list[dict[str, Any]]:
-    mode = arm if arm in LORA_ARMS else "full"
+    mode = MODES.get(arm, "full")
     case = {
         "model": options["model"],
         "gpus": result["world_size"],

@@ -7,6 +7,7 @@ step.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage
 from idlm.train.loop.trainer import IdlmTrainer
+from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.planning.estimate import estimate_run
 
 WARM_STEPS = 2
@@ -69,6 +71,8 @@ def main() -> int:
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     args = pipeline.training_arguments(config)
+    if os.environ.get("LEAVE_OUT") == "attention":
+        leave_out_of_compiled_layers()
     prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
     estimate = estimate_run(
         config, prepared.model, prepared.dataset, prepared.curriculum, gpus=args.world_size

@@ -174,9 +174,6 @@ def test_a_gated_adapter_keeps_what_is_planned(
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if is_compiled:
-        monkeypatch.setattr(
-            attention_file, "_attend_apart", torch.compiler.disable(attention_file._attend_apart)
-        )
         for layer in model.model.layers:
             layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
 
@@ -190,7 +187,7 @@ def test_a_gated_adapter_keeps_what_is_planned(
     runner = BodyAndHead(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         runner.terms(model, batch, attention, compute)
-    for tensor in (*alive, *sum(runner.clean_keys.of_module.values(), ())):
+    for tensor in (*alive, *(one for layer in model.model.layers for one in layer.self_attn.clean_keys)):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     mask_rows, rows = len(batch["gate_index"]), len(batch["gate_index"]) + len(batch["clean_rows"])
     run = RunSetup(
