@@ -38,7 +38,7 @@ from idlm.errors import UserError
 from idlm.log import rank
 from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
-from idlm.train.model.attention import CleanKeys, mask_arguments
+from idlm.train.model.attention import KEPT, SEEN, mask_arguments
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
@@ -208,7 +208,7 @@ class BodyAndHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        self.model, self.clean_keys = model, CleanKeys()
+        self.model = model
         # Set by `train.model.gated_lora.add_adapter`.
         self.gate = getattr(model, "mask_gate", None)
 
@@ -248,7 +248,7 @@ class BodyAndHead:
         of all rows in their places; those of padding are zero.
         """
         assert self.gate is not None
-        shape, keys = batch["doc_ids"].shape, self.clean_keys
+        shape = batch["doc_ids"].shape
         noisy_M, clean_M = batch["gate_index"], batch["clean_rows"]
         # Rows of several packed rows become one; their documents get numbers of their own.
         numbers_BT = torch.arange(shape[0], device=noisy_M.device)[:, None] * shape[1]
@@ -269,15 +269,14 @@ class BodyAndHead:
             all_RD = all_RD.index_copy(0, clean_M, hidden[0].to(all_RD.dtype))
             return forward(all_RD.index_copy(0, noisy_M, noisy_MD).unflatten(0, shape))
 
-        keys.is_filled, keys.of_module = False, {}
         self.gate.is_open = False
         with torch.no_grad():
             seen = mask_arguments(_row_meta(clean), attention)
-            self._run(self.model, clean, keep, **seen, clean_keys=keys)
-        # Both stay so until the next batch: checkpointed layers run again in the backward pass.
-        keys.is_filled = self.gate.is_open = True
+            self._run(self.model, clean, keep, **seen, clean_keys=KEPT)
+        # It stays so until the next batch: checkpointed layers run again in the backward pass.
+        self.gate.is_open = True
         seen = mask_arguments(_row_meta(both), attention, num_queries=len(noisy_M))
-        return self._run(model, noisy, place, **seen, clean_keys=keys)
+        return self._run(model, noisy, place, **seen, clean_keys=SEEN)
 
     def _run(
         self, model: nn.Module, rows: Batch, forward: Callable[[Tensor], Tensor], **arguments: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +26,18 @@ PARTS = (
 )
 
 
+NAME_LENGTH, NUM_SHOWN = 48, 10
+
+
 @dataclass(slots=True)
 class StepProfile(TrainerCallback):
-    """Profiles the step that follows `after` steps; `ms` is empty before, and where no kernel ran."""
+    """Profiles the step that follows `after` steps; `ms` is empty before, and where no kernel ran. `lines`
+    say which kernels took longest and between which ones the device waited.
+    """
 
     after: int
     ms: dict[str, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
     running: Any = None
     began: float = 0.0
 
@@ -44,12 +51,14 @@ class StepProfile(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self.running is not None:
+            launched_ms = 1000 * (time.perf_counter() - self.began)
             torch.cuda.synchronize()
             wall_ms = 1000 * (time.perf_counter() - self.began)
             self.running.stop()
             events = [event for event in self.running.events() if "CUDA" in str(event.device_type)]
             spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
-            self.ms, self.running = ms_by_part(spans, wall_ms), None
+            self.ms = ms_by_part(spans, wall_ms) | {"launched": launched_ms}
+            self.lines, self.running = longest(spans), None
         return control
 
 
@@ -65,6 +74,24 @@ def ms_by_part(spans: Iterable[Span], wall_ms: float) -> dict[str, float]:
     busy = _covered_ms(listed)
     others = _covered_ms([span for span in listed if part_of(span[0]) != "collectives"])
     return ms | {"collectives alone": busy - others, "idle": max(0.0, wall_ms - busy), "step": wall_ms}
+
+
+def longest(spans: Iterable[Span]) -> list[str]:
+    """The kernels, and the pairs of kernels with a gap between them, that took most of a step."""
+    kernels, gaps = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    before, reached = "", float("inf")
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        short = re.sub(r"^void |<.*", "", name)[:NAME_LENGTH]
+        kernels[short].append(end - start)
+        if start > reached:
+            gaps[f"{before} .. {short}"].append(start - reached)
+        if end > reached or not before:
+            before, reached = short, end
+    return [
+        f"{what} {sum(values) / 1000:9.2f} ms {len(values):6} x {name}"
+        for what, found in (("kernel", kernels), ("gap   ", gaps))
+        for name, values in sorted(found.items(), key=lambda item: -sum(item[1]))[:NUM_SHOWN]
+    ]
 
 
 def part_of(kernel: str) -> str:

@@ -7,13 +7,18 @@ Every arm runs the product's trainer (train_step_worker.py) in fresh processes: 
 shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
 needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
-activations. `full_zero1` sums gradients on each GPU and reduces them once per step. A LoRA has micro-batches
-of its own. `mode=profile` prints and records the milliseconds of one more step by part.
+activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
+8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves attention out of compiled
+layers, which are then four pieces each. Losses of arms that train the same weights must agree
+(`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of
+one more step by part.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
@@ -119,15 +124,26 @@ SHAPES = {
 ARMS: dict[str, tuple[str, ...]] = {
     "full": (),
     "full_zero1": ("train.zero_stage=1",),
+    "full_few_blocks": (),
+    "full_zero1_few_blocks": ("train.zero_stage=1",),
     "dense_recompute": (
         "model.attention=idlm_sdpa",
         "model.gradient_checkpointing=true",
         "model.compile=off",
     ),
     "gated_lora": (),
+    "gated_lora_in_parts": (),
     "ungated_lora": ("adapter.gated=false", "export.merge=true"),
 }
-LORA_ARMS = ("gated_lora", "ungated_lora")
+ENVIRONMENTS = {
+    "full_few_blocks": {"NCCL_MAX_CTAS": "8"},
+    "full_zero1_few_blocks": {"NCCL_MAX_CTAS": "8"},
+    "gated_lora_in_parts": {"LEAVE_OUT": "attention"},
+}
+LOSS_TOLERANCE = 0.02
+"""Between arms that train the same weights; their bfloat16 sums differ in order."""
+MODES = {"gated_lora": "gated_lora", "gated_lora_in_parts": "gated_lora", "ungated_lora": "ungated_lora"}
+"""What an arm trains, if not all weights."""
 
 
 def main() -> int:
@@ -140,6 +156,7 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
     shape, arms = _chosen(options)
     results: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for arm in arms:
         start = time.perf_counter()
         try:
@@ -148,10 +165,17 @@ def measure(arguments: list[str]) -> int:
             print(error, flush=True)
         else:
             print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
-    rows = _rows(options, shape, results)
+            # At once: the machine may be taken away before the next arm has ended.
+            known = {(row["case"]["arm"], row["metric"], row["case"].get("part")) for row in rows}
+            new = [
+                row
+                for row in _rows(options, shape, results)
+                if (row["case"]["arm"], row["metric"], row["case"].get("part")) not in known
+            ]
+            rows += new
+            if options["record"] == "true":
+                append_rows("train_step", new, results=Path(options["results"]))
     _print_table(results, rows)
-    if options["record"] == "true":
-        append_rows("train_step", rows, results=Path(options["results"]))
     return 0 if len(results) == len(arms) else 1
 
 
@@ -171,7 +195,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         overrides = [
-            f"recipe={'qwen3_8b_lora' if arm in LORA_ARMS else shape.recipe}",
+            f"recipe={'qwen3_8b_lora' if arm in MODES else shape.recipe}",
             *shape.config(),
             "model.path=null",
             f"model.tokenizer={TOKENIZER}",
@@ -185,15 +209,16 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            f"train.accumulation={LORA_ACCUMULATION if arm in LORA_ARMS else shape.accumulation}",
-            *([f"train.batch_size={shape.lora_batch}"] if arm in LORA_ARMS else []),
+            f"train.accumulation={LORA_ACCUMULATION if arm in MODES else shape.accumulation}",
+            *([f"train.batch_size={shape.lora_batch}"] if arm in MODES else []),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
         ]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options['gpus']}"]
         worker = ["-m", "benchmarks.training.train_step_worker", str(target), options["steps"], *overrides]
-        done = subprocess.run([sys.executable, *launch, *worker], check=False)
+        environment = os.environ | ENVIRONMENTS.get(arm, {})
+        done = subprocess.run([sys.executable, *launch, *worker], env=environment, check=False)
         if done.returncode != 0 or not target.is_file():
             raise UserError(
                 "IDLM-0108", f"the arm {arm} ended with status {done.returncode}", fix="see its output above"
@@ -207,15 +232,37 @@ def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, An
         arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
         for arm, result in results.items()
     }
+    losses: dict[str, list[Any]] = {}
+    for arm, result in results.items():
+        losses.setdefault(MODES.get(arm, "full"), []).append(result["losses"])
+    agree = {mode: _agree(found) for mode, found in losses.items()}
     return [
-        row for arm, result in results.items() for row in _rows_of_arm(options, shape, arm, result, speeds)
+        row
+        for arm, result in results.items()
+        for row in _rows_of_arm(options, shape, arm, result, speeds, agree[MODES.get(arm, "full")])
     ]
 
 
+def _agree(losses: list[list[list[float]]]) -> bool | None:
+    """Whether all arms have the losses of the first one, by step and term; None with one arm."""
+    pairs = [
+        pair
+        for other in losses[1:]
+        for one, two in zip(losses[0], other, strict=True)
+        for pair in zip(one, two, strict=True)
+    ]
+    return all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs) if pairs else None
+
+
 def _rows_of_arm(
-    options: dict[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
+    options: dict[str, str],
+    shape: Shape,
+    arm: str,
+    result: dict[str, Any],
+    speeds: dict[str, float],
+    agrees: bool | None,
 ) -> list[dict[str, Any]]:
-    mode = arm if arm in LORA_ARMS else "full"
+    mode = MODES.get(arm, "full")
     case = {
         "model": options["model"],
         "gpus": result["world_size"],
@@ -233,11 +280,16 @@ def _rows_of_arm(
         measured.append(
             ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
         )
+    if result["planned_seconds"]:
+        taken = statistics.median(result["seconds_per_step"])
+        measured.append(("planned_over_step_time", result["planned_seconds"] / taken, "x", None))
     if arm == "full" and "dense_recompute" in speeds:
         measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
     command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
     rows = [
-        result_row("train_step", case, metric, value, unit, floor=floor, command=command_line)
+        result_row(
+            "train_step", case, metric, value, unit, floor=floor, gate_passed=agrees, command=command_line
+        )
         for metric, value, unit, floor in measured
     ]
     profiled = result["profile_ms"] if options["mode"] == "profile" else {}
@@ -248,15 +300,19 @@ def _rows_of_arm(
 
 
 def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    print(f"{'arm':<18} {'metric':<34} {'value':>10} {'of limit':>9}")
-    for row in rows:
-        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
-        name = " ".join([row["metric"], row["case"].get("part", "")])
-        print(f"{row['case']['arm']:<18} {name:<34} {row['value']:>10.2f} {share:>9}")
     for arm, result in results.items():
         print(
-            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, steps {result['seconds_per_step']}"
+            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, "
+            f"steps {result['seconds_per_step']}, losses of the last {result['losses'][-1]}",
+            *result["profile_lines"],
+            sep="\n  ",
         )
+    print(f"{'arm':<22} {'metric':<34} {'value':>10} {'of limit':>9} agrees")
+    for row in rows:
+        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
+        agrees = "" if row["gate_passed"] is None else str(row["gate_passed"])
+        name = " ".join([row["metric"], row["case"].get("part", "")])
+        print(f"{row['case']['arm']:<22} {name:<34} {row['value']:>10.2f} {share:>9} {agrees}")
 
 
 if __name__ == "__main__":

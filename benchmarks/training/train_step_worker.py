@@ -7,9 +7,10 @@ step.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage
 from idlm.train.loop.trainer import IdlmTrainer
+from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.planning.estimate import estimate_run
 
 WARM_STEPS = 2
@@ -41,11 +43,16 @@ def _text_source(config: Any, encoder: Any) -> TextSource:
 
 @dataclass(slots=True)
 class _Clock(TrainerCallback):
-    """Seconds between the ends of optimizer steps, with the device idle at each."""
+    """Ends of optimizer steps, in seconds and with the device idle, and their mean losses by term."""
 
     ends: list[float]
+    losses: list[list[float]] = field(default_factory=list)
+    trainer: IdlmTrainer | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        assert self.trainer is not None and self.trainer.step.losses is not None
+        losses = self.trainer.step.losses
+        self.losses.append(losses.means(losses.sums).tolist())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
@@ -64,6 +71,8 @@ def main() -> int:
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     args = pipeline.training_arguments(config)
+    if os.environ.get("LEAVE_OUT") == "attention":
+        leave_out_of_compiled_layers()
     prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
     estimate = estimate_run(
         config, prepared.model, prepared.dataset, prepared.curriculum, gpus=args.world_size
@@ -82,7 +91,7 @@ def main() -> int:
         callbacks=[clock, profiled],
         balance=config.train.balance,
     )
-    trainer.zero_stage = zero_stage(config.train)
+    clock.trainer, trainer.zero_stage = trainer, zero_stage(config.train)
     trainer.remove_callback(PrinterCallback)
     prepared_at = time.perf_counter()
     trainer.train()
@@ -96,11 +105,14 @@ def main() -> int:
             json.dumps(
                 {
                     "seconds_per_step": gaps,
+                    "losses": clock.losses,
                     "profile_ms": profiled.ms,
+                    "profile_lines": profiled.lines,
                     "data_tokens_per_step": num_tokens,
                     "matmul_flops": rate,
                     "peak_allocated": torch.cuda.max_memory_allocated(),
                     "planned_peak": estimate.memory.peak_allocated if estimate else None,
+                    "planned_seconds": estimate.time.seconds_per_step if estimate and estimate.time else None,
                     "peak_reserved": torch.cuda.max_memory_reserved(),
                     "world_size": args.world_size,
                     "attention": prepared.attention,

@@ -300,6 +300,12 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append("train.max_length=1 leaves no token to predict")
     if loop.steps is not None and loop.steps < max(1, len(loop.stages)):
         problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
+    if attention == "idlm_sdpa" and config.is_gated and loop.batch_size > 1:
+        problems.append(
+            f"model.attention=idlm_sdpa with a gated adapter has one mask over the rows of all "
+            f"train.batch_size={loop.batch_size} packed rows, of (batch_size * row_length)^2: use auto, or "
+            "train.batch_size=1 and a larger train.accumulation"
+        )
     if attention in GPU_ONLY and not has_gpu:
         problems.append(f"model.attention={attention} has no backward pass on a CPU: use auto")
     if None not in (loop.steps, loop.epochs):

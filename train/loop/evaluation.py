@@ -10,6 +10,7 @@ publish. They wait while rank 0 decodes, which must take less than `train.hang_s
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from idlm.train.objectives.curriculum import Curriculum, Stage
 if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +64,34 @@ class Answers:
         figures = {f"{one.decoder}_{name}": getattr(one, name) for one in measurements for name in DECODED}
         return {name: value for name, value in figures.items() if value is not None}
 
-    def refuse_fall(self, record: dict[str, Any], metrics: Path) -> None:
+    def refuse_fall(self, record: dict[str, Any], metrics: Path, *, is_last: bool) -> None:
         """Raise UserError IDLM-0553 on every rank when a figure of `record`, the last one in `metrics`, is
         further below its best value than `stop_if` allows. The decoder that is chosen by default counts.
+        After the last step there is nothing to stop: a warning then, and the model is published.
         """
         if self.stop_if:
-            from_rank_zero(lambda: self._refuse_fall(record, metrics))
+            from_rank_zero(lambda: self._refuse_fall(record, metrics, is_last=is_last))
 
-    def _refuse_fall(self, record: dict[str, Any], metrics: Path) -> None:
+    def _refuse_fall(self, record: dict[str, Any], metrics: Path, *, is_last: bool) -> None:
         known = [one for one in read_metrics(metrics) if one.get("stage") == record["stage"]]
         for name, fall in self.stop_if.items():
             key = next((key for key in record if key.endswith(f"_{name}")), "")
             best = max((one[key] for one in known if key in one), default=0.0)
-            if key and record[key] < best - fall:
-                raise UserError(
-                    "IDLM-0553",
-                    f"step {record['step']}: {key} is {record[key]:.3f} after {best:.3f}, and "
-                    f"eval.stop_if allows a fall of {fall:g}",
-                    fix="checkpoints saved before are intact: lower train.learning_rate in a new run, or "
-                    "raise eval.stop_if to continue",
-                )
+            if not key or record[key] >= best - fall:
+                continue
+            told = (
+                f"step {record['step']}: {key} is {record[key]:.3f} after {best:.3f}, and "
+                f"eval.stop_if allows a fall of {fall:g}"
+            )
+            if is_last:
+                log.warning("%s; it was the last step, and the model is published", told)
+                continue
+            raise UserError(
+                "IDLM-0553",
+                told,
+                fix="checkpoints saved before are intact: lower train.learning_rate in a new run, or raise "
+                "eval.stop_if to continue",
+            )
 
 
 class HeldOut(TrainerCallback):
@@ -112,7 +124,8 @@ class HeldOut(TrainerCallback):
             if state.is_world_process_zero:
                 self.progress.write(record)
             if self.answers is not None:
-                self.answers.refuse_fall(record, self.progress.metrics_path)
+                is_last = step == curriculum.num_steps
+                self.answers.refuse_fall(record, self.progress.metrics_path, is_last=is_last)
 
     def measure(self, stage: Stage) -> dict[str, Any]:
         """Mean losses and acceptance of the held-out rows, laid out for `stage`. Collective."""

@@ -29,6 +29,7 @@ from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
 from idlm.train.distributed.deepspeed import local_part
+from idlm.train.model.attention import forget_clean_keys
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.objectives.curriculum import rate_factor
 from idlm.train.step import PreviousMeans, TrainingStep
@@ -143,6 +144,7 @@ class IdlmTrainer(SavingTrainer):
 
         Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd.
         """
+        forget_clean_keys(self.model)
         for value in (*self.model.parameters(), *self.model.buffers()):
             value.grad = None
             value.data = value.data.new_empty(0)

@@ -35,15 +35,12 @@ GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
 """FlexAttention has no backward pass on a CPU, the Triton kernel does not run there."""
 
 
-class CleanKeys:
-    """Keys and values of the clean rows, by attention module, for a batch whose noisy rows run by themselves.
-
-    While `is_filled` is false they are stored, afterwards noisy rows see them too.
-    """
-
-    def __init__(self) -> None:
-        self.is_filled = False
-        self.of_module: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+KEPT, SEEN = "kept", "seen"
+"""What becomes of the keys and values of clean rows, for a batch whose noisy rows run by themselves:
+attention modules keep them as `KEPT_KEYS`, or noisy rows see them too.
+"""
+KEPT_KEYS = "clean_keys"
+"""An attribute of the module: compiled layers read tensors there without knowing which layer they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,7 @@ def _attend(
     value_BKTH: Tensor,
     attention_mask: Any,
     *,
-    clean_keys: CleanKeys | None = None,
+    clean_keys: str | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
     inputs = module, query_BNTH, key_BKTH, value_BKTH, attention_mask
@@ -83,7 +80,7 @@ def _attend(
 
 def _attend_apart(
     function: Callable[..., tuple[Tensor, None]],
-    clean_keys: CleanKeys,
+    clean_keys: str,
     module: nn.Module,
     query_BNTH: Tensor,
     key_BKTH: Tensor,
@@ -91,16 +88,16 @@ def _attend_apart(
     attention_mask: Any,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of clean rows, whose keys and values are stored, or of noisy rows, to which they are added.
+    """Attention of clean rows, whose keys and values are kept, or of noisy rows, to which they are added.
 
     Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
     up, and the results of those rows are dropped.
     """
-    if not clean_keys.is_filled:
-        clean_keys.of_module[module] = key_BKTH, value_BKTH
+    if clean_keys == KEPT:
+        setattr(module, KEPT_KEYS, (key_BKTH, value_BKTH))
         return function(module, query_BNTH, key_BKTH, value_BKTH, attention_mask, **further)
     num_rows = query_BNTH.shape[2]
-    key, value = clean_keys.of_module[module]
+    key, value = getattr(module, KEPT_KEYS)
     query = query_BNTH
     if function is not split_attention:
         query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))
@@ -108,9 +105,15 @@ def _attend_apart(
     return function(module, query, key, value, attention_mask, **further)[0][:, :num_rows], None
 
 
+def forget_clean_keys(model: nn.Module) -> None:
+    """Give back the keys and values that attention modules keep."""
+    for module in model.modules():
+        vars(module).pop(KEPT_KEYS, None)
+
+
 def leave_out_of_compiled_layers() -> None:
-    """Let compiled layers call `_attend_apart` without looking into it: which module it stores for would be
-    part of their code, one compilation for each layer.
+    """Let compiled layers call `_attend_apart` without looking into it, in four pieces instead of one. For
+    FlexAttention, whose kernel would be compiled for numbers of rows that differ from batch to batch.
     """
     globals()["_attend_apart"] = torch.compiler.disable(_attend_apart)
 

@@ -179,7 +179,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     """
     layers, gate = decoder_layers(model), getattr(model, "mask_gate", None)
     runs_apart = gate is not None and gate.is_gated
-    if runs_apart:
+    if runs_apart and model.config._attn_implementation != "idlm_split":
         leave_out_of_compiled_layers()
     for layer in layers:
         layer.compile(dynamic=runs_apart)

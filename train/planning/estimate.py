@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-SAMPLED_ITEMS = 8
+SAMPLED_ITEMS = 32
 DEFAULT_GPU = "H200"
 EFFICIENCY = 0.6
 """Share of a GPU's rate that whole steps reach; benchmarks/training/train_step.py measures it."""
@@ -109,16 +109,24 @@ def gpu_name(config: TrainConfig) -> str | None:
 
 
 def estimate_run(
-    config: TrainConfig, model: PreTrainedModel, dataset: PackedDataset, curriculum: Curriculum, *, gpus: int
+    config: TrainConfig,
+    model: PreTrainedModel,
+    dataset: PackedDataset,
+    curriculum: Curriculum,
+    *,
+    gpus: int,
+    num_sampled: int = SAMPLED_ITEMS,
 ) -> Estimate | None:
-    """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us."""
+    """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us.
+    `num_sampled`: packed rows that are made to know the average one of a stage.
+    """
     shape = shape_of(model)
     if shape is None:
         return None
     adapted = 0
     if config.adapter is not None:
         adapted = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
-    fed = [_sampled_fed(dataset, curriculum, stage) for stage in curriculum.stages]
+    fed = [_sampled_fed(dataset, curriculum, stage, num_sampled) for stage in curriculum.stages]
     setup = run_setup(config, dataset.row_length, fed[-1], num_adapted=adapted, world_size=gpus)
     work, tflops = work_of(model), config.plan.tflops or MATMUL_TFLOPS.get(gpu_name(config) or "")
     time = None
@@ -137,10 +145,12 @@ def estimate_run(
     )
 
 
-def _sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: Stage) -> TokenCounts:
+def _sampled_fed(
+    dataset: PackedDataset, curriculum: Curriculum, stage: Stage, num_sampled: int
+) -> TokenCounts:
     """The average packed row of a stage, from its first items."""
     first = sum(one.num_steps for one in curriculum.stages[: stage.index]) * curriculum.global_batch
-    num_items = min(SAMPLED_ITEMS, stage.num_steps * curriculum.global_batch)
+    num_items = min(num_sampled, stage.num_steps * curriculum.global_batch)
     fed = [collate([dataset[first + item]])["fed"].tolist() for item in range(num_items)]
     return TokenCounts(*(sum(counts) / num_items for counts in zip(*fed, strict=True)))
 
@@ -160,6 +170,8 @@ def run_setup(
         is_checkpointed=config.model.gradient_checkpointing,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
         adapter_parameters=num_adapted,
+        batch_size=size,
+        attention=config.model.attention,
     )
 
 

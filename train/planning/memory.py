@@ -2,8 +2,7 @@
 
 The peak is the first layer of the backward pass, when everything that the forward pass keeps is there. What a
 layer keeps was read off autograd's saved tensors, eager and compiled
-(tests/unit/planning/test_memory_plan.py does it again). Attention that keeps scores (`idlm_sdpa`) is not part
-of this model.
+(tests/unit/planning/test_memory_plan.py does it again). Masks of `idlm_documents` are left out.
 
 D width, F ffn, Q and K elements of all query and KV heads, V vocabulary, L layers, R rows fed at once, M of
 them MASK rows, r rank; P trained and Z frozen parameters; e bytes of a parameter.
@@ -144,8 +143,12 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
 def kept_per_clean_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     """(bytes, formula) that one layer keeps of one clean row of a gated adapter: keys and values of the pass
     without gradients, and once more next to those of noisy rows. Checkpointed layers make the latter again.
+    Other attention than `idlm_split` has a query of it too, and its result.
     """
-    return _sum((2 * run.size if run.is_checkpointed else 4 * run.size, shape.keys, "K"))
+    if run.is_checkpointed:
+        return _sum((2 * run.size, shape.keys, "K"))
+    is_padded = run.attention not in ("auto", "idlm_split") or not (run.is_bf16 or run.autocast)
+    return _sum((4 * run.size, shape.keys, "K"), *([(2 * run.size, shape.queries, "Q")] if is_padded else []))
 
 
 def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
@@ -167,6 +170,12 @@ def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
     else:
         kind = "compiled" if run.is_compiled else "eager"
         terms = [Term(f"activations, {kind} layers", shape.layers * per_layer, f"L ({formula}{more})")]
+    if run.attention == "idlm_sdpa":
+        # A mask of bytes, and in every layer one in the dtype of queries.
+        copies = 1 if run.is_checkpointed else shape.layers
+        num_pairs, width = run.rows**2 // run.batch_size, 2 if run.autocast else run.size
+        masks = num_pairs * (1 + width * copies)
+        terms.append(Term("activations, dense masks", masks, f"R^2 / B (1 + {width} x {copies})"))
     last = run.rows * (4 + 2 * stream) * shape.width
     return [*terms, Term("last norm and hidden states", last, f"R {4 + 2 * stream}D")]
 

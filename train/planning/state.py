@@ -46,7 +46,7 @@ class RunSetup:
     """How a model is trained. `rows` and `targets` (rows with a label) of a micro-batch; an adapter changes
     `mask_rows` of them: the noisy ones, all if it is not gated. `zero_stage` None: without DeepSpeed.
     `is_bf16`: weights are bfloat16; `autocast`: float32 weights, bfloat16 products. `rank` 0: all weights
-    train; else a LoRA with `adapter_parameters`.
+    train; else a LoRA with `adapter_parameters`. `attention` is that of `model.attention`.
     """
 
     rows: int
@@ -61,6 +61,8 @@ class RunSetup:
     offloads: bool = False
     rank: int = 0
     adapter_parameters: int = 0
+    batch_size: int = 1
+    attention: str = "auto"
 
     @property
     def size(self) -> int:

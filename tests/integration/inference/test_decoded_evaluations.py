@@ -71,21 +71,21 @@ def test_the_engine_answers_and_changes_no_weight(
 
 
 def test_a_run_that_degrades_ends_and_can_go_on(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The best value counts, not the one before, and what an earlier stage reached does not."""
     strides: list[int] = []
     words = DECODED | {"eval.stop_if": "{exact_match: 0.1}"}
-    sample = falling(iter((0.9, 0.85, 0.5, 0.45, 0.35)), strides)
+    sample = falling(iter((0.9, 0.85, 0.5, 0.35)), strides)
     assert cli.main(arguments(base, tmp_path / "out", **words), sampler=sample) == 2
     told = capsys.readouterr().err
-    assert "IDLM-0553" in told and "step 5: isd_exact_match is 0.350 after 0.500" in told
-    assert strides == [2, 2, 3, 3, 3]
+    assert "IDLM-0553" in told and "step 4: isd_exact_match is 0.350 after 0.500" in told
+    assert strides == [2, 2, 3, 3]
     shares = [record["isd_exact_match"] for record in evaluations(tmp_path / "out")]
-    assert shares == [0.9, 0.85, 0.5, 0.45, 0.35]
-    words["eval.stop_if"] = "{exact_match: 0.2}"
-    sample = falling(iter((0.35,)), strides)
+    assert shares == [0.9, 0.85, 0.5, 0.35]
+    sample = falling(iter((0.45, 0.35)), strides)
     assert cli.main(arguments(base, tmp_path / "out", **words), sampler=sample) == 0
+    assert "step 5: isd_exact_match is 0.350 after 0.500" in capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.training.step_profile import ms_by_part, part_of
+from benchmarks.training.step_profile import longest, ms_by_part, part_of
 
 
 def test_parts_add_up_and_overlaps_count_once() -> None:
@@ -24,6 +24,21 @@ def test_parts_add_up_and_overlaps_count_once() -> None:
         "idle": pytest.approx(2.5),
         "step": 10.0,
     }
+
+
+def test_gaps_are_named_by_the_kernels_around_them() -> None:
+    spans = [
+        ("a", 0.0, 5000.0),
+        ("b", 1000.0, 2000.0),
+        ("void c<int>", 6000.0, 7000.0),
+        ("a", 7000.0, 7500.0),
+    ]
+    assert [line.split() for line in longest(spans)] == [
+        ["kernel", "5.50", "ms", "2", "x", "a"],
+        ["kernel", "1.00", "ms", "1", "x", "b"],
+        ["kernel", "1.00", "ms", "1", "x", "c"],
+        ["gap", "1.00", "ms", "1", "x", "a", "..", "c"],
+    ]
 
 
 @pytest.mark.parametrize(

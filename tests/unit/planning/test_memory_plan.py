@@ -143,11 +143,16 @@ def test_autocast_keeps_what_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_compiled", "is_checkpointed"),
-    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.slow)],
+    ("attention", "is_compiled", "is_checkpointed"),
+    [
+        ("idlm_split", False, False),
+        ("idlm_split", False, True),
+        ("idlm_flex", False, False),
+        pytest.param("idlm_split", True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_gated_adapter_keeps_what_is_planned(
-    monkeypatch: pytest.MonkeyPatch, is_compiled: bool, is_checkpointed: bool
+    monkeypatch: pytest.MonkeyPatch, attention: str, is_compiled: bool, is_checkpointed: bool
 ) -> None:
     """Noisy rows that run by themselves, and the keys and values of clean rows; all weights bfloat16."""
     monkeypatch.setattr(
@@ -155,8 +160,13 @@ def test_a_gated_adapter_keeps_what_is_planned(
         "split_attention_ranges",
         lambda query, key, value, *_, **__: stand_in(query, key, value),
     )
+    monkeypatch.setattr(
+        attention_file,
+        "_flex_kernel",
+        lambda _: lambda query, key, value, **_: stand_in(query, key, value).transpose(1, 2),
+    )
     attention_file.register_attention()
-    model, batch = decoder("qwen3", torch.bfloat16, "idlm_split"), gated_batch()
+    model, batch = decoder("qwen3", torch.bfloat16, attention), gated_batch()
     shape, alive, kept = shape_of(model), [], {}
     add_adapter(model, AdapterSpec(rank=RANK, alpha=16.0))
     model.to(torch.bfloat16)
@@ -164,9 +174,6 @@ def test_a_gated_adapter_keeps_what_is_planned(
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if is_compiled:
-        monkeypatch.setattr(
-            attention_file, "_attend_apart", torch.compiler.disable(attention_file._attend_apart)
-        )
         for layer in model.model.layers:
             layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
 
@@ -179,13 +186,13 @@ def test_a_gated_adapter_keeps_what_is_planned(
 
     runner = BodyAndHead(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        runner.terms(model, batch, "idlm_split", compute)
-    for tensor in (*alive, *sum(runner.clean_keys.of_module.values(), ())):
+        runner.terms(model, batch, attention, compute)
+    for tensor in (*alive, *(one for layer in model.model.layers for one in layer.self_attn.clean_keys)):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     mask_rows, rows = len(batch["gate_index"]), len(batch["gate_index"]) + len(batch["clean_rows"])
     run = RunSetup(
         rows=rows, targets=mask_rows, mask_rows=mask_rows, rank=RANK, zero_stage=1, is_compiled=is_compiled,
-        is_checkpointed=is_checkpointed, adapter_parameters=1,
+        is_checkpointed=is_checkpointed, adapter_parameters=1, attention=attention,
     )  # fmt: skip
     name = "inputs of layers" if is_checkpointed else "layers"
     [planned] = [t.num_bytes for t in memory_plan(shape, run).terms if t.name.endswith(name)]
@@ -242,6 +249,12 @@ def test_what_shards_more_or_keeps_less_needs_less() -> None:
     assert peak(offloads=True) < peak()
     assert peak(rank=128, adapter_parameters=350_000_000) < peak()
     assert peak(rows=4096) < peak() < peak(rows=16384)
+
+
+def test_dense_masks_grow_with_the_square_of_a_row() -> None:
+    one, two = (peak(attention="idlm_sdpa", rows=rows) - peak(rows=rows) for rows in (8192, 16384))
+    assert one == 8192**2 * (1 + 2 * SHAPE.layers) and two == 4 * one
+    assert peak(attention="idlm_sdpa", rows=16384, batch_size=2) - peak(rows=16384) == 2 * one
 
 
 def test_time_and_disk_add_up() -> None:

@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.kernels.gated_lora import gated_lora_reference
 from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, tensor_name
 from idlm.masks import PADDING_DOC
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import ROW_FIELDS, pack_rows
 from idlm.train.model import gated_lora as gated
-from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.model.gated_lora import (
     AdaptedLinear,
     add_adapter,
@@ -281,7 +283,6 @@ def test_one_compilation_serves_every_number_of_mask_rows() -> None:
     for number, batch in enumerate(batches):
         batch["gate_index"] = batch["gate_index"][: len(batch["gate_index"]) - 2 * number]
         batch["noisy_index"] = batch["gate_index"]
-    leave_out_of_compiled_layers()
     eager = [gradients(model, batch, "noisy_index") for batch in batches]
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend="aot_eager")
@@ -289,6 +290,8 @@ def test_one_compilation_serves_every_number_of_mask_rows() -> None:
         for name, gradient in gradients(model, batch, "noisy_index").items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
     first = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # Clean and noisy rows, and the first layer, whose input needs no gradient.
+    assert first <= 3
     more = [batch_of_two(seed, stride=4) for seed in range(3, 6)]
     for number, batch in enumerate(more):
         for name in ("gate_index", "noisy_index"):
@@ -393,3 +396,10 @@ def test_the_identity_of_a_base_is_that_of_its_weights(tmp_path: Path) -> None:
     (tmp_path / "whole" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="IDLM-0308"):
         base_identity(tmp_path / "whole")
+
+
+def test_one_mask_over_several_packed_rows_is_refused() -> None:
+    """It would grow with the square of all rows of the batch."""
+    words = ["recipe=tiny_lora", "model.path=x", "model.attention=idlm_sdpa", "train.batch_size=2"]
+    with pytest.raises(UserError, match="idlm_sdpa with a gated adapter"):
+        check_config(compose("train", TrainConfig, words))
