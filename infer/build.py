@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import warnings
@@ -155,7 +156,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
 
     on_meta = None
     if _is_plain(parts) and shards.size == 1:
-        on_meta = functools.partial(_step_on_meta, parts, chosen(config, outline.semantics))
+        on_meta = functools.partial(_step_on_meta, parts)
     return dataclasses.replace(parts, ahead=warm_up(parts, is_alone=shards.size == 1, on_meta=on_meta))
 
 
@@ -167,16 +168,17 @@ def _is_plain(parts: EngineParts) -> bool:
     return is_dense and appends and not settings.deterministic and model.device.type == "cuda"
 
 
-def _step_on_meta(parts: EngineParts, decoder: Decoder) -> StaticStep:
+def _step_on_meta(parts: EngineParts) -> StaticStep:
     """The step of an engine like `parts` of one layer, on the meta device: its passes launch kernels of the
-    same variants. `decoder` is one that has not been allocated.
+    same variants.
     """
     model, device = parts.model, torch.device("meta")
     spec = dataclasses.replace(model.spec, num_layers=1)
     trunk = make_trunk(spec, device=device, dtype=model.dtype)
     model = dataclasses.replace(model, trunk=trunk, spec=spec, local=spec, device=device)
     settings = dataclasses.replace(parts.settings, attention="triton", num_pages=parts.pool.num_pages)
-    step = _assemble(settings, model, None, decoder, ()).step
+    # The copy allocates its own state; a decoder made anew would repeat its warnings.
+    step = _assemble(settings, model, None, copy.copy(parts.decoder), ()).step
     assert isinstance(step, StaticStep), f"{type(step)=}"
     return step
 

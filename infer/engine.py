@@ -200,9 +200,13 @@ class Engine:
         """
         return None if params.constraint is None else self._parts.grammars().begin(params.constraint)
 
-    def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""
-        self._parts.samples(request_id, prompt, params)
+    def check_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, compiles: bool = True
+    ) -> None:
+        """Raise the UserError that `add_request` would raise, except for an id in use and, if `compiles` is
+        False, for the text of a constraint. Queues nothing.
+        """
+        self._parts.samples(request_id, prompt, params, compiles=compiles)
 
     def draft_counts(self, request_id: str) -> tuple[int, int]:
         """Accepted and tested drafts of a request's unfinished samples so far."""

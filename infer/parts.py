@@ -21,7 +21,7 @@ from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.structured.grammar import Grammar, GrammarCompiler
+from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import encode_prompt
 
@@ -77,8 +77,13 @@ class EngineParts:
         """Text of an answer; empty without a tokenizer."""
         return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)
 
-    def samples(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
-        """The `n` samples of a request. Raises UserError if this engine cannot answer it."""
+    def samples(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, *, compiles: bool = True
+    ) -> list[Request]:
+        """The `n` samples of a request. Raises UserError if this engine cannot answer it: IDLM-0477 if ranks
+        would need a grammar too, and what `GrammarCompiler.grammar` raises, which is not asked if `compiles`
+        is False.
+        """
         params, vocab_size = SamplingParams() if params is None else params, self.model.spec.vocab_size
         if not isinstance(params, SamplingParams):
             raise UserError(
@@ -100,6 +105,13 @@ class EngineParts:
         if params.stop and self.tokenizer is None:
             raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
         max_length = self._max_length(request_id, prompt_ids, params)
+        constraint = params.constraint
+        if constraint is not None and self.settings.tensor_parallel > 1:
+            raise UserError(
+                "IDLM-0477",
+                "constraint: the ranks of tensor_parallel do not share a grammar",
+                fix="use tensor_parallel=1 for answers with a constraint",
+            )
         return [
             Request(
                 request_id=request_id,
@@ -109,24 +121,10 @@ class EngineParts:
                 stop_ids=frozenset(stop_ids),
                 max_length=max_length,
                 num_canvases=self.decoder.num_canvases(params),
-                grammar=self._grammar(params),
+                grammar=self.grammars().grammar(constraint) if constraint is not None and compiles else None,
             )
             for index in range(params.n)
         ]
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of one answer. Raises UserError IDLM-0477 if ranks would need it too, and what
-        `GrammarCompiler.grammar` raises.
-        """
-        if params.constraint is None:
-            return None
-        if self.settings.tensor_parallel > 1:
-            raise UserError(
-                "IDLM-0477",
-                "constraint: the ranks of tensor_parallel do not share a grammar",
-                fix="use tensor_parallel=1 for answers with a constraint",
-            )
-        return self.grammars().grammar(params.constraint)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt, through the chat template if the tokenizer has one.

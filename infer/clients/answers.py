@@ -5,11 +5,8 @@ Both yield a `Piece` for each forward pass that emits tokens.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Collection, Generator, Iterator
-from contextlib import closing, contextmanager
-from types import FrameType
+from collections.abc import Collection, Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from idlm.contracts import SamplingParams
@@ -77,7 +74,7 @@ class EngineAnswerer:
         """See `Answerer`. Ctrl-C waits for the end of a pass: the engine goes on afterwards."""
         engine = self._engine
         prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
-        with interrupt_flag() as is_asked, closing(engine.stream(prompt, params)) as events:
+        with closing(engine.stream(prompt, params)) as events:
             for event in events:
                 accepted, tested = engine.draft_counts(event.request_id)
                 done, num_forwards = event.completion, None
@@ -87,8 +84,6 @@ class EngineAnswerer:
                 yield Piece(event.text, len(event.token_ids), num_forwards, accepted, tested)
                 if event.error is not None:
                     raise event.error
-                if is_asked.is_set():
-                    raise KeyboardInterrupt
 
 
 class ServerAnswerer:
@@ -121,23 +116,3 @@ class ServerAnswerer:
             raise no_answer(error) from error
         if is_empty and num_tokens > 1:
             raise no_answer(LookupError("the answer is reasoning alone: raise max_tokens"))
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """Inside, Ctrl-C sets a flag; a second one raises KeyboardInterrupt."""
-    is_asked = threading.Event()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if is_asked.is_set():
-            raise KeyboardInterrupt
-        is_asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield is_asked
-        return
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield is_asked
-    finally:
-        signal.signal(signal.SIGINT, before)

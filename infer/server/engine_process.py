@@ -133,15 +133,20 @@ class EngineLoop:
                 self._handle(message)
             for request_id, (grammar, message) in list(self._compiling.items()):
                 if grammar.done():
-                    self._add(message)
                     del self._compiling[request_id]
+                    self._add(message)
+                    self._report([])
             if self._engine.has_work and self._inbox.is_open:
                 self._report(self._engine.step())
 
     def _handle(self, message: Message) -> None:
         request_id = message["id"]
         if message["type"] == "abort":
-            self._compiling.pop(request_id, None)
+            compiling, _ = self._compiling.pop(request_id, (None, None))
+            if compiling is not None and compiling not in [
+                grammar for grammar, _ in self._compiling.values()
+            ]:
+                compiling.cancel()
             self._abort(request_id)
             return
         self._add(message)
@@ -150,12 +155,15 @@ class EngineLoop:
         """Queue a request, or keep it while its grammar is compiled."""
         request_id = message["id"]
         try:
-            params = SamplingParams(**message["params"])
+            params, prompt_ids = SamplingParams(**message["params"]), message["prompt_ids"]
+            if params.constraint is not None:
+                self._engine.check_request(request_id, prompt_ids, params, compiles=False)
             grammar = self._engine.begin_grammar(params)
             if grammar is not None and not grammar.done():
                 self._compiling[request_id] = grammar, message
+                self._report([])
                 return
-            self._engine.add_request(request_id, message["prompt_ids"], params, streams=True)
+            self._engine.add_request(request_id, prompt_ids, params, streams=True)
         except UserError as error:
             self._send({"type": "refused", "id": request_id, **error_message(error)})
         except Exception:
@@ -175,6 +183,8 @@ class EngineLoop:
 
     def _report(self, events: list[StreamEvent]) -> None:
         stats = engine_stats(self._engine)
+        num_compiling = sum(message["params"].get("n", 1) for _, message in self._compiling.values())
+        stats = stats._replace(num_waiting=stats.num_waiting + num_compiling)
         self._send({"type": "step", "events": [event_message(event) for event in events], "stats": stats})
 
     def _send(self, message: Message) -> None:

@@ -11,7 +11,7 @@ and the engine process answers
     {"type": "ready", ...}                                           what `EngineInfo` holds
     {"type": "failed", "code", "message", "fix"}                     it cannot be built, and the process ends
     {"type": "added", "id"}   {"type": "refused", "id", "code", "message", "fix"}
-    {"type": "step", "events", "stats"}                              after each forward pass, and each abort
+    {"type": "step", "events", "stats"}                              after a pass or abort; a request waits
 """
 
 from __future__ import annotations

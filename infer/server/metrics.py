@@ -22,7 +22,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 GAUGES = {
     "num_running": ("vllm:num_requests_running", "Samples that have a lane"),
-    "num_waiting": ("vllm:num_requests_waiting", "Samples in the engine's queue"),
+    "num_waiting": ("vllm:num_requests_waiting", "Samples in the engine's queue, or waiting for a grammar"),
     "kv_usage": ("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1"),
 }
 COUNTERS = {

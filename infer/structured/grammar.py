@@ -117,7 +117,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._recent = functools.lru_cache(MAX_COMPILED)(self._begin)
+        self._recent: dict[Constraint, Future[Grammar]] = {}
         self._compiling = weakref.WeakValueDictionary[Constraint, Future[Grammar]]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
 
@@ -135,19 +135,20 @@ class GrammarCompiler:
 
     def begin(self, constraint: Constraint) -> Future[Grammar]:
         """Begin to compile, in a thread; the interpreter's lock is free meanwhile. Who keeps the future finds
-        the grammar without waiting once it is done.
+        the grammar without waiting once it is done. One that waits for others may be cancelled.
         """
-        return self._recent(constraint)
-
-    def _begin(self, constraint: Constraint) -> Future[Grammar]:
         compiling = self._compiling.get(constraint)
-        if compiling is None:
+        if compiling is None or compiling.cancelled():
             # llguidance recurses, and an overflow would end the process. The first call starts the thread.
             before = threading.stack_size(STACK_BYTES)
             try:
                 compiling = self._compiling[constraint] = self._thread.submit(self._compile, constraint)
             finally:
                 threading.stack_size(before)
+        self._recent.pop(constraint, None)
+        self._recent[constraint] = compiling
+        if len(self._recent) > MAX_COMPILED:
+            del self._recent[next(iter(self._recent))]
         return compiling
 
     def _compile(self, constraint: Constraint) -> Grammar:

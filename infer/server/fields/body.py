@@ -71,10 +71,10 @@ class Body(BaseModel):
             raise ApiError(400, f"{param}: unknown field{near}", param=param, code="unknown_parameter")
 
 
-def is_unicode(value: Any) -> bool:
-    """Whether JSON has no lone surrogates, and is not nested too deeply to be written."""
+def is_json(value: Any) -> bool:
+    """Whether JSON has no lone surrogates or infinite numbers, and is not nested too deeply to be written."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return False
     return True

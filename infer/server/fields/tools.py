@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from idlm.infer.server.errors import ApiError
-from idlm.infer.server.fields.body import Body, Text, Unicode, is_unicode
+from idlm.infer.server.fields.body import Body, Text, Unicode, is_json
 from idlm.infer.structured.grammar import JSON_OPTIONS
 
 
@@ -31,7 +31,7 @@ class ToolCall(Body):
             arguments = json.loads(called.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
-        if not isinstance(arguments, dict) or not is_unicode(arguments):
+        if not isinstance(arguments, dict) or not is_json(arguments):
             raise ApiError(400, f"{param}: not a JSON object", param=param)
         function = {"name": called.name, "arguments": arguments}
         return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
@@ -60,10 +60,12 @@ class Tool(Body):
         """Raise ApiError for unknown fields, text that cannot be encoded, and arguments that are none."""
         self.check_extra(f"{place}.")
         self.function.check_extra(f"{place}.function.")
-        if not is_unicode(self.plain()):
-            raise ApiError(400, f"{place}: not valid Unicode", param=place)
+        if not is_json(self.plain()):
+            raise ApiError(
+                400, f"{place}: text that is not valid Unicode, or an infinite number", param=place
+            )
         kind, param = (self.function.parameters or {}).get("type", "object"), f"{place}.function.parameters"
-        if kind != "object":
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
             raise ApiError(400, f"{param}: arguments are an object, not of type {kind!r}", param=param)
 
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:

@@ -106,14 +106,17 @@ def _literal(text: str) -> str:
 
 
 def read_call(body: str) -> Piece | None:
-    """The call of a JSON object with a name and, if there are any, arguments; None for anything else."""
+    """The call of a JSON object with a name and, if there are any, arguments; None for anything else, such as
+    numbers that Python or JSON cannot write.
+    """
     try:
         call = json.loads(body)
+        if not isinstance(call, dict):
+            return None
+        name, arguments = call.get("name"), call.get("arguments", {})
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict):
-        return None
-    name, arguments = call.get("name"), call.get("arguments", {})
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         return None
-    return Piece("call", json.dumps(arguments, ensure_ascii=False), name)
+    return Piece("call", text, name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -128,3 +129,12 @@ def test_a_part_that_ends_behind_a_backslash_splits_no_call() -> None:
     for place in range(1, len(call)):
         parser = HermesParser()
         assert [*parser.push(call[:place]), *parser.push(call[place:], is_last=True)] == whole
+
+
+def test_a_grammar_that_was_cancelled_can_be_compiled_again(compiler: GrammarCompiler) -> None:
+    """Its only request was aborted while another one compiled."""
+    constraint, others_end = Constraint(kind="regex", text="yes|no"), threading.Event()
+    compiler._thread.submit(others_end.wait, 60)
+    assert compiler.begin(constraint).cancel()
+    others_end.set()
+    assert compiler.grammar(constraint).push(compiler._tokenizer.encode("no", add_special_tokens=False))

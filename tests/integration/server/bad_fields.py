@@ -83,6 +83,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
             ("arguments", {"arguments": "[1]"}),
             ("arguments", {"arguments": '{"a": "\\ud800"}'}),
             ("arguments", {"arguments": "[" * 9000}),
+            ("arguments", {"arguments": '{"a": 1e999}'}),
             ("name", {"name": ""}),
         )
     ),
@@ -93,6 +94,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**VALID[CHAT], "tools": [tool(names="f")]}, "tools.0.function.names"),
     (CHAT, {**VALID[CHAT], "tools": [tool(strict=1)]}, "tools.0.function.strict"),
     (CHAT, {**VALID[CHAT], "tools": [tool(parameters={"type": "array"})]}, "tools.0.function.parameters"),
+    (CHAT, {**VALID[CHAT], "tools": [tool(parameters={"type": ["null"]})]}, "tools.0.function.parameters"),
+    (CHAT, {**VALID[CHAT], "tools": [tool(parameters={"minimum": 1e400})]}, "tools.0"),
     (CHAT, {**VALID[CHAT], "tools": [tool(), tool()]}, "tools.1.function.name"),
     (CHAT, {**VALID[CHAT], "tools": [tool(parameters={"a": "\ud800"})]}, "tools.0"),
     (CHAT, {**VALID[CHAT], "tools": [tool()] * 129}, "tools"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -161,6 +162,27 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
     assert second == expected(PROMPT, part, "How many?", params=params).text
     assert not reference().has_work
     server.wait_until_idle()
+
+
+def test_ctrl_c_in_a_pass_ends_an_answer(
+    answerers: dict[str, Answerer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end: the engine goes on, and the chat with it."""
+    schedule, count = reference().scheduler.next, itertools.count(1)
+
+    def interrupted() -> Any:
+        if next(count) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return schedule()
+
+    monkeypatch.setattr(reference().scheduler, "next", interrupted)
+    view = ScriptedView(PROMPT, "How many?")
+    with ctrl_c_raises():
+        assert Chat(answerers["engine"], view, GREEDY).run() == 0
+    part, second = view.answers
+    assert 0 < len(part) < len(expected(PROMPT).text)
+    assert second == expected(PROMPT, part, "How many?").text
+    assert not reference().has_work
 
 
 def test_a_chat_through_pipes(

@@ -14,7 +14,7 @@ from openai import BadRequestError, OpenAI
 
 from idlm.infer.engine import Engine
 from idlm.infer.server.engine_process import EngineLoop, Inbox
-from idlm.infer.server.messages import RECEIVE_BYTES, pack, read_event, unpacker
+from idlm.infer.server.messages import RECEIVE_BYTES, Stats, pack, read_event, unpacker
 from tests.integration.server.servers import PATIENCE, SETTINGS, Running, running
 from tests.integration.server.servers import TOOLS as TEMPLATE
 from tests.small_tokenizers import CHATML
@@ -159,12 +159,18 @@ def test_strict_tools_leave_text_free(client: OpenAI) -> None:
 def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers others meanwhile; a request that was aborted is not queued any more."""
     model = server.client.get("/model_info").json()["model_path"]
-    engine, compiling = Engine.from_pretrained(model, "ar", **SETTINGS), Future[Any]()
-    monkeypatch.setattr(engine, "begin_grammar", lambda params: compiling if params.constraint else None)
+    engine = Engine.from_pretrained(model, "ar", **SETTINGS)
+    grammars = {text: Future[Any]() for text in ("yes|no", "0|1", "a|b")}
+    monkeypatch.setattr(
+        engine,
+        "begin_grammar",
+        lambda params: grammars[params.constraint.text] if params.constraint else None,
+    )
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE)
     messages = unpacker()
     told: list[tuple[str, str]] = []
+    num_waiting: list[int] = []
 
     def read_until(end: tuple[str, str]) -> None:
         while end not in told:
@@ -173,20 +179,29 @@ def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch:
                 finished = [read_event(fields) for fields in message.get("events", ())]
                 told.extend(("done", one.request_id) for one in finished if one.figures is not None)
                 told.append((message["type"], message.get("id", "")))
+                if message["type"] == "step":
+                    num_waiting.append(Stats(*message["stats"]).num_waiting)
 
     loop = threading.Thread(target=EngineLoop(engine, Inbox(theirs), theirs).run)
     loop.start()
     with theirs:
         with ours:
-            regex = {"kind": "regex", "text": "yes|no"}
-            for name, constraint in {"slow": regex, "gone": regex, "plain": None}.items():
-                params = {"max_tokens": 4, "constraint": constraint}
-                ours.sendall(pack({"type": "add", "id": name, "prompt_ids": [5, 6], "params": params}))
-            ours.sendall(pack({"type": "abort", "id": "gone"}))
+            wanted = {"slow": "yes|no", "gone": "yes|no", "alone": "0|1", "plain": None, "long": "a|b"}
+            for name, text in wanted.items():
+                params = {"max_tokens": 4, "constraint": text and {"kind": "regex", "text": text}, "n": 2}
+                prompt_ids = [5, 6] * (1000 if name == "long" else 1)
+                ours.sendall(pack({"type": "add", "id": name, "prompt_ids": prompt_ids, "params": params}))
+            for name in ("gone", "alone"):
+                ours.sendall(pack({"type": "abort", "id": name}))
             read_until(("done", "plain"))
+            assert ("refused", "long") in told, "before its grammar is compiled"
             assert ("added", "slow") not in told
-            compiling.set_result(None)
+            assert max(num_waiting) == 6
+            assert num_waiting[-1] == 2
+            assert grammars["0|1"].cancelled()
+            grammars["yes|no"].set_result(None)
             read_until(("done", "slow"))
             assert ("added", "slow") in told and ("added", "gone") not in told
+            assert num_waiting[-1] == 0
         loop.join(PATIENCE)
     assert not loop.is_alive()

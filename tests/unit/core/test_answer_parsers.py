@@ -88,6 +88,8 @@ def test_what_is_parsed(text: str, kind: dict[str, bool], expected: list[tuple[s
             '{"name": "f", "arguments": "{}"}',
             '{"name": "f"} {}',
             "9" * 5000,
+            f'{{"name": "f", "arguments": {{"a": {"9" * 4301}}}}}',
+            *(f'{{"name": "f", "arguments": {{"a": {number}}}}}' for number in ("1e999", "-1e999", "NaN")),
         ),
     ],
     ids=lambda body: body[:30],
