@@ -144,10 +144,10 @@ class StaticStep:
         """
         if self._num_eager:
             [(shape, _)] = self._num_eager.most_common(1)
+        elif max(self._wasted.values(), default=0) >= MISSED_PASSES:
+            shape = max(self._wasted, key=lambda each: self._wasted[each])
         else:
-            shape = max(self._wasted, key=lambda each: self._wasted[each], default=None)
-            if shape is None or self._wasted[shape] < MISSED_PASSES:
-                return False
+            return False
         self.capture(shape)
         return True
 
