@@ -7,5 +7,14 @@ from pathlib import Path
 
 __path__ = [
     str(Path(__file__).parent / folder)
-    for folder in (".", "engine", "serving", "kernels", "kernels/blocks", "training", "quality")
+    for folder in (
+        ".",
+        "engine",
+        "serving",
+        "kernels",
+        "kernels/blocks",
+        "training",
+        "training/studies",
+        "quality",
+    )
 ]

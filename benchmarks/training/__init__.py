@@ -1,1 +1,1 @@
-"""Speed of training steps, proof that a killed run resumes, and the study of what a conversion keeps."""
+"""Speed of training steps, and proof that a killed run resumes."""

@@ -18,11 +18,9 @@ from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs.pass_shape import shape_of
-from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.batch import Batch, Schedule, StepPlan
+from idlm.infer.state.batch import Batch, Schedule
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of, wanted_of
@@ -398,20 +396,3 @@ def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
     write_toy_checkpoint(tmp_path)
     with pytest.raises(UserError, match="IDLM-0450"):
         build_engine(tmp_path, "block")
-
-
-def test_attention_is_laid_out_for_one_block_of_a_sequence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few sequences store a finished block in the same pass, and kernels are chosen by what most do."""
-    engine = build_engine(write_block_toy(tmp_path, shifted=False), "block")
-    forward, num_rows = Runner.forward, []
-
-    def watched(runner: Runner, plan: StepPlan) -> WantedRows:
-        assert plan.usual_rows == SIZE and plan.max_rows >= 2 * SIZE
-        num_rows.extend(plan.cu_rows_B1.diff().tolist())
-        return forward(runner, plan)
-
-    monkeypatch.setattr(Runner, "forward", watched)
-    engine.generate(prompts_of([5, 9]), greedy(max_tokens=12))
-    assert max(num_rows) > SIZE >= sorted(num_rows)[len(num_rows) // 2]

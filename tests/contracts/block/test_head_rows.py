@@ -240,3 +240,20 @@ def test_room_comes_in_eighths_of_all_places(num_sequences: int) -> None:
     sizes = [room for room in rooms if room is not None]
     assert all(room % (num_places // 8) == 0 and room >= num_sequences + 32 for room in sizes)
     assert head_bucket(num_places // 2, num_sequences, 32) == num_places // 2
+
+
+def test_attention_is_laid_out_for_one_block_of_a_sequence(
+    toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few sequences store a finished block in the same pass, and kernels are chosen by what most do."""
+    engine = build_engine(toys[False], "block")
+    forward, num_rows = Runner.forward, []
+
+    def watched(runner: Runner, plan: StepPlan) -> WantedRows:
+        assert plan.usual_rows == SIZE and plan.max_rows >= 2 * SIZE
+        num_rows.extend(plan.cu_rows_B1.diff().tolist())
+        return forward(runner, plan)
+
+    monkeypatch.setattr(Runner, "forward", watched)
+    engine.generate(PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=12))
+    assert max(num_rows) > SIZE >= sorted(num_rows)[len(num_rows) // 2]

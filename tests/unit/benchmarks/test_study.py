@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 
 from benchmarks.results import read_rows
-from benchmarks.training import study, study_worker
-from benchmarks.training.study_arms import ARMS, BASE, CHAINS, CONTROL, SIZES, chosen_arms, flops_per_step
-from benchmarks.training.study_paper import efficiency
-from benchmarks.training.study_report import collect, read_records, report
-from benchmarks.training.study_worker import Job, is_whole, marks_of, marks_text, record_path
+from benchmarks.training.studies import study, study_worker
+from benchmarks.training.studies.study_arms import (
+    ARMS,
+    BASE,
+    CHAINS,
+    CONTROL,
+    SIZES,
+    chosen_arms,
+    flops_per_step,
+)
+from benchmarks.training.studies.study_paper import efficiency
+from benchmarks.training.studies.study_report import collect, read_records, report
+from benchmarks.training.studies.study_worker import Job, is_whole, marks_of, marks_text, record_path
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.figures import save_svg
 from benchmarks.results import check_row, result_row
-from benchmarks.training.study_arms import ARMS, BASE, BRANCH, CHAINS, COLD, CONTROL
-from benchmarks.training.study_paper import beside_paper, draw_efficiency
-from benchmarks.training.study_worker import MACHINE, marks_of
+from benchmarks.training.studies.study_arms import ARMS, BASE, BRANCH, CHAINS, COLD, CONTROL
+from benchmarks.training.studies.study_paper import beside_paper, draw_efficiency
+from benchmarks.training.studies.study_worker import MACHINE, marks_of
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 
 BENCH = "study"

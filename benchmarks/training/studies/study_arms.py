@@ -1,4 +1,4 @@
-"""The arms of the study (benchmarks/training/study.py): what each trains and how it is decoded.
+"""The arms of the study (benchmarks/training/studies/study.py): what each trains and how it is decoded.
 
 Every arm starts from the base of its seed. All do as many FLOPs as `ar`, counted as the plan of
 idlm-train does (`flops_per_step`), so that an arm with fewer FLOPs a step takes more steps.

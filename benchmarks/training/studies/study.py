@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS
-from benchmarks.training.study_arms import (
+from benchmarks.training.studies.study_arms import (
     BASE,
     CHAINS,
     CONTROL,
@@ -44,8 +44,15 @@ from benchmarks.training.study_arms import (
     chosen_arms,
     flops_per_step,
 )
-from benchmarks.training.study_report import read_records, report
-from benchmarks.training.study_worker import TRAINED, Job, is_whole, record_path, samples_path, write_samples
+from benchmarks.training.studies.study_report import read_records, report
+from benchmarks.training.studies.study_worker import (
+    TRAINED,
+    Job,
+    is_whole,
+    record_path,
+    samples_path,
+    write_samples,
+)
 from idlm.cli import command
 from idlm.errors import UserError
 
@@ -72,7 +79,7 @@ OPTIONS = {
 }
 PARTS = ("run", "table", "plan")
 LINES_OF_A_FAILURE = 25
-WORKER = ("-m", "benchmarks.training.study_worker")
+WORKER = ("-m", "benchmarks.training.studies.study_worker")
 REHEARSAL: dict[str, Any] = {"steps": 6, "flops": 0.0, "max_tokens": 8, "workers": 1, "keep": ""}
 """Six steps have some for each of three stages."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import result_row
-from benchmarks.training.study_arms import (
+from benchmarks.training.studies.study_arms import (
     ARMS,
     BASE,
     CHAINS,

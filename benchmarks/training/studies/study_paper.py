@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.training.study_arms import ARMS, BASE, CHAINS, COLD, CONTROL, TAU, THRESHOLD
+from benchmarks.training.studies.study_arms import ARMS, BASE, CHAINS, COLD, CONTROL, TAU, THRESHOLD
 from idlm.acceptance import cumulative_acceptance, tokens_per_forward_cold
 
 if TYPE_CHECKING:
-    from benchmarks.training.study_report import Key, Measured
+    from benchmarks.training.studies.study_report import Key, Measured
 
 BLOCK = f"threshold_{THRESHOLD}"
 TABLE_1 = {

@@ -1,0 +1,1 @@
+"""The study of what a conversion keeps (`benchmarks.study`): its arms, their work, records and report."""
