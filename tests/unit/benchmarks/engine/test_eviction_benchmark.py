@@ -54,8 +54,8 @@ def test_throughput_and_gate_leave_their_rows(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_other_parts_leave_their_rows(tmp_path: Path) -> None:
     parts = "parts=toggles,host_wait,host,selection,mage"
-    few = [one.replace("passes=10", "passes=4") for one in SMALL]
-    arguments = [*few, "block=8", "batch=2", "k=16", "exact_layers=1", parts, f"results={tmp_path}"]
+    few = ["context=16", "passes=4"]
+    arguments = [*SMALL, *few, "block=8", "batch=2", "k=16", "exact_layers=1", parts, f"results={tmp_path}"]
     eviction.measure(arguments)
     rows = read_rows("eviction", results=tmp_path)
     assert {row["metric"] for row in rows} == {
