@@ -1,4 +1,4 @@
-"""2,000 requests made from the server's schema (`benchmarks.serve_fuzz`)."""
+"""5,000 requests made from the server's schema (`benchmarks.serve_fuzz`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.results import read_rows
 from benchmarks.serving import serve_fuzz
 
-REQUESTS = 2000
+REQUESTS = 5000
 
 
 def test_no_request_breaks_a_rule(tmp_path: Path) -> None:
