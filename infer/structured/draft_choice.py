@@ -114,7 +114,9 @@ class Follower:
         return num_taken
 
     def extend(self, candidates: Any) -> bool:
-        """Take drafts that the grammar forces, and candidates [C, J]. True: only a mask says what fits next."""
+        """Take drafts: candidates [C, J], and what the grammar forces. Returns whether only a mask says what
+        fits next.
+        """
         firsts = candidates[0].tolist()
         while True:
             self.take(firsts[len(self.drafts) :])
