@@ -2,9 +2,9 @@
 
 The checkpoint has random weights, so it gets a vocabulary of random words of the model's size: what a mask
 costs grows with it. The text of an answer: objects without end, each with a short text, one of three words, a
-number and a list of short texts, so that all answers have the length that was asked for. A third of its
-tokens is drawn by the model; the grammar forces half. Each load runs twice, and the second run counts: its
-graphs are captured. Prompts count too, which both loads share.
+number and a list of short texts, so that all answers have the length that was asked for. The grammar forces
+about half of its tokens and leaves few to choose from for a third. Each load runs twice, and the second run
+counts: its graphs are captured. Prompts count too, which both loads share.
 
 A trace replaces the verdicts on drafts, which fit the schema: both loads accept alike, the ratio is that of
 the speed of passes, and says nothing about how well drafts fit. It is a hard case for the host: hardly a
