@@ -76,7 +76,8 @@ SUMMARY = (
     *("isd_over_ar", "over_vllm", "itl_p99_over_median", "graphs_captured_in_traffic", "graph_passes"),
     *("eager_passes", "graph_host_ms", "controller_regret"),
     *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy"),
-    *("structured_over_unconstrained", "structured_pass_speed"),
+    *("structured_over_unconstrained", "structured_pass_speed", "pass_ms"),
+    *("wait_ms", "settle_ms", "bits_ms", "bits_wait_ms"),
 )
 
 
@@ -233,6 +234,9 @@ def _structured(bench: Bench, engine: Engine, concurrency: int) -> None:
         bench.add(own, "output_tokens_per_s", speed.rate, "tokens/s", gate_passed=speed.is_complete)
         bench.add(own, "tokens_per_forward", speed.tokens_per_pass, "tokens")
         bench.add(own, "pass_ms", 1e3 * speed.pass_s, "ms")
+        bench.add(own, "graphs_captured_in_traffic", speed.num_captured, "graphs")
+        for metric, value in speed.host_ms.items():
+            bench.add(own, metric, value, "ms")
     is_complete = all(speed.is_complete for speed in found.values())
     free, structured = found["free"], found["structured"]
     ratio = structured.rate / free.rate

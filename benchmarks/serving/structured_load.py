@@ -1,28 +1,41 @@
 """Part `structured` of `benchmarks.serve`: the same load with and without a JSON schema, decoded by ISD.
 
 The checkpoint has random weights, so it gets a vocabulary of random words of the model's size: what a mask
-costs grows with it. Objects of the schema follow one another for ever, so that all answers have the length
-that was asked for. A trace replaces the verdicts on drafts, which fit the schema: both loads accept alike,
-the ratio is that of the speed of passes, and says nothing about how well drafts fit. It is a hard case for
-the host: hardly a candidate of random weights fits where the schema prescribes the text.
+costs grows with it. The text of an answer: objects without end, each with a short text, one of three words, a
+number and a list of short texts, so that all answers have the length that was asked for. The grammar forces
+about half of its tokens and leaves few to choose from for a third. Each load runs twice, and the second run
+counts: its graphs are captured. Prompts count too, which both loads share.
+
+A trace replaces the verdicts on drafts, which fit the schema: both loads accept alike, the ratio is that of
+the speed of passes, and says nothing about how well drafts fit. It is a hard case for the host: hardly a
+candidate of random weights fits where the schema prescribes the text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import string
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
 
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.clients.generator import Record, run_on_engine
 from idlm.infer.clients.loads import Load, make_jobs
 from idlm.infer.clients.stats import aggregate
 from idlm.infer.engine import Engine
+from idlm.infer.structured.masks import PassGrammars
 
-PROMPT, ANSWER, WARM_ANSWER = 256, 192, 48
+PROMPT, ANSWER = 256, 192
 """Tokens of a request."""
 SCHEMA = {
     "type": "array",
@@ -70,34 +83,77 @@ def write_vocabulary(path: Path, vocab_size: int) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """Output tokens per second, tokens of a sequence per pass, seconds of a pass (which counts for all its
-    sequences), and whether all answers are complete.
+    sequences), whether all answers are complete, and the graphs captured meanwhile. `host_ms`: `_host_times`.
     """
 
     rate: float
     tokens_per_pass: float
     pass_s: float
     is_complete: bool
+    num_captured: float
+    host_ms: dict[str, float]
 
 
 def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
-    """Speeds of the loads `free` and `structured`, which ran before, shorter."""
+    """Speeds of the loads `free` and `structured`, each in its second run."""
     found = {}
     constraint = Constraint(kind="json_schema", text=json.dumps(SCHEMA))
     params = SamplingParams(ignore_eos=True)
     settings = {"free": params, "structured": dataclasses.replace(params, constraint=constraint)}
-    for answer in (WARM_ANSWER, ANSWER):
-        for name, one in settings.items():
-            load = _load(engine, one, concurrency, (max(1, PROMPT // scale), max(8, answer // scale)))
+    lengths = max(1, PROMPT // scale), max(8, ANSWER // scale)
+    for name, one in [*settings.items(), *settings.items()]:
+        load, before = _load(engine, one, concurrency, lengths), engine.metrics()
+        with _host_times() as host_ms:
             records = run_on_engine(engine, load, streams=False)
-            rate = aggregate(records, load)["mean_output_throughput_tokens_per_s"]
-            tokens_per_pass = _tokens_per_pass(records)
-            found[name] = Speed(
-                rate=rate,
-                tokens_per_pass=tokens_per_pass,
-                pass_s=concurrency * tokens_per_pass / rate,
-                is_complete=_is_complete(records, load),
-            )
+        rate = aggregate(records, load)["mean_output_throughput_tokens_per_s"]
+        tokens_per_pass = _tokens_per_pass(records)
+        captured = "graphs_captured_in_traffic"
+        found[name] = Speed(
+            rate=rate,
+            tokens_per_pass=tokens_per_pass,
+            pass_s=concurrency * tokens_per_pass / rate,
+            is_complete=_is_complete(records, load),
+            num_captured=engine.metrics()[captured] - before[captured],
+            host_ms=host_ms,
+        )
     return found
+
+
+@contextlib.contextmanager
+def _host_times() -> Iterator[dict[str, float]]:
+    """Means over passes with grammars, filled in at the end: the host waits for what a pass tells
+    (`wait_ms`), then the device for the choice of drafts (`settle_ms`); a thread computes bits (`bits_ms`),
+    for which the host waits at last (`bits_wait_ms`).
+    """
+    seconds, found, num_passes = Counter[str](), dict[str, float](), 0
+    settle, bits, allowed = PassGrammars.settle, PassGrammars._bits, PassGrammars.allowed
+
+    def timed(name: str, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*values, **named)
+        seconds[name] += time.perf_counter() - start
+        return result
+
+    def settle_after_waiting(self: PassGrammars) -> list[list[int]]:
+        nonlocal num_passes
+        num_passes += 1
+        told = [each.told[0] for each in self._followers.values() if each.told is not None]
+        timed("wait_ms", lambda: [one._array for one in told])
+        found: list[list[int]] = timed("settle_ms", settle, self)
+        return found
+
+    def allowed_after_waiting(self: PassGrammars, *values: Any) -> Tensor:
+        assert self._begun is not None
+        timed("bits_wait_ms", self._begun.result)
+        return allowed(self, *values)
+
+    with (
+        mock.patch.object(PassGrammars, "settle", settle_after_waiting),
+        mock.patch.object(PassGrammars, "_bits", lambda *values: timed("bits_ms", bits, *values)),
+        mock.patch.object(PassGrammars, "allowed", allowed_after_waiting),
+    ):
+        yield found
+    found.update({name: 1e3 * total / num_passes for name, total in seconds.items()})
 
 
 def _load(engine: Engine, params: SamplingParams, concurrency: int, lengths: tuple[int, int]) -> Load:

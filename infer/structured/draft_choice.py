@@ -1,11 +1,15 @@
 """Grammars that follow sequences as the device decodes them, and the choice of drafts that fit.
 
-A draft that fits is the first of several independent draws from q that the grammar allows: its law is q
-conditioned on the allowed tokens, because which tokens those are depends on earlier tokens alone. If no draw
-fits, it is the allowed token with the highest id, which is certain then: whether the draws fit says nothing
-about the tokens to come, so that either way the draft's law is known and the test of drafts stays exact. The
-tokens of a BPE vocabulary with high ids are long, so that it is mostly the usual spelling of a text that the
-grammar prescribes.
+A token that the grammar forces is a draft without a draw: nothing else may follow, so the test accepts it.
+Elsewhere a draft that fits is the first of several independent draws from q that the grammar allows: its law
+is q conditioned on the allowed tokens, because which tokens those are depends on earlier tokens alone. If no
+draw fits, it is the allowed token with the highest id, which is certain then: whether the draws fit says
+nothing about the tokens to come, so that either way the draft's law is known and the test of drafts stays
+exact. The tokens of a BPE vocabulary with high ids are long, so that it is mostly the usual spelling of a
+text that the grammar prescribes.
+
+The device waits for this choice. A mask takes tens of microseconds, hundreds within a text, and a question
+about one token or about a forced text one to three: masks answer only what is left.
 Shapes: J drafts, C candidates, b followers, W words of bits.
 """
 
@@ -21,6 +25,9 @@ from torch import Tensor
 
 from idlm.infer.state.batch import to_host
 from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits
+
+NUM_ASKED = 4
+"""First candidates for a draft that are asked about one by one."""
 
 
 class Told:
@@ -62,7 +69,7 @@ class Follower:
     """The grammar of one sequence after the tokens that the device has emitted and the host has read, which
     may be more than the answer has (`committed`).
 
-    `drafts`: those that the next pass tests, as far as they fit. `only`: of each the token itself if it was
+    `drafts`: those that the next pass tests, all of which fit. `only`: of each the token itself if it was
     certain, else -1. `told`: what the last pass tells, and the place in its batch. `is_over`: nothing can
     follow.
     """
@@ -96,16 +103,30 @@ class Follower:
         self.drafts, self.only = firsts, [-1] * len(firsts)
         return None
 
-    def add_draft(self, token_id: int, only: int, firsts: list[int]) -> bool:
-        """Take a draft, and then of these candidates as many as fit; whether another draft has to be found
-        after them. The grammar goes on after the drafts until `go_back`.
+    def take(self, token_ids: list[int], *, is_certain: bool = False) -> int:
+        """Take as many drafts as fit, and return their number. The grammar goes on after them until
+        `go_back`.
         """
-        matcher = self.ahead.matcher
-        matcher.consume_token(token_id)
-        taken = firsts[: matcher.try_consume_tokens(firsts)]
-        self.drafts += [token_id, *taken]
-        self.only += [only, *[-1] * len(taken)]
-        return len(taken) < len(firsts) and not self.ahead.is_finished
+        num_taken: int = self.ahead.matcher.try_consume_tokens(token_ids)
+        taken = token_ids[:num_taken]
+        self.drafts += taken
+        self.only += taken if is_certain else [-1] * num_taken
+        return num_taken
+
+    def extend(self, candidates: Any) -> bool:
+        """Take drafts: candidates [C, J], and what the grammar forces. Returns whether only a mask says what
+        fits next.
+        """
+        firsts = candidates[0].tolist()
+        while True:
+            self.take(firsts[len(self.drafts) :])
+            num_left = len(firsts) - len(self.drafts)
+            if not num_left or self.ahead.is_finished:
+                return False
+            forced = self.ahead.matcher.compute_ff_tokens()[:num_left]
+            others = candidates[1:NUM_ASKED, -num_left].tolist()
+            if not self.take(forced, is_certain=True) and not any(self.take([one]) for one in others):
+                return True
 
     def go_back(self) -> None:
         """Return to the state before the drafts."""
@@ -121,7 +142,7 @@ class Follower:
 
 def choose_drafts(choices: Sequence[tuple[Follower, Any]]) -> None:
     """Choose the drafts of followers among candidates [C, J], up to one after which nothing can follow."""
-    open_ = choices
+    open_ = [choice for choice in choices if choice[0].extend(choice[1])]
     while open_:
         num_words = -(-open_[0][0].ahead.vocab_size // WORD_BITS)
         bits_bW = torch.zeros(len(open_), num_words, dtype=torch.int32)
@@ -130,17 +151,18 @@ def choose_drafts(choices: Sequence[tuple[Follower, Any]]) -> None:
         found_b = _first_that_fits(bits_bW.numpy(), ids_bC)
         open_ = [
             (follower, candidates)
-            for (follower, candidates), (token_id, only) in zip(open_, found_b, strict=True)
+            for (follower, candidates), (token_id, is_certain) in zip(open_, found_b, strict=True)
             if token_id >= 0
-            and follower.add_draft(token_id, only, candidates[0, len(follower.drafts) + 1 :].tolist())
+            and follower.take([token_id], is_certain=is_certain)
+            and follower.extend(candidates)
         ]
     for follower, _ in choices:
         follower.go_back()
 
 
-def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, int]]:
-    """The first candidate of each follower whose bit is set, and -1; else the highest token whose bit is set,
-    twice; -1 if there is none.
+def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:
+    """The first candidate of each follower whose bit is set, and False; else the highest token whose bit is
+    set, and True; -1 if there is none.
     """
     rows_b = np.arange(len(ids_bC))
     words_bC = bits_bW[rows_b[:, None], ids_bC // WORD_BITS].view(np.uint32)
@@ -154,4 +176,4 @@ def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, int]]:
         for last, word in zip(last_b, words_b, strict=True)
     ]
     found = zip(has_b, firsts_b, highest_b, strict=True)
-    return [(first, -1) if has else (highest, highest) for has, first, highest in found]
+    return [(first, False) if has else (highest, True) for has, first, highest in found]

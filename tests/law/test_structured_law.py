@@ -146,7 +146,7 @@ def _certain_drafts_tested_with_q(patch: pytest.MonkeyPatch) -> None:
     original = draft_choice._first_that_fits
     patch.setattr(isd, "NUM_CANDIDATES", 1)
     patch.setattr(
-        draft_choice, "_first_that_fits", lambda *tensors: [(one, -1) for one, _ in original(*tensors)]
+        draft_choice, "_first_that_fits", lambda *arrays: [(one, False) for one, _ in original(*arrays)]
     )
 
 
