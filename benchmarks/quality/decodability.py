@@ -122,7 +122,12 @@ class Bench:
     task: Task
     samples: Sequence[TaskSample]
     results: dict[str, Result] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> str:
+        """Its name in cases."""
+        return Path(self.options["model"]).name
 
     def result(self, arm: Arm) -> Result:
         """The answers of an arm, decoded now if they are not yet."""
@@ -141,13 +146,15 @@ class Bench:
             ("standard_error_of_difference", difference_error(result, base), "share", None),
             ("rows_per_token", result.rows_per_token, "rows", base.rows_per_token),
         )
-        case = result.arm.case() | {"questions": len(self.samples)}
-        self.record(arm_rows("decodability", case, result, base, *further, gate_passed=gate))
-        print(line_of(result, base, gate), flush=True)
+        line = line_of(result, base, gate)
+        # Not a gate of the rows: tables leave out rows whose gate failed, and this answer is a finding.
+        self.failed += [line] if gate is False else []
+        case = result.arm.case() | {"questions": len(self.samples), "model": self.model}
+        self.record(arm_rows("decodability", case, result, base, *further))
+        print(line, flush=True)
 
     def record(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Keep rows and write them, so that a run that is stopped loses none."""
-        self.rows += rows
+        """Write rows, so that a run that is stopped loses none."""
         if self.options["record"] == "true":
             append_rows("decodability", rows, results=Path(self.options["results"]))
 
@@ -197,10 +204,8 @@ def measure(arguments: list[str]) -> int:
         PARTS[part](bench)
     if options["figures"]:
         print(*draw_decodability(Path(options["results"]), Path(options["figures"])), sep="\n")
-    failed = [row for row in bench.rows if row["gate_passed"] is False]
-    for case in {str(row["case"]): row["case"] for row in failed}.values():
-        print(f"FAILED: {case}")
-    return int(bool(failed))
+    print(*bench.failed, sep="\n")
+    return int(bool(bench.failed))
 
 
 def signal(bench: Bench) -> None:
@@ -210,7 +215,7 @@ def signal(bench: Bench) -> None:
     for name in SIGNALS:
         bins = bins_of(passes, name)
         for each, concentrated in zip(bins, concentration(bins), strict=True):
-            case = {"percentile": each.percentile, "signal": name}
+            case = {"percentile": each.percentile, "signal": name, "model": bench.model}
             print(
                 f"{name:5s} {each.percentile:>7s}  {each.num_masks:6d} masks, decided "
                 f"{100 * each.decoded_share:5.1f} %, of all decided {100 * concentrated:5.1f} %"
@@ -245,8 +250,7 @@ def _write_trace(bench: Bench, full: Recorder, focus: Recorder) -> None:
         block_size=size,
         threshold=JUDGED,
         alpha=ALPHA,
-        source=f"{Path(options['model']).name}, {num} test questions of {options['task']} "
-        f"{options['level']}, greedy",
+        source=f"{bench.model}, {num} test questions of {options['task']} {options['level']}, greedy",
         blocks=blocks,
     )
     write_trace(trace, path)

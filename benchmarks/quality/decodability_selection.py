@@ -1,6 +1,6 @@
 """Other choices of the masks that FOCUS keeps, of a fixed number K (FOCUS, section 5.1 and table 3).
 
-Shape letters: B sequences, P prefix and block layers' halves as FOCUS sums them, W places of a block, Z lanes.
+B sequences, P parts of a sum, W places of a block, Z lanes.
 """
 
 from __future__ import annotations
