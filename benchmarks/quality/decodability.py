@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,15 @@ from benchmarks.quality.arms import (
     engine_of,
     greedy,
 )
+from benchmarks.quality.decodability_selection import LEFT, SELECTIONS, selecting
 from benchmarks.quality.decodability_signal import SIGNALS, bins_of, concentration
 from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.infer.accelerators.focus import FocusConfig, FocusPass
+from idlm.infer.accelerators.focus import FocusConfig
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
-from idlm.kernels.block_eviction import Selected
-from idlm.kernels.block_eviction.plain import best, with_context
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
 from idlm.text.tokenizer import encode_prompt
@@ -80,8 +79,6 @@ OPTIONS = {
 }
 JUDGED, ALLOWED_LOSS, ERRORS_APART = 0.9, 0.02, 2.0
 ALPHA = FocusConfig().alpha
-TOP, RANDOM, BOTTOM, LEFT = "top", "random", "bottom", "left"
-SELECTIONS = (TOP, RANDOM, BOTTOM)
 SEED = 1
 
 
@@ -125,7 +122,12 @@ class Bench:
     task: Task
     samples: Sequence[TaskSample]
     results: dict[str, Result] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> str:
+        """Its name in cases."""
+        return Path(self.options["model"]).name
 
     def result(self, arm: Arm) -> Result:
         """The answers of an arm, decoded now if they are not yet."""
@@ -144,13 +146,15 @@ class Bench:
             ("standard_error_of_difference", difference_error(result, base), "share", None),
             ("rows_per_token", result.rows_per_token, "rows", base.rows_per_token),
         )
-        case = result.arm.case() | {"questions": len(self.samples)}
-        self.record(arm_rows("decodability", case, result, base, *further, gate_passed=gate))
-        print(line_of(result, base, gate), flush=True)
+        line = line_of(result, base, gate)
+        # Not a gate of the rows: tables leave out rows whose gate failed, and this answer is a finding.
+        self.failed += [line] if gate is False else []
+        case = result.arm.case() | {"questions": len(self.samples), "model": self.model}
+        self.record(arm_rows("decodability", case, result, base, *further))
+        print(line, flush=True)
 
     def record(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Keep rows and write them, so that a run that is stopped loses none."""
-        self.rows += rows
+        """Write rows, so that a run that is stopped loses none."""
         if self.options["record"] == "true":
             append_rows("decodability", rows, results=Path(self.options["results"]))
 
@@ -200,10 +204,8 @@ def measure(arguments: list[str]) -> int:
         PARTS[part](bench)
     if options["figures"]:
         print(*draw_decodability(Path(options["results"]), Path(options["figures"])), sep="\n")
-    failed = [row for row in bench.rows if row["gate_passed"] is False]
-    for case in {str(row["case"]): row["case"] for row in failed}.values():
-        print(f"FAILED: {case}")
-    return int(bool(failed))
+    print(*bench.failed, sep="\n")
+    return int(bool(bench.failed))
 
 
 def signal(bench: Bench) -> None:
@@ -213,7 +215,7 @@ def signal(bench: Bench) -> None:
     for name in SIGNALS:
         bins = bins_of(passes, name)
         for each, concentrated in zip(bins, concentration(bins), strict=True):
-            case = {"percentile": each.percentile, "signal": name}
+            case = {"percentile": each.percentile, "signal": name, "model": bench.model}
             print(
                 f"{name:5s} {each.percentile:>7s}  {each.num_masks:6d} masks, decided "
                 f"{100 * each.decoded_share:5.1f} %, of all decided {100 * concentrated:5.1f} %"
@@ -248,8 +250,7 @@ def _write_trace(bench: Bench, full: Recorder, focus: Recorder) -> None:
         block_size=size,
         threshold=JUDGED,
         alpha=ALPHA,
-        source=f"{Path(options['model']).name}, {num} test questions of {options['task']} "
-        f"{options['level']}, greedy",
+        source=f"{bench.model}, {num} test questions of {options['task']} {options['level']}, greedy",
         blocks=blocks,
     )
     write_trace(trace, path)
@@ -356,38 +357,6 @@ def line_of(result: Result, base: Result, gate: bool | None) -> str:
         f"{100 * difference_error(result, base):3.1f}  rows a token {result.rows_per_token:5.2f}  TPF "
         f"{result.evaluation.tokens_per_forward:4.2f}{verdict}"
     )
-
-
-@contextlib.contextmanager
-def selecting(name: str, k: int) -> Iterator[None]:
-    """Keep K masks of the highest, lowest or random deltas, or the leftmost ones, in place of FOCUS's budget
-    (section 5.1). With each go its predecessor and the masks to its left without keys and values.
-    """
-    original = FocusPass._select
-
-    def select(self: FocusPass, first_BPW: torch.Tensor, second_BPW: torch.Tensor) -> Selected:
-        view, size = self.view, first_BPW.shape[2]
-        deltas_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1)
-        if name == LEFT:
-            deltas_BW = -torch.arange(size, device=deltas_BW.device).expand_as(deltas_BW).float()
-        elif name != TOP:
-            deltas_BW = -deltas_BW if name == BOTTOM else torch.rand_like(deltas_BW)
-        is_mask_BW, fed_BW = view.is_mask_BW, view.rows_BW >= 0
-        processed_BW = self._memory.processed_ZW[view.plan.lanes_B]
-        budget_B = torch.full_like(view.plan.lanes_B, k)
-        chosen_BW = best(deltas_BW, view.active.is_maskable_BW & is_mask_BW, budget_B)
-        evicts_B = self._started.mine_B & (is_mask_BW.sum(dim=1) > k)
-        context_BW = with_context(chosen_BW, is_mask_BW, fed_BW, processed_BW)
-        kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
-        place_W = torch.arange(size, device=kept_BW.device)
-        ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
-        return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
-
-    FocusPass._select = select  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FocusPass._select = original  # type: ignore[method-assign]
 
 
 def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evaluation) -> int:

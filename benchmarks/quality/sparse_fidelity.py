@@ -9,9 +9,9 @@ Sets: with exact attention in every pass, how much of each pass's per-block orac
 keys with the right value (`needle_accuracy`), and of answers that are those of exact attention, token by
 token (`agreement_with_exact`). Budgets k are parts of the context. `records` (keys in a context, of which the
 level's `asked` are asked) and `contexts` set the difficulty: exact answers should be 70 to 98 % right, so
-that there is room for mistakes. Exact attention answers at all contexts first; the arms answer at those that
-leave room (the two longest), or where none does at the one that is nearest to it. Rows are recorded as soon
-as they are measured, answers before sets.
+that there is room for mistakes. Exact attention answers at all contexts first; then come the sets, at budgets
+of `sets_parts`; then the arms answer, budget by budget, at the contexts that leave room (the two longest), or
+where none does at the one that is nearest to it. Rows are recorded as soon as they are measured.
 
 The base passes over the same blocks, under the same mask, with the mask token that training began with. As in
 SparseD's plug-in every block gets a fresh pattern, and this task's answers have one block: that is
@@ -20,6 +20,7 @@ SparseD at its best.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ OPTIONS = {
     "steps": "16",
     "exact_layers": "2",
     "num": "100",
+    "sets_parts": "8",
     "sets_num": "12",
     "sets_context": "8192",
     "max_tokens": "64",
@@ -75,6 +77,7 @@ class Plan:
 
     contexts: list[int]
     parts: list[int]
+    sets_parts: list[int]
     records: int
     steps: int
     exact_layers: int
@@ -107,21 +110,19 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
     plan = _plan(options)
     _check_blocks(options)
-    rows: list[dict[str, Any]] = []
 
     def record(found: list[dict[str, Any]]) -> None:
-        rows.extend(found)
+        print(table(found), flush=True)
         if options["record"] == "true":
             append_rows("sparse_fidelity", found, results=Path(options["results"]))
 
-    answers: list[Answers] = []
-    for each in _answers(options, plan):
-        answers.append(each)
-        record(rows_of_answers(each, answers))
-        print(table(rows[-2:]), flush=True)
-    record(agreement_rows(answers, plan))
+    exact = {context: _answers_of(options, plan, context, EXACT, None) for context in plan.contexts}
+    for each in exact.values():
+        record(rows_of_answers(each, each))
     record(set_rows(options, plan))
-    print(table(rows))
+    for context in contexts_with_room({each.context: each.exact_match for each in exact.values()}):
+        for part, arm in itertools.product(plan.parts, ARMS):
+            record(rows_of_answers(_answers_of(options, plan, context, arm, part), exact[context]))
     return 0
 
 
@@ -138,7 +139,7 @@ def _check_blocks(options: dict[str, str]) -> tuple[int, int]:
 
 
 def _plan(options: dict[str, str]) -> Plan:
-    lists = ("contexts", "parts")
+    lists = ("contexts", "parts", "sets_parts")
     numbers = ("records", "steps", "exact_layers", "num", "sets_num", "sets_context")
     try:
         chosen: dict[str, Any] = {name: [int(one) for one in options[name].split(",")] for name in lists}
@@ -174,7 +175,7 @@ def set_rows(options: dict[str, str], plan: Plan) -> list[dict[str, Any]]:
             probe.read(ids[:start])
         block = [*ids[start:], *[mask] * (start + size - len(ids))]
         read = denoise(probes["trained"], block, mask, plan.steps)
-        for part in plan.parts:
+        for part in plan.sets_parts:
             for model, probe in probes.items():
                 one = fidelity(probe, read, k=plan.sets_context // part, exact_layers=plan.exact_layers)
                 found.setdefault((model, part), []).append(one)
@@ -209,18 +210,6 @@ def _mean(values: Sequence[dict[tuple[str, int], float]]) -> dict[tuple[str, int
     keys = dict.fromkeys(key for each in values for key in each)
     listed = {key: [each[key] for each in values if key in each] for key in keys}
     return {key: sum(each) / len(each) for key, each in listed.items()}
-
-
-def _answers(options: dict[str, str], plan: Plan) -> Iterator[Answers]:
-    """Answers of exact attention at all contexts, then of all arms where they are worth it."""
-    exact = []
-    for context in plan.contexts:
-        exact.append(_answers_of(options, plan, context, EXACT, None))
-        yield exact[-1]
-    for context in contexts_with_room({each.context: each.exact_match for each in exact}):
-        for part in plan.parts:
-            for arm in ARMS:
-                yield _answers_of(options, plan, context, arm, part)
 
 
 def contexts_with_room(shares: dict[int, float]) -> list[int]:
@@ -269,32 +258,18 @@ def needles_found(samples: Sequence[TaskSample], evaluation: Evaluation) -> floa
     return num_right / num
 
 
-def rows_of_answers(each: Answers, answers: Sequence[Answers]) -> list[dict[str, Any]]:
-    """Rows of needles and whole answers of one arm; `answers` has exact ones of its context."""
-    exact = next(one for one in answers if (one.arm, one.context) == (EXACT, each.context))
+def rows_of_answers(each: Answers, exact: Answers) -> list[dict[str, Any]]:
+    """Rows of needles and whole answers of one arm, and how many of these are those of `exact` attention."""
     case = {"arm": each.arm, "k": "1" if each.part is None else f"1/{each.part}", "context": each.context}
     is_paper = each.context == 8192 and each.part in (None, 8)
     paper = PAPER_NEEDLES[each.arm] if is_paper else None
-    return [
+    rows = [
         _row("needle_accuracy", case, each.needles, paper),
         _row("exact_match", case, each.exact_match, exact.exact_match),
     ]
-
-
-def agreement_rows(answers: Sequence[Answers], plan: Plan) -> list[dict[str, Any]]:
-    """Rows of agreement with exact attention, over all contexts at which an arm answered."""
-    rows = []
-    exact = {each.context: each for each in answers if each.arm == EXACT}
-    for arm in ARMS:
-        for part in plan.parts:
-            same = [
-                mine == theirs
-                for each in answers
-                if (each.arm, each.part) == (arm, part)
-                for mine, theirs in zip(each.token_ids, exact[each.context].token_ids, strict=True)
-            ]
-            case = {"arm": arm, "k": f"1/{part}"}
-            rows.append(_row("agreement_with_exact", case, sum(same) / len(same)))
+    if each.arm != EXACT:
+        same = [mine == theirs for mine, theirs in zip(each.token_ids, exact.token_ids, strict=True)]
+        rows.append(_row("agreement_with_exact", case, sum(same) / len(same)))
     return rows
 
 

@@ -6,6 +6,7 @@ laid out for the stage of the curriculum that k belongs to.
 
 from __future__ import annotations
 
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -98,4 +99,25 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     # Documents of an objective without clean rows consist of noisy rows.
     arrays["num_tokens"] = np.asarray((is_real & ~arrays["is_noisy"]).sum() or is_real.sum())
     arrays["fed"] = count_fed(arrays)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Collated({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+class Collated(dict[str, Tensor]):
+    """A batch that a data worker sends as one tensor: each tensor that is sent costs a connection with a
+    handshake, about 3 ms, and 15 of them took as long as a step of a small model.
+    """
+
+
+def _sent(batch: Collated) -> tuple[Any, ...]:
+    layout = [(name, tensor.shape, tensor.dtype) for name, tensor in batch.items()]
+    return _received, (torch.cat([tensor.flatten().long() for tensor in batch.values()]), layout)
+
+
+def _received(flat: Tensor, layout: list[tuple[str, torch.Size, torch.dtype]]) -> Collated:
+    parts = flat.split([shape.numel() for _, shape, _ in layout])
+    return Collated(
+        {name: part.view(shape).to(dtype) for part, (name, shape, dtype) in zip(parts, layout, strict=True)}
+    )
+
+
+ForkingPickler.register(Collated, _sent)

@@ -31,12 +31,16 @@ def draw_eviction(results: Path, folder: Path) -> list[Path]:
 
 
 def draw_decodability(results: Path, folder: Path) -> list[Path]:
-    """Share of decided masks by percentile of importance (figures 4, 13), and exact match by threshold."""
+    """Share of decided masks by percentile of importance (figures 4, 13), and exact match by threshold; of
+    the model that was measured last.
+    """
+    rows = read_rows("decodability", results=results)
+    model = rows[-1]["case"]["model"] if rows else None
     signals: dict[str, dict[Any, float]] = {}
-    for row in _newest("decodability", "decoded_share", results):
+    for row in _newest("decodability", "decoded_share", results, model=model):
         signals.setdefault(row["case"]["signal"], {})[row["case"]["percentile"]] = row["value"]
     quality: dict[str, dict[Any, float]] = {}
-    for row in _newest("decodability", "exact_match", results):
+    for row in _newest("decodability", "exact_match", results, model=model):
         case = row["case"]
         if case["k"] == "-" and case["commit"] in ("-", "clean") and case["arm"] in ("full", "focus"):
             label = case["arm"] if case["alpha"] == "-" else f"focus, alpha {case['alpha']}"
@@ -49,9 +53,10 @@ def draw_decodability(results: Path, folder: Path) -> list[Path]:
     return drawn
 
 
-def _newest(bench: str, metric: str, results: Path) -> list[dict[str, Any]]:
-    """The last row of each case, those whose gate failed left out."""
+def _newest(bench: str, metric: str, results: Path, **case: Any) -> list[dict[str, Any]]:
+    """The last row of each case that has `case` in it, those whose gate failed left out."""
     rows = [row for row in read_rows(bench, results=results) if row["metric"] == metric]
+    rows = [row for row in rows if all(row["case"].get(key) == value for key, value in case.items())]
     return list({str(row["case"]): row for row in rows if row["gate_passed"] is not False}.values())
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import io
+from multiprocessing.reduction import ForkingPickler
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from idlm.train.data.layout import IGNORE_LABEL, Sample, clean_rows, noisy_rows, pack_rows, target_flags
+from idlm.train.data.dataset import collate
+from idlm.train.data.layout import (
+    IGNORE_LABEL,
+    NO_ROWS,
+    Sample,
+    SampleRows,
+    clean_rows,
+    noisy_rows,
+    pack_rows,
+    target_flags,
+)
 from idlm.train.data.packing import MAX_ROWS_PER_POOL, MIN_ROWS_PER_POOL, rows_per_pool
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.curriculum import Stage
@@ -110,3 +124,22 @@ def test_pools_of_long_rows_are_small() -> None:
     """Each data worker makes all samples of a pool that it reads from."""
     sizes = [rows_per_pool(length) for length in (1, 1280, 2048, 2049, 8224, 70_000)]
     assert sizes == [MAX_ROWS_PER_POOL, 32, 32, 16, 4, MIN_ROWS_PER_POOL]
+
+
+def test_a_data_worker_sends_a_batch_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = clean_rows(sample_of([False, True, True]), "response")
+    packed = pack_rows([SampleRows(noisy=NO_ROWS, clean=rows)], 5, pad_token_id=0)
+    batch = collate([packed | {"item_id": number, "stage": 0} for number in (3, 4)])
+    found = ForkingPickler.loads(ForkingPickler.dumps(batch))
+    assert list(found) == list(batch)
+    for name, tensor in batch.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor)
+    sent: list[torch.Tensor] = []
+    pickler = ForkingPickler(io.BytesIO())
+    pickler.dispatch_table = {
+        **pickler.dispatch_table,
+        torch.Tensor: lambda one: sent.append(one) or (int, ()),
+    }
+    pickler.dump(batch)
+    assert len(sent) == 1

@@ -12,7 +12,8 @@ from benchmarks.engine.unmasking.record import NO_EVICTION, PassRecord
 from benchmarks.engine.unmasking.rows import FULL_BLOCK, RowRules, rows_of
 from benchmarks.engine.unmasking.trace import FOCUS, FULL, read_trace
 from benchmarks.quality import decodability
-from benchmarks.quality.decodability import Arm, Bench, Result, is_above, keeps_quality, selecting
+from benchmarks.quality.decodability import Arm, Bench, Result, is_above, keeps_quality
+from benchmarks.quality.decodability_selection import selecting
 from benchmarks.quality.decodability_signal import bins_of, concentration
 from benchmarks.results import read_rows
 from idlm.errors import UserError

@@ -94,7 +94,15 @@ def test_exact_passes_of_an_arm() -> None:
 
 
 def test_rows_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [f"model={model}", f"base={model}", "level=tiny", "contexts=64,96", "records=8", "parts=4"]
+    arguments = [
+        f"model={model}",
+        f"base={model}",
+        "level=tiny",
+        "contexts=64,96",
+        "records=8",
+        "parts=4",
+        "sets_parts=4",
+    ]
     sizes = [
         "steps=4",
         "exact_layers=1",
@@ -138,8 +146,12 @@ def test_whole_budgets_change_no_answer(model: Path) -> None:
         "device": "cpu",
     }
     plan = sparse_fidelity._plan(options)
-    rows = sparse_fidelity.agreement_rows(list(sparse_fidelity._answers(options, plan)), plan)
-    assert [row["value"] for row in rows] == [1.0, 1.0, 1.0]
+    exact, *arms = (
+        sparse_fidelity._answers_of(options, plan, 64, arm, part)
+        for arm, part in (("exact", None), ("mage", 1), ("quest", 1), ("sparsed", 1))
+    )
+    rows = [row for arm in arms for row in sparse_fidelity.rows_of_answers(arm, exact)]
+    assert [row["value"] for row in rows if row["metric"] == "agreement_with_exact"] == [1.0, 1.0, 1.0]
 
 
 def test_arms_answer_where_exact_answers_leave_room() -> None:
