@@ -96,15 +96,13 @@ def choose_launch(
     if is_tall:
         # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
-        tiles_of_head, num_blocks_each = num_sequences * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
-        sizes = shape.num_kv_heads * tiles_of_head, num_blocks_each, multiprocessors
-        programs_per_sm = even_programs(*sizes)
-        blocks_of_item = num_blocks_each // items_of_tile(programs_per_sm, *sizes)
+        sizes = num_sequences * shape.num_kv_heads * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
+        programs_per_sm = even_programs(*sizes, multiprocessors)
+        blocks_of_item = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
         is_long_block = packed <= 128 and blocks_of_item >= GROUP_BLOCKS
-    combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
-    if is_tall and not is_long_block:
-        combine_rows = 2
-    elif block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
+    is_few = (max_rows if num_rows is None else num_rows) <= FEW_ROWS
+    combine_rows = 2 if is_tall and not is_long_block else 1 if is_few else 4
+    if block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
         # Items of a few blocks end more evenly with small blocks.
         block_n = block_n // 2 if packed > block_m else block_n

@@ -106,15 +106,11 @@ def plan(
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     tile_rows = launch.block_m // shape.group
-    num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
+    num_tiles, max_slots = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows), rows.max_slots
     if rows.listed_B is not None:
-        # Tiles break where a block begins.
-        num_tiles = max(1, min(num_rows, num_tiles + num_sequences))
-    num_programs = max(1, num_multiprocessors(device) * launch.programs_per_sm // shape.num_kv_heads)
-    if num_sequences >= num_programs and rows.max_slots <= launch.whole_slots:
-        num_programs = 1
-    # A walk over a list and a block behind it ends in two incomplete blocks of slots.
-    max_slots = rows.max_slots + (0 if rows.listed_B is None else launch.block_n)
+        # Tiles break where a block begins, and a walk ends in two incomplete blocks of slots.
+        num_tiles, max_slots = max(1, min(num_rows, num_tiles + num_sequences)), max_slots + launch.block_n
+    num_programs = _programs(rows, launch, num_multiprocessors(device), shape.num_kv_heads)
     num_items, num_parts, num_split = item_bounds(launch, num_tiles, max_slots, num_programs)
     tiles, items = (
         torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
@@ -139,6 +135,13 @@ def plan(
     if num_rows:
         _write_records(result, tile_rows, num_programs, num_parts)
     return result
+
+
+def _programs(rows: AttentionRows, launch: Launch, multiprocessors: int, num_kv_heads: int) -> int:
+    """Programs of a KV head among which walks are divided; 1: none is split."""
+    num_programs = max(1, multiprocessors * launch.programs_per_sm // num_kv_heads)
+    is_whole = rows.max_slots <= launch.whole_slots and rows.block_table.shape[0] >= num_programs
+    return 1 if is_whole else num_programs
 
 
 def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_parts: int) -> None:
