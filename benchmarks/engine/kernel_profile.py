@@ -12,7 +12,7 @@ import torch
 from idlm.infer.engine import Engine
 
 KINDS = (
-    ("experts", r"route_kernel|admit_kernel|plan_kernel|grouped_kernel|add_experts"),
+    ("experts", r"route_kernel|plan_kernel|grouped_kernel|add_experts"),
     ("attention", r"attend_kernel|combine_kernel|tile_kernel|item_kernel"),
     ("ranking", r"share_kernel|select_kernel"),
     ("bounds", r"bounds_kernel|score_kernel"),

@@ -12,9 +12,11 @@ from idlm.kernels.paged_attention.types import HeadShape
 MAX_PROGRAMS = 8
 WAIT_BLOCKS = 3
 """Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
-GROUP_BLOCKS = 100
-"""Blocks of a multiprocessor from which two warpgroups walk: 124 of them gain 3 %, 31 lose (README.md).
+GROUP_BLOCKS = 80
+"""Blocks of an item from which two warpgroups walk it: 124 of them gain 3 %, 31 and 17 lose (README.md).
 Measured for blocks of decoding, which are one tile; prompts are many."""
+WHOLE_SLOTS = 2048
+"""A walk of so many slots by one program takes about 20 us; a second kernel takes 2 us in every layer."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -33,6 +35,8 @@ class Launch:
     """Target number of items of all KV heads per multiprocessor."""
     min_blocks: int = 2
     """Minimum length of an item in blocks."""
+    whole_slots: int = 0
+    """If no walk has more slots, and there is a sequence for each program, walks are not split."""
     split_slots: int = 0
     """Slots of the first fixed splits; 0: equal shares, as many as fill the device."""
     octave: int = 16
@@ -54,11 +58,6 @@ class Launch:
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     two_groups: bool = False
     """Two warpgroups walk (kernel_hopper.py) where they serve layer and device; else Triton's walk."""
-    held_queries: bool = False
-    """These two have the queries in registers, which leaves room for another block; else in shared memory."""
-    meets: bool = False
-    """Items of a tile wait for each other and add their parts, if there is one program per multiprocessor;
-    else a second kernel adds them."""
     early: bool = False
     """The walk lets the sum launch when the walk begins, not when it ends."""
 
@@ -93,18 +92,17 @@ def choose_launch(
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
     programs_per_sm = 1 if is_long else 2
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
-    is_long_block = is_tall and packed <= 128 and num_blocks >= GROUP_BLOCKS * multiprocessors
+    is_long_block = False
     if is_tall:
         # One tile reads all keys and values where two would read them each.
         block_m, block_n = 128, 64
-        tiles_of_head, num_blocks_each = num_sequences * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
-        programs_per_sm = even_programs(shape.num_kv_heads, tiles_of_head, num_blocks_each, multiprocessors)
-    num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
-    combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
-    if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
-        # Few tiles are split, so the number of programs that have nothing to add matters.
-        combine_rows = 4 if is_tall else 16
-    elif block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
+        sizes = num_sequences * shape.num_kv_heads * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
+        programs_per_sm = even_programs(*sizes, multiprocessors)
+        blocks_of_item = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
+        is_long_block = packed <= 128 and blocks_of_item >= GROUP_BLOCKS
+    is_few = (max_rows if num_rows is None else num_rows) <= FEW_ROWS
+    combine_rows = 2 if is_tall and not is_long_block else 1 if is_few else 4
+    if block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
         # Items of a few blocks end more evenly with small blocks.
         block_n = block_n // 2 if packed > block_m else block_n
@@ -115,28 +113,34 @@ def choose_launch(
         stages=2 if is_wide else 3,
         min_blocks=1,
         programs_per_sm=programs_per_sm,
+        whole_slots=WHOLE_SLOTS,
         split_slots=block_n if deterministic else 0,
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
         half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
-        early=block_m == 16 and not is_wide,
+        early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
     )
 
 
-def even_programs(num_kv_heads: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
-    """Programs per multiprocessor that end first, of `num_tiles` tiles of `num_blocks` blocks per KV head.
+def even_programs(num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
+    """Programs per multiprocessor that end first, of the tiles of all KV heads, with `num_blocks` each.
 
     One runs at a time: more of them divide the tiles more evenly, and each begins with a wait.
     """
 
     def blocks_in_turn(programs: int) -> int:
-        items = max(1, min(num_blocks, multiprocessors * programs // (num_kv_heads * num_tiles)))
-        turns = triton.cdiv(items * num_tiles * num_kv_heads, multiprocessors)
+        items = items_of_tile(programs, num_tiles, num_blocks, multiprocessors)
+        turns = triton.cdiv(items * num_tiles, multiprocessors)
         return int(turns * (triton.cdiv(num_blocks, items) + WAIT_BLOCKS))
 
     return min(range(1, MAX_PROGRAMS + 1), key=blocks_in_turn)
+
+
+def items_of_tile(programs: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
+    """Items of each of such tiles, with so many programs per multiprocessor."""
+    return max(1, min(num_blocks, multiprocessors * programs // num_tiles))
 
 
 def padded_head(head_dim: int) -> int:

@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 
 from idlm.kernels.paged_attention.kernel_parts import (
-    meet,
     store_part,
     store_sums,
     write_before,
-    write_sum,
 )
 from idlm.kernels.paged_attention.kernel_walk import (
     NO_SLOT,
@@ -51,7 +49,6 @@ def attend_kernel(
     partial_o,
     partial_sums,
     partial_before,
-    counters,
     scale_log2,
     stride_q_row,
     stride_q_head,
@@ -77,15 +74,11 @@ def attend_kernel(
     EARLY: tl.constexpr,
     NUM_LISTED: tl.constexpr,
     BEFORE: tl.constexpr,
-    MEET_ROWS: tl.constexpr,
-    MEET_PARTS: tl.constexpr,
-    SUM_STAGES: tl.constexpr,
 ):
     """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
     EARLY: the sum may launch as soon as this kernel has, else after its loop. NUM_LISTED: width of the lists,
-    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block. MEET_ROWS:
-    items of a tile wait for each other, then each adds parts for some of its packed rows, so many at a time.
+    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block.
     """
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
@@ -176,14 +169,3 @@ def attend_kernel(
         tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
     elif is_part:
         store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)
-    if MEET_ROWS:  # noqa: SIM102
-        if num_items > 1:
-            meet(counters + tl.load(record + 14) * K + kv_head, num_items)
-            first_part = tl.load(record + 12)
-            tile = row, count, kv_head, first_part, num_items
-            for piece in range(my_part - first_part, tl.cdiv(count * G, MEET_ROWS), num_items):
-                write_sum(
-                    o_RNH, v_scale_K, highest_RN, totals_RN, partial_o, partial_sums, partial_before,
-                    stride_o_row, stride_o_head, tile, piece * MEET_ROWS,
-                    K, G, H, BLOCK_M, MEET_ROWS, BLOCK_H, MEET_PARTS, SUM_STAGES, SCALED, BEFORE,
-                )  # fmt: skip

@@ -40,9 +40,10 @@ ROWS: gl.constexpr = gl.constexpr(64)
 """Packed rows of a warpgroup."""
 BLOCK_N: gl.constexpr = gl.constexpr(64)
 """Slots of a block."""
-STAGES = {False: 6, True: 7}
-"""Blocks of keys in shared memory, and of values, by whether queries are in registers. All but two are copied
-ahead: two are in use where the groups are not at the same one."""
+STAGES: gl.constexpr = gl.constexpr(6)
+"""Blocks of keys in shared memory, and of values."""
+AHEAD: gl.constexpr = gl.constexpr(4)
+"""Blocks that are copied ahead: two are in use where the groups are not at the same one."""
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Of the threads of a warpgroup, once there are two. Triton 3.6 calls it `thread_barrier`."""
 
@@ -65,7 +66,7 @@ def _page_ids(table, i, walk, PAGE: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _fetch(
     i, n, pages, cache, buffers, bars, walk, stride_slot,
-    PAGE: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    PAGE: gl.constexpr, H: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees."""
     full, free = bars
@@ -121,7 +122,7 @@ def _store(
     Stored from the layout of the product: another one would pass through memory that the other group uses.
     """
     o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head = outputs
-    row, count, kv_head, num_items, my_part, _, _ = where
+    row, count, kv_head, num_items, my_part = where
     H: gl.constexpr = acc.shape[1]
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))[None, :]
     m = first_m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -145,74 +146,13 @@ def _store(
 
 
 @gluon.jit
-def _meet(counter, num_items):
-    """As `kernel_parts.meet`, of one group."""
-    barrier()
-    num_here = gl.atomic_add(counter, 1, sem="acq_rel") + 1
-    while num_here < num_items:
-        num_here = gl.atomic_add(counter, 0, sem="acquire")
-    barrier()
-    if gl.atomic_add(counter, 1, sem="acq_rel") == 2 * num_items - 1:
-        gl.store(counter, 0)
-
-
-@gluon.jit
-def _add_parts(outputs, where, FIRST_M: gl.constexpr, K: gl.constexpr, G: gl.constexpr, H: gl.constexpr):
-    """Add the parts of some rows of this group's: a warp has a row, a thread its columns of all parts."""
-    o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head = outputs
-    row, count, kv_head, num_items, my_part, _, first_part = where
-    cube: gl.constexpr = gl.BlockedLayout([16, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    out: gl.constexpr = gl.SliceLayout(0, cube)
-    each_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cube))
-    numbers = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, cube)))
-    columns = gl.arange(0, H, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    for piece in range(my_part - first_part, ROWS // 4, num_items):
-        m = FIRST_M + piece * 4 + gl.arange(0, 4, layout=each_row)
-        acc = gl.zeros([4, H], gl.float32, out)
-        total = gl.zeros([4], gl.float32, each_row)
-        highest = gl.full([4], NOTHING, gl.float32, each_row)
-        for first in range(0, num_items, 16):
-            at = ((first_part + first + numbers).to(gl.int64)[:, None] * K + kv_head) * (2 * ROWS) + m[
-                None, :
-            ]
-            mask = (first + numbers < num_items)[:, None] & (m < count * G)[None, :]
-            o_total = gl.load(partial_sums + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
-            o_highest = gl.load(partial_sums + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
-            at_o = at[:, :, None] * H + columns[None, None, :]
-            o = gl.load(partial_o + at_o, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
-            new_highest = gl.maximum(highest, gl.max(o_highest, 0))
-            shrink, weight = gl.exp2(highest - new_highest), gl.exp2(o_highest - new_highest[None, :])
-            added = gl.sum(o.to(gl.float32) * weight[:, :, None], 0)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, out))[:, None] + added
-            total = total * shrink + gl.sum(o_total * weight, 0)
-            highest = new_highest
-        acc = acc / gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, out))[:, None]
-        m_out = gl.convert_layout(m, gl.SliceLayout(1, out))
-        rows, heads = (row + m_out // G).to(gl.int64), kv_head * G + m_out % G
-        at_row = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head
-        at_o = at_row + gl.arange(0, H, layout=gl.SliceLayout(0, out))[None, :]
-        gl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=(m_out < count * G)[:, None])
-
-
-@gluon.jit
-def _group(
-    share,
-    SECOND: gl.constexpr,
-    SIZES: gl.constexpr,
-    IN_REGISTERS: gl.constexpr,
-    MEETS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _group(share, SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr):
     """The walk of one warpgroup over its 64 packed rows, which copies keys (values if SECOND) for both."""
     K: gl.constexpr = SIZES[0]
     G: gl.constexpr = SIZES[1]
     H: gl.constexpr = SIZES[2]
     PAGE: gl.constexpr = SIZES[3]
-    STAGES: gl.constexpr = SIZES[4]
-    AHEAD: gl.constexpr = STAGES - 2
-    queries, cache, buffers, bars, table, rows_of, walk, start, item, where, outputs, scale_log2, counters = (
-        share
-    )
+    queries, cache, buffers, bars, table, rows_of, walk, start, item, where, outputs, scale_log2 = share
     q_RNH, stride_q_row, stride_q_head, both_q_smem = queries
     k_cache_SKH, v_cache_SKH, stride_slot = cache
     keys, values = buffers
@@ -223,8 +163,8 @@ def _group(
     out_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     slot_layout: gl.constexpr = gl.SliceLayout(1, flat)
-    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2) if IN_REGISTERS else flat
     FIRST_M: gl.constexpr = ROWS if SECOND else 0
+    q_smem = both_q_smem.index(1 if SECOND else 0)
     source, mine = (v_cache_SKH, values) if SECOND else (k_cache_SKH, keys)
 
     bounds = _bounds(rows_of, FIRST_M + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)), item, G)
@@ -233,25 +173,21 @@ def _group(
         gdc_wait()
     for g in gl.static_range(AHEAD):
         next_pages = _page_ids(table, start + g + 1, walk, PAGE, slot_layout)
-        _fetch(start + g, g, pages, source, mine, bars, walk, stride_slot, PAGE, H, STAGES, flat)
+        _fetch(start + g, g, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
         pages = next_pages
-    m = FIRST_M + gl.arange(0, ROWS, layout=gl.SliceLayout(1, q_layout))
-    columns = gl.arange(0, H, layout=gl.SliceLayout(0, q_layout))
+    m = FIRST_M + gl.arange(0, ROWS, layout=slot_layout)
+    columns = gl.arange(0, H, layout=gl.SliceLayout(0, flat))
     at_q = (where[0] + m // G).to(gl.int64) * stride_q_row + (where[2] * G + m % G) * stride_q_head
-    q = gl.load(q_RNH + at_q[:, None] + columns[None, :], mask=(m < item[1])[:, None], other=0.0)
-    if not IN_REGISTERS:
-        q_smem = both_q_smem.index(1 if SECOND else 0)
-        q_smem.store(q)
-        fence_async_shared()
-        barrier()
-        q = q_smem
+    q_smem.store(gl.load(q_RNH + at_q[:, None] + columns[None, :], mask=(m < item[1])[:, None], other=0.0))
+    fence_async_shared()
+    barrier()
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     acc = gl.zeros([ROWS, H], gl.float32, o_layout)
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
     highest = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, s_layout))
     mbarrier.wait(full.index(0), 0)
-    scores = warpgroup_mma(q, keys.index(0).permute((1, 0)), zero, use_acc=False)
+    scores = warpgroup_mma(q_smem, keys.index(0).permute((1, 0)), zero, use_acc=False)
     scores = _hidden(scores, start, walk, bounds, s_layout)
     weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -262,8 +198,8 @@ def _group(
         mbarrier.wait(full.index(next_place), ((n + 1) // STAGES) & 1)
         sums = warpgroup_mma(p, values.index(place), acc, is_async=True)
         next_keys = keys.index(next_place).permute((1, 0))
-        scores = warpgroup_mma(q, next_keys, zero, use_acc=False, is_async=True)
-        _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, H, STAGES, flat)
+        scores = warpgroup_mma(q_smem, next_keys, zero, use_acc=False, is_async=True)
+        _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
         pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, slot_layout)
         acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
         # All warps of the group have read the block.
@@ -280,14 +216,10 @@ def _group(
     async_copy.wait_group(0)
     total, highest = gl.convert_layout(total, out_rows), gl.convert_layout(highest, out_rows)
     _store(acc, total, highest, outputs, where, FIRST_M, K, G, o_layout)
-    if MEETS:  # noqa: SIM102
-        if where[3] > 1:
-            _meet(counters + (where[5] * K + where[2]) * 2 + (1 if SECOND else 0), where[3])
-            _add_parts(outputs, where, FIRST_M, K, G, H)
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, STAGES: gl.constexpr):
+def _barriers(COUNT: gl.constexpr):
     """One barrier for each block of the ring."""
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
@@ -298,42 +230,31 @@ def _barriers(COUNT: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=["stride_table"])
 def attend_kernel(
     q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, items, block_table, limits_R, branch_starts_R, own_slots_R,
-    partial_o, partial_sums, counters, scale_log2,
+    partial_o, partial_sums, scale_log2,
     stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head, stride_table,
     K: gl.constexpr, G: gl.constexpr, H: gl.constexpr, PAGE: gl.constexpr, RECORD: gl.constexpr,
-    STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr, MEETS: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One item of one KV head: the output if the tile has one item, else a part."""
     dtype: gl.constexpr = q_RNH.dtype.element_ty
     smem: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, H], dtype)
     q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, H], dtype)
-    SIZES: gl.constexpr = (K, G, H, PAGE, STAGES)
+    SIZES: gl.constexpr = (K, G, H, PAGE)
     kv_head, item = gl.program_id(0) % K, gl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = gl.load(record), gl.load(record + 1), gl.load(record + 2)
     low_limit, start, stop = gl.load(record + 6), gl.load(record + 10), gl.load(record + 11)
     high_limit, low_branch, high_own = gl.load(record + 7), gl.load(record + 8), gl.load(record + 9)
     walk = gl.load(record + 3), gl.load(record + 4), high_limit, low_branch, high_own, stop
-    where = (
-        row,
-        count,
-        kv_head,
-        gl.load(record + 15),
-        gl.load(record + 16),
-        gl.load(record + 14),
-        gl.load(record + 12),
-    )
+    where = row, count, kv_head, gl.load(record + 15), gl.load(record + 16)
     # Rows of padding see nothing, are not read, and give 0.
     num_read = gl.where(gl.load(record + 5) > 0, count * G, 0)
 
     keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
     values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, H], smem)
-    q_smem = keys
-    if not IN_REGISTERS:
-        q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, H], q_shared)
     # All threads say when what they copied is there; one thread of each group frees a buffer.
-    bars = _barriers(THREADS, STAGES), _barriers(2, STAGES)
+    bars = _barriers(THREADS), _barriers(2)
     barrier()
     table = block_table + b.to(gl.int64) * stride_table
     queries = q_RNH, stride_q_row, stride_q_head, q_smem
@@ -342,26 +263,7 @@ def attend_kernel(
     item_of = row, num_read, low_limit, low_branch
     outputs = o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head
     buffers = keys, values
-    share = (
-        queries,
-        cache,
-        buffers,
-        bars,
-        table,
-        rows_of,
-        walk,
-        start,
-        item_of,
-        where,
-        outputs,
-        scale_log2,
-        counters,
-    )
+    share = queries, cache, buffers, bars, table, rows_of, walk, start, item_of, where, outputs, scale_log2
     gl.warp_specialize(
-        [
-            (_group, (share, False, SIZES, IN_REGISTERS, MEETS, PDL)),
-            (_group, (share, True, SIZES, IN_REGISTERS, MEETS, PDL)),
-        ],
-        [4],
-        [WORKER_REGISTERS],
+        [(_group, (share, False, SIZES, PDL)), (_group, (share, True, SIZES, PDL))], [4], [WORKER_REGISTERS]
     )

@@ -170,51 +170,6 @@ def _add_before(partial_before, first_m, num_parts, in_tile, STRIDE: tl.constexp
 
 
 @triton.jit
-def write_sum(
-    o_RNH, v_scale_K, highest_RN, totals_RN, partial_o, partial_sums, partial_before,
-    stride_o_row, stride_o_head, tile, first,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, TILE_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
-    BEFORE: tl.constexpr,
-):  # fmt: skip
-    """Outputs of BLOCK_M packed rows of a tile, from the one numbered `first` on, from the tile's parts."""
-    row, count, kv_head, first_part, num_parts = tile
-    m = first + tl.arange(0, BLOCK_M)
-    in_tile = m < count * G
-    at = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
-    STRIDE: tl.constexpr = K * TILE_M
-    if PARTS > 1:
-        o = _sum_at_once(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, PARTS, BLOCK_M, BLOCK_H)
-    else:
-        o = _sum_in_order(
-            partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES
-        )
-    if SCALED:
-        o = o * tl.load(v_scale_K + kv_head)
-    columns = tl.arange(0, BLOCK_H)
-    rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
-    if BEFORE:
-        before = _add_before(partial_before, at, num_parts, in_tile, STRIDE, PARTS)
-        write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
-    at = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
-    mask = in_tile[:, None] & (columns < H)[None, :]
-    tl.store(o_RNH + at, o.to(o_RNH.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def meet(counter, num_items):
-    """Wait until all items of a tile and KV head have stored their parts: all must run at the same time."""
-    tl.debug_barrier()
-    num_here = tl.atomic_add(counter, 1, sem="acq_rel") + 1
-    while num_here < num_items:
-        num_here = tl.atomic_add(counter, 0, sem="acquire")
-    tl.debug_barrier()
-    # Nobody waits any more when the last one counts itself a second time: the next layer begins at 0.
-    if tl.atomic_add(counter, 1, sem="acq_rel") == 2 * num_items - 1:
-        tl.store(counter, 0)
-
-
-@triton.jit
 def combine_kernel(
     o_RNH,
     tiles,
@@ -246,16 +201,30 @@ def combine_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head, tile = tl.program_id(0) % K, tl.program_id(0) // K
-    record = tiles + tile * RECORD
-    count, num_items = tl.load(record + 2), tl.load(record + 15)
-    row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
+    kv_head, record = tl.program_id(0) % K, tiles + tl.program_id(0) // K * RECORD
+    count, row = tl.load(record + 20), tl.load(record + 21)
+    first_part, num_parts = tl.load(record + 22), tl.load(record + 23)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if (tl.program_id(1) * BLOCK_M >= count * G) | (num_items <= 1):
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_tile = m < count * G
+    if tl.program_id(1) * BLOCK_M >= count * G:
         return
-    write_sum(
-        o_RNH, v_scale_K, highest_RN, totals_RN, partial_o, partial_sums, partial_before, stride_o_row,
-        stride_o_head, (row, count, kv_head, first_part, num_parts), tl.program_id(1) * BLOCK_M,
-        K, G, H, TILE_M, BLOCK_M, BLOCK_H, PARTS, STAGES, SCALED, BEFORE,
-    )  # fmt: skip
+    at = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
+    STRIDE: tl.constexpr = K * TILE_M
+    if PARTS > 1:
+        o = _sum_at_once(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, PARTS, BLOCK_M, BLOCK_H)
+    else:
+        o = _sum_in_order(
+            partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES
+        )
+    if SCALED:
+        o = o * tl.load(v_scale_K + kv_head)
+    columns = tl.arange(0, BLOCK_H)
+    rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
+    if BEFORE:
+        before = _add_before(partial_before, at, num_parts, in_tile, STRIDE, PARTS)
+        write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
+    at = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
+    mask = in_tile[:, None] & (columns < H)[None, :]
+    tl.store(o_RNH + at, o.to(o_RNH.dtype.element_ty), mask=mask)

@@ -164,7 +164,8 @@ def item_kernel(
 
     SPLIT_BLOCKS 0: items share a tile's blocks, and each writes one part. Otherwise items share its splits,
     each of which is a part, except those of the first item, which adds them itself, as the beginning of the
-    sum. A tile with one item (a short one, or one without room for parts) writes no part.
+    sum. A tile with one item (a short one, or one without room for parts) writes no part. At most half as
+    many tiles as `num_programs` have several items.
     """
     item = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_TILES)
@@ -179,7 +180,7 @@ def item_kernel(
     share = (walks.to(tl.int64) * num_programs // tl.maximum(tl.sum(walks, 0), 1)).to(tl.int32)
     if SPLIT_BLOCKS == 0:
         counts = tl.where(has_rows, tl.maximum(tl.minimum(share, walks // min_blocks), 1), 0)
-        parts = counts
+        parts = tl.where(counts > 1, counts, 0)
     else:
         splits = num_splits(walks, SPLIT_BLOCKS, OCTAVE)
         wanted = tl.maximum(tl.minimum(share, splits), 1)
@@ -209,12 +210,17 @@ def item_kernel(
     copied = tl.load(tiles + tile * RECORD + fields, mask=is_copied, other=0)
     copied = tl.where(fields == 10, low, copied)
     copied = tl.where(fields == 11, high, copied)
-    copied = tl.where(fields == 12, first_part, copied)
     copied = tl.where(fields == 14, tile, copied)
     copied = tl.where(fields == 15, count, copied)
     copied = tl.where(fields == 16, my_part, copied)
     tl.store(items + item * RECORD + fields, copied)
-    if (index == 0) & (tile < num_tiles):
-        tl.store(tiles + tile * RECORD + 12, first_part)
-        tl.store(tiles + tile * RECORD + 13, num_parts)
-        tl.store(tiles + tile * RECORD + 15, count)
+    # Tiles with parts lie one after the other for the second kernel; its other records have no rows.
+    is_split = (counts > 1).to(tl.int32)
+    if (index == 0) & (count > 1):
+        record = tiles + tl.sum(tl.where(numbers < tile, is_split, 0), 0) * RECORD
+        tl.store(record + 21, tl.load(tiles + tile * RECORD + 1))
+        tl.store(record + 22, first_part)
+        tl.store(record + 23, num_parts)
+        tl.store(record + 20, tl.load(tiles + tile * RECORD + 2))
+    if (item < num_tiles) & (item >= tl.sum(is_split, 0)):
+        tl.store(tiles + item * RECORD + 20, 0)

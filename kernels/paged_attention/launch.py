@@ -4,11 +4,12 @@ Grids and buffers depend on B, R, `max_rows` and `max_slots` only, which may be 
 captured in a CUDA graph; device tensors hold everything else. Nothing waits for the device.
 Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
 and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit, 8 lowest branch start,
-9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
-10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part and 12; where every
-split is a part, 16 is the number that split 0 would have. Of a tile that sees lists, 3 and 17 are the
-number of its blocks of the list, and 18 is what turns places of its walk behind them into slots; 19 is the
-first slot of the block, 0 if the tile sees lists.
+9 highest own slot. An item copies these and adds 10 first and 11 end of its share (blocks of the walk, or
+splits), 14 its tile, 15 number of items of the tile, 16 its part; where every split is a part, 16 is the
+number that split 0 would have. Of a tile that sees lists, 3 and 17 are the number of its blocks of the list,
+and 18 is what turns places of its walk behind them into slots; 19 is the first slot of the block, 0 if the
+tile sees lists. 20 to 23 of the n-th record belong to the n-th tile with several items: 20 number of rows (0:
+there is none), 21 first row, 22 first part, 23 number of parts.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
 """
 
@@ -49,14 +50,14 @@ class TritonPlan:
     launch: Launch
     num_tiles: int
     num_items: int
+    num_split: int
+    """Maximum number of tiles with several items."""
     tiles: torch.Tensor
     items: torch.Tensor
     partial_o: torch.Tensor
     partial_sums: torch.Tensor
     partial_before: torch.Tensor | None
     """As `partial_sums`, over the slots before the block; None if the rows have no `starts_B`."""
-    counters: torch.Tensor
-    """0 between layers: items of a tile and KV head that have stored their parts; two for two warpgroups."""
 
 
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
@@ -105,14 +106,12 @@ def plan(
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     tile_rows = launch.block_m // shape.group
-    num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
+    num_tiles, max_slots = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows), rows.max_slots
     if rows.listed_B is not None:
-        # Tiles break where a block begins.
-        num_tiles = max(1, min(num_rows, num_tiles + num_sequences))
-    num_programs = max(1, num_multiprocessors(device) * launch.programs_per_sm // shape.num_kv_heads)
-    # A walk over a list and a block behind it ends in two incomplete blocks of slots.
-    max_slots = rows.max_slots + (0 if rows.listed_B is None else launch.block_n)
-    num_items, num_parts = item_bounds(launch, num_tiles, max_slots, num_programs)
+        # Tiles break where a block begins, and a walk ends in two incomplete blocks of slots.
+        num_tiles, max_slots = max(1, min(num_rows, num_tiles + num_sequences)), max_slots + launch.block_n
+    num_programs = _programs(rows, launch, num_multiprocessors(device), shape.num_kv_heads)
+    num_items, num_parts, num_split = item_bounds(launch, num_tiles, max_slots, num_programs)
     tiles, items = (
         torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
     )
@@ -124,6 +123,7 @@ def plan(
         launch=launch,
         num_tiles=num_tiles,
         num_items=num_items,
+        num_split=num_split,
         tiles=tiles,
         items=items,
         partial_o=torch.empty(packed * shape.head_dim, dtype=part_dtype, device=device),
@@ -131,11 +131,17 @@ def plan(
         partial_before=None
         if rows.starts_B is None
         else torch.empty(packed * 2, dtype=torch.float32, device=device),
-        counters=torch.empty(num_tiles * shape.num_kv_heads * 2, dtype=torch.int32, device=device),
     )
     if num_rows:
         _write_records(result, tile_rows, num_programs, num_parts)
     return result
+
+
+def _programs(rows: AttentionRows, launch: Launch, multiprocessors: int, num_kv_heads: int) -> int:
+    """Programs of a KV head among which walks are divided; 1: none is split."""
+    num_programs = max(1, multiprocessors * launch.programs_per_sm // num_kv_heads)
+    is_whole = rows.max_slots <= launch.whole_slots and rows.block_table.shape[0] >= num_programs
+    return 1 if is_whole else num_programs
 
 
 def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_parts: int) -> None:
@@ -176,7 +182,7 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         num_warps=1 if plan.num_tiles <= PADDED_TILES[0] else 4,
     )
     # A kernel without dependent launch: the next one starts when the lists are complete (README.md).
-    plan.counters.zero_()
+    torch.zeros(1, dtype=torch.int32, device=plan.tiles.device)
 
 
 def _padded(length: int, sizes: tuple[int, ...]) -> int:
@@ -191,16 +197,19 @@ def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int)
     return max(1, min(num_rows, by_rows, by_sequences))
 
 
-def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> tuple[int, int]:
-    """Maximum number of items of the tiles, and the number of parts to allocate."""
+def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> tuple[int, int, int]:
+    """Maximum number of items of the tiles, the number of parts to allocate, and the maximum number of tiles
+    with several items: each has two shares of the programs, which are rounded down.
+    """
     if launch.split_slots:
         most_splits = num_tiles * max(1, most_fixed_splits(launch, max_slots))
     else:
         most_splits = num_tiles * max(1, triton.cdiv(max_slots, launch.min_blocks * launch.block_n))
-    num_items = min(num_tiles + num_programs, most_splits)
-    if num_items == num_tiles:
-        return num_items, 0
-    return num_items, min(most_splits, launch.max_parts) if launch.split_slots else num_items
+    num_items, num_split = min(num_tiles + num_programs, most_splits), min(num_tiles, num_programs // 2)
+    if num_items == num_tiles or num_split == 0:
+        return num_tiles, 0, 0
+    num_parts = min(most_splits, launch.max_parts) if launch.split_slots else num_programs
+    return num_items, num_parts, num_split
 
 
 def most_fixed_splits(launch: Launch, num_slots: int) -> int:
@@ -236,12 +245,9 @@ def run(
     assert o_RNH.stride(-1) == 1 and o_RNH.shape == q_RNH.shape, f"{o_RNH.shape=} {o_RNH.stride()=}"
     if num_rows == 0:
         return o_RNH
-    tensors = q_RNH, k_cache_SKH, v_cache_SKH, o_RNH
-    if before is None and k_scale_K is None and lists_BKC is None and has_groups(plan):
-        _attend_in_groups(*tensors, plan, scale)
-    else:
-        _attend(*tensors, plan, scale, (k_scale_K, v_scale_K), lists_BKC, before)
-    if plan.num_items > plan.num_tiles and not meets(plan):
+    scales = (k_scale_K, v_scale_K)
+    _attend(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale, scales, lists_BKC, before)
+    if plan.num_split:
         _combine(o_RNH, plan, v_scale_K, before)
     return o_RNH
 
@@ -258,6 +264,9 @@ def _attend(
     before: BeforeBlock | None,
 ) -> None:
     rows, shape, launch = plan.rows, plan.shape, plan.launch
+    if before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
+        _attend_in_groups(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale)
+        return
     attend_kernel[(plan.num_items * shape.num_kv_heads,)](
         q_RNH,
         k_cache_SKH,
@@ -274,7 +283,6 @@ def _attend(
         plan.partial_o,
         plan.partial_sums,
         plan.partial_before,
-        plan.counters,
         scale * LOG2_E,
         *q_RNH.stride()[:2],
         *k_cache_SKH.stride()[:2],
@@ -293,25 +301,14 @@ def _attend(
         SCALED=scales[0] is not None,
         STAGES=launch.stages,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-        EARLY=launch.early and not meets(plan) and plan.num_items > plan.num_tiles,
+        EARLY=launch.early and plan.num_split > 0,
         NUM_LISTED=0 if lists_BKC is None else rows.num_listed,
         BEFORE=before is not None,
-        MEET_ROWS=launch.combine_rows if meets(plan) else 0,
-        MEET_PARTS=launch.combine_parts,
-        SUM_STAGES=launch.sum_stages,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **pdl_options(launch.pdl),
         **({"maxnreg": launch.registers} if launch.registers else {}),
     )
-
-
-def meets(plan: TritonPlan) -> bool:
-    """Whether items add their parts themselves, which takes programs that all run at the same time: programs
-    of tiles with several items are at most `programs_per_sm` per multiprocessor.
-    """
-    launch = plan.launch
-    return launch.meets and launch.programs_per_sm == 1 and not launch.split_slots and not INTERPRETED
 
 
 def has_groups(plan: TritonPlan) -> bool:
@@ -341,16 +338,13 @@ def _attend_in_groups(
     kernel_hopper.attend_kernel[(plan.num_items * shape.num_kv_heads,)](
         *(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan.items),
         *(rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R),
-        *(plan.partial_o, plan.partial_sums, plan.counters, scale * LOG2_E),
+        *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
         *(*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2], rows.block_table.stride(0)),
         K=shape.num_kv_heads,
         G=shape.group,
         H=shape.head_dim,
         PAGE=rows.page_size,
         RECORD=RECORD,
-        STAGES=kernel_hopper.STAGES[launch.held_queries],
-        IN_REGISTERS=launch.held_queries,
-        MEETS=meets(plan),
         WORKER_REGISTERS=kernel_hopper.REGISTERS,
         num_warps=4,
         maxnreg=kernel_hopper.REGISTERS,
@@ -367,7 +361,7 @@ def _combine(
 ) -> None:
     shape, launch = plan.shape, plan.launch
     pieces = triton.cdiv(launch.block_m, launch.combine_rows)
-    combine_kernel[(plan.num_tiles * shape.num_kv_heads, pieces)](
+    combine_kernel[(plan.num_split * shape.num_kv_heads, pieces)](
         o_RNH,
         plan.tiles,
         v_scale_K,

@@ -30,11 +30,14 @@ from benchmarks.kernels.blocks.block_attention_step import block_error, block_la
 from benchmarks.stream import matmul_rate, stream_rate
 
 FINALISTS = 8
-TALL = {"block_m": 128, "warps": 8, "half_parts": True}
+TALL = {"block_m": 128, "warps": 8, "block_n": 64, "stages": 3, "half_parts": True}
 WALKS: tuple[dict[str, Any], ...] = (
-    TALL | {"block_n": 64, "stages": 3, "two_groups": False},
-    TALL | {"block_n": 64, "stages": 3, "two_groups": True},
-    TALL | {"block_n": 64, "stages": 3, "two_groups": True, "held_queries": True},
+    TALL | {"two_groups": False},
+    TALL | {"two_groups": True},
+    TALL | {"block_m": 64, "warps": 4, "two_groups": False},
+)
+FEW_ROWS_WALKS: tuple[dict[str, Any], ...] = tuple(
+    {"block_n": block_n, "stages": stages} for block_n, stages in ((64, 3), (64, 4), (128, 2), (128, 3))
 )
 SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
     TALL | {"block_m": block_m, "warps": block_m // 16, "block_n": block_n, "stages": stages}
@@ -42,30 +45,22 @@ SHORT_WALKS: tuple[dict[str, Any], ...] = tuple(
 )
 PROGRAMS = (1, 2, 4)
 CHECK_SECONDS = 30
-SHORT_SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
+SUMS = ((1, 32, 1), (2, 16, 1), (4, 8, 1))
 """combine_rows, combine_parts and combine_warps."""
-SUMS = ((2, 16, 1), (1, 16, 1), (2, 8, 1), (4, 16, 2))
-MEETINGS = ((8, 16, 1), (8, 8, 1), (4, 16, 1), (16, 8, 1), (8, 1, 1))
-"""The same of items that add their parts themselves; 1 part: one after the other, loaded ahead."""
 
 
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
-    """Launches to try, the chosen one first: walks, and of long contexts also sums of the chosen walk."""
+    """Launches to try, the chosen one first: walks, sums of the chosen walk, and walks that may be split."""
     yield chosen
-    sums = SHORT_SUMS if short else [(chosen.combine_rows, chosen.combine_parts, chosen.combine_warps)]
-    programs_of = dict.fromkeys((*PROGRAMS, chosen.programs_per_sm))
-    for walk, programs, each in itertools.product(SHORT_WALKS if short else WALKS, programs_of, sums):
+    yield replace(chosen, whole_slots=0)
+    few = chosen.block_m < 64
+    sums = SUMS if short else [(chosen.combine_rows, chosen.combine_parts, chosen.combine_warps)]
+    walks = SHORT_WALKS if short else FEW_ROWS_WALKS if few else WALKS
+    programs_of = dict.fromkeys((*(PROGRAMS[:2] if few else PROGRAMS), chosen.programs_per_sm))
+    for walk, programs, each in itertools.product(walks, programs_of, sums):
         yield replace(chosen, **walk, programs_per_sm=programs, **_sum_options(each))
-    # The walk of two warpgroups has no `early`.
-    ways = ((False, False), (True, False), (False, True))
-    for (early, two_groups), each in itertools.product(ways, () if short else SUMS):
-        ways_of = {"early": early, "two_groups": two_groups, "held_queries": two_groups}
-        yield replace(chosen, **ways_of, **_sum_options(each))
-    for each in () if short else MEETINGS:
-        meets = {"meets": True, "programs_per_sm": 1, "two_groups": False}
-        yield replace(chosen, **meets, **_sum_options(each))
-    for held in () if short else (False, True):
-        yield replace(chosen, meets=True, programs_per_sm=1, two_groups=True, held_queries=held)
+    for early, each in itertools.product((False, True), () if short or few else SUMS):
+        yield replace(chosen, early=early, **_sum_options(each))
 
 
 def _sum_options(numbers_of_sum: tuple[int, int, int]) -> dict[str, int]:
@@ -80,11 +75,11 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
     rates = stream_rate(), matmul_rate()
     print(f"stream {rates[0] / 1e12:.3f} TB/s, product {rates[1] / 1e12:.0f} TFLOP/s", flush=True)
     k = int(options["k"])
-    for case in options["exact"].split(","):
-        context, batch = numbers(case.replace("x", ","))
-        block = make_block_step(options, batch=batch, context=context)
-        print(f"exact {context} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
+    for case, (context, batch, its_options) in _cases(options):
+        block = make_block_step(its_options, batch=batch, context=context)
+        print(f"exact {case}, {time.perf_counter() - start:.0f} s", flush=True)
         _rank(block, rates, right, short=False)
+        del block
     for batch in numbers(options["lists"]) if options["lists"] else ():
         lists = make_block_step(options, batch=batch, context=int(options["context"]), k=k)
         short = make_block_step(options, batch=batch, context=k, in_order=True)
@@ -92,6 +87,13 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
             print(f"{name} of {k} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
             _rank(block, rates, right, short=True)
     return 0
+
+
+def _cases(options: dict[str, str]) -> Iterator[tuple[str, tuple[int, int, dict[str, str]]]]:
+    """Cases of `exact`: contexts x sequences, or contexts x sequences x rows."""
+    for case in options["exact"].split(",") if options["exact"] else ():
+        context, batch, *rows = numbers(case.replace("x", ","))
+        yield case, (context, batch, options | {"rows": str(rows[0] if rows else options["rows"])})
 
 
 def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: bool) -> None:
@@ -118,16 +120,7 @@ def _rank(block: Any, rates: tuple[float, float], right: set[str], *, short: boo
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (
-            each.block_m,
-            each.warps,
-            each.block_n,
-            each.stages,
-            each.early,
-            each.two_groups,
-            each.held_queries,
-            each.meets,
-        ): each
+        (each.block_m, each.warps, each.block_n, each.stages, each.early, each.two_groups): each
         for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
@@ -146,7 +139,7 @@ def _key(launch: Any, *, is_listed: bool) -> str:
 
 
 def _compiled(launch: Any) -> Any:
-    return replace(launch, programs_per_sm=1 if launch.meets else 2)
+    return replace(launch, programs_per_sm=2, whole_slots=0)
 
 
 def _compiled_and_checked(arguments: list[str]) -> set[str]:
@@ -177,14 +170,22 @@ def compile_part(options: dict[str, str]) -> int:
     """Check this part of the variants on little data; prints those that are right."""
     index, num_parts = numbers(options["compile_part"].replace("/", ","))
     launches: dict[str, tuple[Any, Any]] = {}
-    k = int(options["k"])
-    kinds = ((False, False), *(((True, True), (True, False)) if options["lists"] else ()))
-    for short, is_listed in kinds:
-        context = k if short and not is_listed else 4 * k - 24
-        block = make_block_step(
-            options, batch=1, context=context, k=k if is_listed else None, layers=2, in_order=context == k
-        )
-        chosen = replace(launch_of(block.step, fixed=False), pdl=True)
+    k, batches = int(options["k"]), numbers(options["lists"]) if options["lists"] else ()
+    small = {
+        rows: make_block_step(options | {"rows": rows}, batch=1, context=4 * k - 24, layers=2)
+        for rows in dict.fromkeys(its_options["rows"] for _, (_, _, its_options) in _cases(options))
+    }
+    tried = [
+        (_chosen(small[its_options["rows"]], batch, context), small[its_options["rows"]], False)
+        for _, (context, batch, its_options) in _cases(options)
+    ]
+    if batches:
+        lists = make_block_step(options, batch=1, context=4 * k - 24, k=k, layers=2)
+        in_order = make_block_step(options, batch=1, context=k, layers=2, in_order=True)
+        tried += [(_chosen(lists, batch, k + int(options["rows"])), lists, True) for batch in batches]
+        tried += [(_chosen(in_order, batch, k), in_order, True) for batch in batches]
+    for chosen, block, short in tried:
+        is_listed = block.lists_LBKC is not None
         for launch in variants(chosen, short=short):
             launches.setdefault(_key(launch, is_listed=is_listed), (_compiled(launch), block))
     for key, (launch, block) in list(launches.items())[index::num_parts]:
@@ -195,3 +196,13 @@ def compile_part(options: dict[str, str]) -> int:
             print(f"{type(reason).__name__} {str(reason)[-300:]!r} {key}", flush=True)
     torch.cuda.synchronize()
     return 0
+
+
+def _chosen(block: Any, batch: int, context: int) -> Any:
+    """The launch that the back end would choose for so many such sequences."""
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    rows, num_rows = block.step.rows, block.step.rows.max_rows
+    sizes = {"max_rows": num_rows, "num_rows": num_rows * batch, "max_slots": context, "num_sequences": batch}
+    assert len(rows.block_table) == 1, f"{rows.block_table.shape=}"
+    return replace(choose_launch(block.step.shape, **sizes), pdl=True)

@@ -54,7 +54,6 @@ class Setting:
 
 
 TWO_GROUPS = (("two_groups", True), ("pdl", True), ("block_m", 128), ("warps", 8), ("min_blocks", 1))
-MEET = (("meets", True), ("programs_per_sm", 1), ("combine_rows", 8))
 SETTINGS = {
     "qwen3_8b": Setting(shape=heads(32, 8, 128)),
     "qwen3_8b_pdl": Setting(shape=heads(32, 8, 128), tunables=(("pdl", True),)),
@@ -79,11 +78,6 @@ SETTINGS = {
         )
         for dtype, page_size, half in ((BF16, 16, True), (BF16, 64, True), (FP16, 5, False))
     },
-    "two_groups_held": Setting(shape=heads(16, 4, 128), tunables=(*TWO_GROUPS, ("held_queries", True))),
-    "two_groups_meet": Setting(
-        shape=heads(16, 4, 128), tunables=(*TWO_GROUPS, *MEET, ("held_queries", True))
-    ),
-    "meet": Setting(shape=heads(16, 4, 128), tunables=(*TWO_GROUPS, *MEET, ("two_groups", False))),
     "qwen2_500m": Setting(shape=heads(14, 2, 64), page_size=32),
     "llama_fixed": Setting(
         shape=heads(24, 8, 64, FP16), deterministic=True, tunables=(("split_slots", 128),)
@@ -143,7 +137,7 @@ def test_many_random_steps_are_within_twice_the_error_of_sdpa(name: str) -> None
 
 @pytest.mark.parametrize("num_rows", [1, 15, 32])
 def test_a_long_context(num_rows: int) -> None:
-    for name in ("qwen3_8b", "qwen3_8b_pdl", "qwen3_8b_fixed", "two_groups_16", "two_groups_meet", "meet"):
+    for name in ("qwen3_8b", "qwen3_8b_pdl", "qwen3_8b_fixed", "two_groups_16"):
         sequences = [causal(32_700, num_rows), causal(5, 1)]
         case = build(sequences, SETTINGS[name].shape, page_size=16, device="cuda")
         assert error_ratio(case, run(case, SETTINGS[name])) <= 2, name

@@ -142,7 +142,7 @@ def test_any_number_of_splits(programs_per_sm: int) -> None:
     plan = plan_of(case, tunables)
     wanted = max(1, launch.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
     used = plan.items[:, 2] > 0
-    split = plan.tiles[0, 15].item()
+    split = plan.items[0, 15].item()
     assert split == min(wanted, 9), "132 slots are 9 blocks of 16"
     assert used.sum() == split + 1, "and the padding is a tile of its own"
     check(case, tunables)
@@ -178,24 +178,28 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
     fed = [row for tile in tiles for row in range(tile[1], tile[1] + tile[2])]
     assert fed == list(range(rows.own_slots_R.shape[0]))
     items = [item for item in plan.items.tolist() if item[2] > 0]
-    assert [item[14] for item in items] == [t for t, tile in enumerate(tiles) for _ in range(tile[15])]
-    parts = [part for tile in tiles for part in range(tile[12], tile[12] + tile[13])]
+    assert [item[14] for item in items] == sorted(item[14] for item in items)
+    sums = [record[20:24] for record in plan.tiles.tolist() if record[20] > 0]
+    parts = [part for _, _, first, number in sums for part in range(first, first + number)]
     assert parts == list(range(len(parts))) and len(parts) <= plan.partial_sums.numel() // (2 * 2 * 16)
-    first = 0
-    for tile in tiles:
+    assert len(sums) <= plan.num_split, "what the second kernel adds"
+    sum_of = {row: (count, first, number) for count, row, first, number in sums}
+    for t, tile in enumerate(tiles):
         b, row, count, num_below, branch_block, end_block = tile[:6]
-        mine = items[first : first + tile[15]]
-        first += len(mine)
-        assert all(item[:10] == tile[:10] for item in mine)
+        mine = [item for item in items if item[14] == t]
+        assert mine and all(item[:10] == tile[:10] and item[15] == len(mine) for item in mine)
+        assert (row in sum_of) == (len(mine) > 1)
+        added, first, number = sum_of.get(row, (count, 0, 0))
+        assert added == count
         shares = [place for item in mine for place in range(item[10], item[11])]
         length = num_below + end_block - branch_block
         if tunables.split_slots:
             assert shares == list(range(launch.most_fixed_splits(tunables, end_block * tunables.block_n)))
             written = [*mine[0][16:17], *(item[16] + s for item in mine[1:] for s in range(*item[10:12]))]
-            assert written == list(range(tile[12], tile[12] + max(tile[13], 1)))
         else:
             assert shares == list(range(length))
-            assert [item[16] for item in mine] == list(range(tile[12], tile[12] + tile[13]))
+            written = [item[16] for item in mine]
+        assert len(mine) == 1 or written == list(range(first, first + number))
         if b < rows.cu_rows.numel() - 1:
             visible_ms, _ = visible(rows, b)
             seen_s = visible_ms[row - int(rows.cu_rows[b]) :][:count].any(dim=0).nonzero()[:, 0]
@@ -252,11 +256,23 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
 def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
     case = build([causal(150, 1), causal(150, 1)], SMALL)
     # 10 blocks are splits of 1, 1, 1, 1, 2, 2 and 4 of them; the first of 3 items adds the first 3 up.
-    cut, cut_too, whole = [0, 5, 3], [5, 5, 3], [5, 0, 1]
-    for max_parts, expected in ((10, [cut, cut_too]), (9, [cut, whole]), (4, [[0, 0, 1]] * 2)):
+    cut, cut_too, none = [1, 0, 0, 5], [1, 1, 5, 5], 0
+    for max_parts, expected in ((10, [cut, cut_too]), (9, [cut, none]), (4, [none, none])):
         plan = plan_of(case, replace(FIXED, max_parts=max_parts))
-        assert plan.tiles[:2][:, [12, 13, 15]].tolist() == expected
+        assert [record[20:24] if record[20] else 0 for record in plan.tiles[:2].tolist()] == expected
     check(case, replace(FIXED, max_parts=9))
+
+
+@pytest.mark.parametrize("longest", [0, 90, 300])
+def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
+    """One of them has most of the slots, and would be split; the bound on slots decides."""
+    case = build([causal(9, 2), causal(83, 3), branch(5), causal(7, 1), steady(3), causal(4, 1)], SMALL)
+    case = replace(case, rows=replace(case.rows, max_slots=100))
+    tunables = replace(TINY, whole_slots=longest)
+    plan = plan_of(case, tunables)
+    assert (plan.num_split == 0) == (longest == 300) and (plan.num_items > plan.num_tiles) == (longest < 300)
+    assert (plan.tiles[:, 20] > 0).any() == (longest < 300)
+    check(case, tunables)
 
 
 @pytest.mark.parametrize("octave", [1, 2, 16])

@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.kernels import flash_attention, train_attention
+from benchmarks.kernels.attention_step import launch_of
 from benchmarks.kernels.blocks import block_attention, block_attention_sweep
 from benchmarks.optional_arms import print_absent, run_arms
 from benchmarks.table import section
 from idlm.errors import UserError
 from idlm.kernels.paged_attention import HeadShape
-from idlm.kernels.paged_attention.choice import choose_launch
 from tests.kernels.cases.paged_attention import build, causal
 
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -148,17 +148,24 @@ def test_flash_attention_4_is_called_with_pages_and_lengths(monkeypatch: pytest.
     assert (o_RNH == 7).all()
 
 
-def test_launches_of_the_sweep_are_those_that_were_checked() -> None:
-    """The checks of `benchmarks.block_attention sweep=true` run over less context than the sweep."""
+@pytest.mark.parametrize("case", ["131072x6", "1024x128", "32768x1", "1024x64x1"])
+def test_launches_of_the_sweep_are_those_that_were_checked(case: str) -> None:
+    """The checks of `benchmarks.block_attention sweep=true` run over one short sequence of as many rows."""
+    ((name, (context, batch, options)),) = block_attention_sweep._cases(
+        block_attention.DEFAULTS | {"exact": case}
+    )
+    num_rows = int(options["rows"])
+    assert name == case and num_rows == (1 if case.count("x") == 2 else 32)
 
-    def keys(context: int, batch: int) -> set[str]:
-        sizes = {"max_slots": context, "num_sequences": batch, "num_rows": 32 * batch}
-        chosen = replace(choose_launch(QWEN3_8B, max_rows=32, **sizes), pdl=True)
-        found = list(block_attention_sweep.variants(chosen, short=False))
-        assert found[0] == chosen
-        assert all(each.combine_rows * each.combine_parts <= 32 * each.combine_warps for each in found)
-        return {block_attention_sweep._key(each, is_listed=False) for each in found}
+    def block(context: int, batch: int) -> SimpleNamespace:
+        rows = SimpleNamespace(
+            max_rows=num_rows, max_slots=context, num_listed=0, block_table=torch.zeros(batch, 1)
+        )
+        q_RNH = torch.zeros(batch * num_rows, 1, 1)
+        return SimpleNamespace(step=SimpleNamespace(shape=QWEN3_8B, rows=rows, q_RNH=q_RNH))
 
-    checked = keys(4 * int(block_attention.DEFAULTS["k"]) - 24, 1)
-    for context, batch in block_attention.cases_of(block_attention.DEFAULTS["exact"]):
-        assert keys(context, batch) <= checked, f"{context} x {batch}"
+    chosen = block_attention_sweep._chosen(block(4072, 1), batch, context)
+    assert chosen == replace(launch_of(block(context, batch).step, fixed=False), pdl=True)
+    found = list(block_attention_sweep.variants(chosen, short=False))
+    assert found[0] == chosen
+    assert all(each.combine_rows * each.combine_parts <= 32 * each.combine_warps for each in found)
