@@ -148,9 +148,13 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert engine.metrics()["graphs_captured_in_traffic"] == 0
     assert len(step._graphs) == ahead
-    [tight] = [shape for shape in step._graphs if shape.num_sequences == 1 and not shape.filters]
-    step._wasted[replace(tight, max_known=tight.max_known // 2)] = 2.0
-    assert engine.capture_missed() and not engine.capture_missed()
+    while engine.capture_missed():
+        pass
+    [wide] = [shape for shape in step._graphs if shape.num_sequences == 8 and not shape.filters]
+    small, smaller = (replace(wide, room=RowRoom(fed=8, kept=8, head=head)) for head in (8, 4))
+    ahead, step._num_padded[small], step._num_padded[smaller] = len(step._graphs), 2000, 1000
+    assert engine.capture_missed() and small in step._graphs
+    assert not engine.capture_missed(), "the other one is hardly padded now"
     assert len(step._graphs) == ahead + 1
 
 

@@ -69,6 +69,8 @@ class StaticStep:
         self._wasted: dict[PassShape, float] = {}
         """Padding of passes with blocks in larger graphs, in passes, since the last capture of a shape with
         as many sequences."""
+        self._num_padded: Counter[PassShape] = Counter()
+        """Such passes until the shape has a graph."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
         # One stream for all, because the allocator keeps what each stream has freed for that stream.
         self._beside = torch.cuda.Stream(self._device) if captures else None
@@ -107,6 +109,7 @@ class StaticStep:
         self._graphs.clear()
         self._holders.clear()
         self._wasted.clear()
+        self._num_padded.clear()
         if self.captures:
             # A pool that no graph uses any more cannot be captured into again.
             self._memory = torch.cuda.graph_pool_handle()
@@ -121,6 +124,7 @@ class StaticStep:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
         self._num_eager.pop(shape, None)
+        self._num_padded.pop(shape, None)
         for each in [each for each in self._wasted if each.num_sequences == shape.num_sequences]:
             del self._wasted[each]
         self._graphs[shape] = self._capture(shape)
@@ -139,15 +143,16 @@ class StaticStep:
         return float(start.elapsed_time(end)) / 1e3 / TIMED_PASSES
 
     def capture_missed(self) -> bool:
-        """Capture the shape that ran eagerly most often, or else the one that was padded most, while no
-        request waits; False: there is none.
+        """Capture the shape that ran eagerly most often, or else the one that would be padded most in the
+        graphs that there are, while no request waits; False: there is none.
         """
         if self._num_eager:
             [(shape, _)] = self._num_eager.most_common(1)
-        elif max(self._wasted.values(), default=0) >= MISSED_PASSES:
-            shape = max(self._wasted, key=lambda each: self._wasted[each])
         else:
-            return False
+            wasted = {each: num * self._padding(each) for each, num in self._num_padded.items()}
+            if max(wasted.values(), default=0) < MISSED_PASSES:
+                return False
+            shape = max(wasted, key=lambda each: wasted[each])
         self.capture(shape)
         return True
 
@@ -192,13 +197,18 @@ class StaticStep:
         if holder == shape:
             return False
         size = shape.num_sequences
-        padding = max(0.0, holder.weight / shape.weight - 1 - FREE_PADDING)
-        self._wasted[shape] = self._wasted.get(shape, 0.0) + padding
+        self._wasted[shape] = self._wasted.get(shape, 0.0) + _padding(shape, holder)
+        self._num_padded[shape] += 1
         wasted = sum(passes for each, passes in self._wasted.items() if each.num_sequences == size)
         if self.is_warm:
             return wasted > CAPTURE_PASSES
         num_graphs = sum(each.num_sequences == size for each in self._graphs)
         return wasted > min(CAPTURE_PASSES, PASSES_PER_GRAPH * num_graphs)
+
+    def _padding(self, shape: PassShape) -> float:
+        """What a pass of the shape would be padded by now, in passes; one that would be eager, by a pass."""
+        holder = self._holder(shape)
+        return 1.0 if holder is None else _padding(shape, holder)
 
     def _is_due(self, shape: PassShape, schedule: Schedule) -> bool:
         """Count an eager pass. Passes with prompts come in too many shapes, and large ones gain nothing."""
@@ -260,6 +270,11 @@ class StaticStep:
             else:
                 fed = self._step.feed(self._batch(shape, columns_3B))
         return _Graph(graph=graph, columns_3B=columns_3B, result=result, fed=fed)
+
+
+def _padding(shape: PassShape, holder: PassShape) -> float:
+    """Padding of a pass in a larger graph that counts, in passes."""
+    return max(0.0, holder.weight / shape.weight - 1 - FREE_PADDING)
 
 
 @contextmanager
