@@ -314,16 +314,14 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
             floor=1.0,
             gate_passed=is_equal,
         ),
-        result_row(
-            "resume",
-            damaged,
-            "refused_by_name",
-            refused / max(1, num_flips),
-            "share",
-            floor=1.0,
-            gate_passed=refused == num_flips,
-        ),
     ]
+    if num_flips:
+        is_refused, share = refused == num_flips, refused / num_flips
+        rows.append(
+            result_row(
+                "resume", damaged, "refused_by_name", share, "share", floor=1.0, gate_passed=is_refused
+            )
+        )
     print(
         f"{world.world_size} process(es), {writer}: {num_random} random kills, {num_points} points, "
         f"{tally.equal} of {tally.resumes} resumed runs bitwise equal, {refused} of {num_flips} damaged "
