@@ -316,9 +316,11 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
         ),
     ]
     if num_flips:
-        share, gate = refused / num_flips, refused == num_flips
+        is_refused, share = refused == num_flips, refused / num_flips
         rows.append(
-            result_row("resume", damaged, "refused_by_name", share, "share", floor=1.0, gate_passed=gate)
+            result_row(
+                "resume", damaged, "refused_by_name", share, "share", floor=1.0, gate_passed=is_refused
+            )
         )
     print(
         f"{world.world_size} process(es), {writer}: {num_random} random kills, {num_points} points, "

@@ -150,7 +150,11 @@ def write_records(path: Path, num_records: int) -> None:
         for number in range(num_records):
             start = number * step * 7 % (len(text) - PROMPT - RESPONSE)
             middle = start + PROMPT
-            record = {"prompt": text[start:middle], "response": text[middle : middle + RESPONSE]}
+            # The text names special tokens too: with a number before it no prompt begins with one.
+            record = {
+                "prompt": f"{number} {text[start:middle]}",
+                "response": text[middle : middle + RESPONSE],
+            }
             file.write(json.dumps(record) + "\n")
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import distributed as dist
 from transformers import PrinterCallback, TrainerCallback
 
+from benchmarks.step_profile import StepProfile
 from benchmarks.stream import matmul_rate
 from benchmarks.training.packed_text import TextSource
-from benchmarks.training.step_profile import StepProfile
 from idlm.config.compose import compose
 from idlm.train import pipeline
 from idlm.train.config.check import check_config
@@ -67,7 +67,6 @@ def main() -> int:
     The step after the measured ones is profiled.
     """
     target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    started = time.perf_counter()
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     args = pipeline.training_arguments(config)
@@ -93,36 +92,28 @@ def main() -> int:
     )
     clock.trainer, trainer.zero_stage = trainer, zero_stage(config.train)
     trainer.remove_callback(PrinterCallback)
-    prepared_at = time.perf_counter()
     trainer.train()
     ends = clock.ends[WARM_STEPS - 1 : -1]
     gaps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     num_rows = config.train.batch_size * config.train.accumulation
     items = [prepared.dataset[item] for item in range(num_rows)]
     num_tokens = sum(int((~item["is_noisy"] & (item["doc_ids"] >= 0)).sum()) for item in items)
+    found = {
+        "seconds_per_step": gaps,
+        "losses": clock.losses,
+        "profile_ms": profiled.ms,
+        "profile_lines": profiled.lines,
+        "data_tokens_per_step": num_tokens,
+        "matmul_flops": rate,
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "planned_peak": estimate.memory.peak_allocated if estimate else None,
+        "planned_seconds": estimate.time.seconds_per_step if estimate and estimate.time else None,
+        "world_size": args.world_size,
+        "attention": prepared.attention,
+        "zero_stage": zero_stage(config.train),
+    }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        target.write_text(
-            json.dumps(
-                {
-                    "seconds_per_step": gaps,
-                    "losses": clock.losses,
-                    "profile_ms": profiled.ms,
-                    "profile_lines": profiled.lines,
-                    "data_tokens_per_step": num_tokens,
-                    "matmul_flops": rate,
-                    "peak_allocated": torch.cuda.max_memory_allocated(),
-                    "planned_peak": estimate.memory.peak_allocated if estimate else None,
-                    "planned_seconds": estimate.time.seconds_per_step if estimate and estimate.time else None,
-                    "peak_reserved": torch.cuda.max_memory_reserved(),
-                    "world_size": args.world_size,
-                    "attention": prepared.attention,
-                    "zero_stage": zero_stage(config.train),
-                    "seconds_to_prepare": prepared_at - started,
-                    "seconds_to_first_step": clock.ends[0] - prepared_at,
-                    "num_parameters": sum(p.numel() for p in prepared.model.parameters()),
-                }
-            )
-        )
+        target.write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

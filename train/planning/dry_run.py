@@ -31,7 +31,6 @@ from idlm.train.model.files import read_generation_config
 from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import (
-    EFFICIENCY,
     Estimate,
     estimate_run,
     gpu_name,
@@ -308,8 +307,8 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
     extra = f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""
     return [
         f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
-        f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products, of which steps "
-        f"reach {EFFICIENCY:.0%}",
+        f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products",
+        ", ".join(f"{name} {span(seconds)}" for name, seconds in plan.parts.items() if seconds),
         f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
         f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
     ]

@@ -7,7 +7,6 @@ The rates of GPUs are assumptions, and the dry run calls them so.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,16 +27,10 @@ from idlm.train.distributed.deepspeed import (
 )
 from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage
-from idlm.train.planning.flops import (
-    FORWARD,
-    PAIR_FORWARD,
-    ModelWork,
-    TokenCounts,
-    train_flops,
-    work_of,
-)
+from idlm.train.planning.flops import TokenCounts, work_of
 from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import GIB, RunSetup, state_setup, state_terms
+from idlm.train.planning.step_time import TimePlan, rates_of, time_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,34 +38,7 @@ if TYPE_CHECKING:
 
 SAMPLED_ITEMS = 32
 DEFAULT_GPU = "H200"
-EFFICIENCY = 0.6
-"""Share of a GPU's rate that whole steps reach; benchmarks/training/train_step.py measures it."""
 HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePlan:
-    """`flops_per_step` that the rows need and `extra_flops` that the settings add, over all GPUs."""
-
-    num_steps: int
-    tokens_per_step: float
-    flops_per_step: float
-    extra_flops: float
-    num_gpus: int
-    tflops: float
-
-    @property
-    def seconds_per_step(self) -> float:
-        work = self.flops_per_step + self.extra_flops
-        return work / (self.num_gpus * self.tflops * 1e12 * EFFICIENCY)
-
-    @property
-    def seconds(self) -> float:
-        return self.num_steps * self.seconds_per_step
-
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens_per_step / self.seconds_per_step / self.num_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +98,11 @@ def estimate_run(
     time = None
     if work is not None and tflops is not None:
         stages, rows = list(zip(curriculum.stages, fed, strict=True)), curriculum.global_batch
-        time = _time_plan(config, work, stages=stages, global_batch=rows, num_gpus=gpus, tflops=tflops)
+        rates = rates_of(gpu_name(config), tflops)
+        num_trained = adapted or shape.num_parameters
+        time = time_plan(
+            config, work, setup, rates, num_trained=num_trained, stages=stages, global_batch=rows
+        )
     return Estimate(
         shape=shape,
         setup=setup,
@@ -172,44 +142,6 @@ def run_setup(
         adapter_parameters=num_adapted,
         batch_size=size,
         attention=config.model.attention,
-    )
-
-
-def _time_plan(
-    config: TrainConfig,
-    work: ModelWork,
-    *,
-    stages: Sequence[tuple[Stage, TokenCounts]],
-    global_batch: int,
-    num_gpus: int,
-    tflops: float,
-) -> TimePlan:
-    """Time of all steps; `stages`: each with the average packed row that it is fed.
-
-    Extra FLOPs: one forward pass of the layers for recomputed activations, the teacher's logits, and one more
-    pass, with the head, for an auto-balanced stage with accumulation that balances its own step.
-    """
-    num_steps = sum(stage.num_steps for stage, _ in stages)
-    needed = extra = tokens = 0.0
-    for stage, fed in stages:
-        rows = stage.num_steps * global_batch
-        forward = FORWARD * work.layers * fed.rows + PAIR_FORWARD * work.queries * fed.pairs
-        tokens += rows * fed.document_tokens
-        needed += rows * train_flops(work, fed, trains_clean=stage.clean_weight != 0)
-        if config.model.gradient_checkpointing:
-            again = fed._replace(clean_rows=0, clean_pairs=0) if config.is_gated else fed
-            extra += rows * (FORWARD * work.layers * again.rows + PAIR_FORWARD * work.queries * again.pairs)
-        if config.train.distill != "none":
-            extra += rows * FORWARD * work.head * fed.noisy_targets
-        if stage.clean_weight is None and config.train.accumulation > 1 and config.train.balance == "step":
-            extra += rows * (forward + FORWARD * work.head * (fed.clean_targets + fed.noisy_targets))
-    return TimePlan(
-        num_steps=num_steps,
-        tokens_per_step=tokens / num_steps,
-        flops_per_step=needed / num_steps,
-        extra_flops=extra / num_steps,
-        num_gpus=num_gpus,
-        tflops=tflops,
     )
 
 

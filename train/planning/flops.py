@@ -20,8 +20,8 @@ from idlm.train.model.gated_lora import AdaptedLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FORWARD, ACTIVATIONS, WEIGHTS = 2, 2, 2
-"""FLOPs per weight and row: the product, its gradient of the input, its gradient of the weight."""
+PRODUCT = 2
+"""FLOPs per weight and row of a product, of its gradient of the input, and of that of the weight."""
 PAIR_FORWARD, PAIR_BACKWARD = 4, 10
 """FLOPs per visible pair and element of a query: two products forward; backward four, and that of queries and
 keys once more, because the scores are not kept."""
@@ -64,19 +64,47 @@ class TokenCounts(NamedTuple):
         return self.clean_pairs + self.noisy_pairs
 
 
+class Passes(NamedTuple):
+    """How many rows go through the products of `layers`, `head` and `adapter`; a gradient of the input or of
+    the weight counts as once more. `pairs`: FLOPs of attention per element of a query.
+    """
+
+    layers: float = 0
+    head: float = 0
+    adapter: float = 0
+    pairs: float = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
     """Multiply-adds of one row: `layers` in the linear layers, `head` in the output head, `adapter` in a
-    LoRA; `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains,
-    `is_gated`: which changes noisy rows alone.
+    LoRA, and under the same names in `ends` the elements that go into and come out of these products;
+    `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains, `is_gated`:
+    which changes noisy rows alone.
     """
 
     layers: int
     head: int
     queries: int
+    num_layers: int
+    ends: Passes
     adapter: int = 0
     is_frozen: bool = False
     is_gated: bool = False
+
+    def products(self, passes: Passes) -> float:
+        """FLOPs of the linear layers."""
+        adds = self.layers * passes.layers + self.head * passes.head + self.adapter * passes.adapter
+        return PRODUCT * adds
+
+    def flops(self, passes: Passes) -> float:
+        """FLOPs with those of attention."""
+        return self.products(passes) + self.queries * passes.pairs
+
+    def moved(self, passes: Passes) -> float:
+        """Elements that go into and come out of the products."""
+        ends = self.ends
+        return ends.layers * passes.layers + ends.head * passes.head + ends.adapter * passes.adapter
 
 
 def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
@@ -102,13 +130,17 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
     if not isinstance(head, nn.Linear) or not all(hasattr(config, name) for name in sizes):
         return None
-    layers, adapter, is_gated = 0, 0, False
+    layers, adapter, layer_ends, adapter_ends, is_gated = 0, 0, 0, 0, False
     for module in model.modules():
         if isinstance(module, nn.Linear):
+            ends = module.in_features + module.out_features
             if module is not head:
                 layers += module.in_features * module.out_features
+                layer_ends += ends
             if isinstance(module, AdaptedLinear):
-                adapter += whole_shape(module.lora_A)[0] * (module.in_features + module.out_features)
+                rank = whole_shape(module.lora_A)[0]
+                adapter += rank * ends
+                adapter_ends += ends + 2 * rank
                 is_gated = module.gate.is_gated
         elif isinstance(module, nn.Embedding):
             continue
@@ -119,6 +151,8 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
         layers=layers,
         head=head.in_features * head.out_features,
         queries=config.num_hidden_layers * config.num_attention_heads * head_dim,
+        num_layers=config.num_hidden_layers,
+        ends=Passes(layer_ends, head.in_features + head.out_features, adapter_ends),
         adapter=adapter,
         is_frozen=adapter > 0,
         is_gated=is_gated,
@@ -126,7 +160,12 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
 
 
 def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True) -> float:
-    """FLOPs that forward and backward of `fed` need; without `trains_clean` the clean loss is only reported.
+    """FLOPs of `train_passes`."""
+    return work.flops(train_passes(work, fed, trains_clean=trains_clean))
+
+
+def train_passes(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True) -> Passes:
+    """What forward and backward of `fed` need; without `trains_clean` the clean loss is only reported.
 
     All weights train: three products per weight and row, in the layers for every row, in the head for rows
     with a target. Gated LoRA: one product for every row; for noisy rows, which alone are changed by what
@@ -134,17 +173,31 @@ def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True)
     of attention. A LoRA that is not gated does so for every row. The head of a frozen base gives no gradient
     of its weights.
     """
-    products = FORWARD + ACTIVATIONS + WEIGHTS
     targets = fed.noisy_targets + (fed.clean_targets if trains_clean else 0)
-    if work.is_frozen:
-        changed, pairs = (fed.noisy_rows, fed.noisy_pairs) if work.is_gated else (fed.rows, fed.pairs)
-        linear = FORWARD * work.layers * fed.rows + ACTIVATIONS * work.layers * changed
-        linear += products * work.adapter * changed
-        head = (FORWARD + ACTIVATIONS) * work.head * (fed.noisy_targets if work.is_gated else targets)
-        attention = work.queries * (PAIR_FORWARD * fed.pairs + PAIR_BACKWARD * pairs)
-        return linear + head + attention
-    attention = work.queries * (PAIR_FORWARD + PAIR_BACKWARD) * fed.pairs
-    return products * (work.layers * fed.rows + work.head * targets) + attention
+    if not work.is_frozen:
+        return Passes(3 * fed.rows, 3 * targets, pairs=(PAIR_FORWARD + PAIR_BACKWARD) * fed.pairs)
+    changed, pairs = (fed.noisy_rows, fed.noisy_pairs) if work.is_gated else (fed.rows, fed.pairs)
+    return Passes(
+        layers=fed.rows + changed,
+        head=2 * (fed.noisy_targets if work.is_gated else targets),
+        adapter=3 * changed,
+        pairs=PAIR_FORWARD * fed.pairs + PAIR_BACKWARD * pairs,
+    )
+
+
+def extra_passes(
+    fed: TokenCounts, *, is_gated: bool, checkpoints: bool, distills: bool, balances: bool
+) -> Passes:
+    """What the settings add: a forward pass of the layers for recomputed activations, the teacher's logits,
+    and a forward pass, with the head, that balances the terms of an accumulated step.
+    """
+    again = fed._replace(clean_rows=0, clean_pairs=0) if is_gated else fed
+    targets = fed.clean_targets + fed.noisy_targets
+    return Passes(
+        layers=checkpoints * again.rows + balances * fed.rows,
+        head=distills * fed.noisy_targets + balances * targets,
+        pairs=PAIR_FORWARD * (checkpoints * again.pairs + balances * fed.pairs),
+    )
 
 
 def peak_flops(device_name: str) -> float | None:

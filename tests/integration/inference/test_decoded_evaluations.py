@@ -71,9 +71,7 @@ def test_the_engine_answers_and_changes_no_weight(
 
 
 def test_a_run_that_degrades_ends_and_can_go_on(
-    base: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The best value counts, not the one before, and what an earlier stage reached does not."""
     strides: list[int] = []
@@ -87,7 +85,7 @@ def test_a_run_that_degrades_ends_and_can_go_on(
     assert shares == [0.9, 0.85, 0.5, 0.35]
     sample = falling(iter((0.45, 0.35)), strides)
     assert cli.main(arguments(base, tmp_path / "out", **words), sampler=sample) == 0
-    assert "step 5: isd_exact_match is 0.350 after 0.500" in capsys.readouterr().err
+    assert "step 5: isd_exact_match is 0.350 after 0.500" in caplog.text
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.training.step_profile import longest, ms_by_part, part_of
+from benchmarks.step_profile import longest, ms_by_part, part_of
 
 
 def test_parts_add_up_and_overlaps_count_once() -> None:

@@ -162,3 +162,10 @@ def test_fractions_that_are_no_shares_of_the_whole_run_are_refused(values: tuple
 def test_fractions_that_add_up_are_taken(values: tuple[float, ...]) -> None:
     config: Any = composed("recipe=tiny", f"model.path={TINY}", fractions(*values), "train.device=cpu")
     check_config(config)
+
+
+def test_one_mask_over_several_packed_rows_of_a_gated_adapter_is_refused() -> None:
+    """It would grow with the square of all rows of the batch."""
+    words = ["recipe=tiny_lora", "model.path=x", "model.attention=idlm_sdpa", "train.batch_size=2"]
+    with pytest.raises(UserError, match="idlm_sdpa with a gated adapter"):
+        check_config(compose("train", TrainConfig, words))

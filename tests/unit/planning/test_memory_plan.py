@@ -21,7 +21,7 @@ from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.base import Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning import state as estimate
-from idlm.train.planning.estimate import EFFICIENCY, Estimate, TimePlan, remedies, run_setup
+from idlm.train.planning.estimate import Estimate, remedies, run_setup
 from idlm.train.planning.flops import TokenCounts, span, work_of
 from idlm.train.planning.memory import (
     DEVICE_BYTES,
@@ -257,13 +257,7 @@ def test_dense_masks_grow_with_the_square_of_a_row() -> None:
     assert peak(attention="idlm_sdpa", rows=16384, batch_size=2) - peak(rows=16384) == 2 * one
 
 
-def test_time_and_disk_add_up() -> None:
-    plan = TimePlan(
-        num_steps=100, tokens_per_step=1000, flops_per_step=3e12, extra_flops=1e12, num_gpus=2, tflops=10
-    )  # fmt: skip
-    assert plan.seconds_per_step == pytest.approx(0.2 / EFFICIENCY)
-    assert plan.seconds == pytest.approx(20 / EFFICIENCY)
-    assert plan.tokens_per_second_per_gpu == pytest.approx(2500 * EFFICIENCY)
+def test_disk_and_spans_of_time() -> None:
     disk = DiskPlan(
         checkpoint_bytes=100, num_checkpoints=3, export_bytes=10, num_exports=2, free_bytes=320, place="/x"
     )

@@ -13,13 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.kernels.gated_lora import gated_lora_reference
 from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, tensor_name
 from idlm.masks import PADDING_DOC
-from idlm.train.config.check import check_config
-from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import ROW_FIELDS, pack_rows
 from idlm.train.model import gated_lora as gated
@@ -396,10 +393,3 @@ def test_the_identity_of_a_base_is_that_of_its_weights(tmp_path: Path) -> None:
     (tmp_path / "whole" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="IDLM-0308"):
         base_identity(tmp_path / "whole")
-
-
-def test_one_mask_over_several_packed_rows_is_refused() -> None:
-    """It would grow with the square of all rows of the batch."""
-    words = ["recipe=tiny_lora", "model.path=x", "model.attention=idlm_sdpa", "train.batch_size=2"]
-    with pytest.raises(UserError, match="idlm_sdpa with a gated adapter"):
-        check_config(compose("train", TrainConfig, words))

@@ -1,0 +1,132 @@
+"""The planned time of a step against steps that were measured on H200s, and its laws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from idlm.config.compose import compose
+from idlm.lora import AdapterSpec
+from idlm.train.config.schema import TrainConfig
+from idlm.train.model.gated_lora import add_adapter
+from idlm.train.objectives.curriculum import Stage
+from idlm.train.planning.estimate import run_setup
+from idlm.train.planning.flops import ModelWork, TokenCounts, work_of
+from idlm.train.planning.step_time import TimePlan, rates_of, time_plan
+
+LENGTH = 4096
+PAIRS = LENGTH * (LENGTH + 1) / 2
+FED = TokenCounts(LENGTH, LENGTH, PAIRS, PAIRS, LENGTH - 1, LENGTH - 1)
+"""One packed row of the benchmark: all tokens are supervised."""
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SIZES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "layers": 36, "heads": 32, "tied": False},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "layers": 28, "heads": 16, "tied": True},
+}
+RECIPES = {"full": "qwen3_8b", "gated": "qwen3_8b_lora", "ungated": "qwen3_8b_lora"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A step of `benchmarks.train_step` on H200s; `seconds` of one step."""
+
+    size: str
+    mode: str
+    batch_size: int
+    accumulation: int
+    seconds: float
+    gpus: int = 1
+    zero_stage: int = 1
+
+
+# From benchmarks/results/train_step.jsonl, but for the last one: one step of a lease that was cut off, at
+# d1692e6a. Older rows of gated LoRA are of code that gathered rows in every layer.
+MEASURED = [
+    Measured(size="8B", mode="gated", batch_size=2, accumulation=4, seconds=32768 / 10530.5),  # d1692e6a
+    Measured(
+        size="8B", mode="full", batch_size=1, accumulation=4, gpus=4, zero_stage=2, seconds=16384 / 5166.1
+    ),  # 7260a48c
+    Measured(size="0.6B", mode="full", batch_size=4, accumulation=8, seconds=131072 / 41587.1),  # b9ec8d66
+    Measured(size="0.6B", mode="gated", batch_size=4, accumulation=4, seconds=1.02),
+]
+
+
+def model_work(size: str, mode: str) -> tuple[ModelWork, int]:
+    """The work of a model of this size, and its trained weights."""
+    sizes = dict(SIZES[size])
+    layers, heads, tied = (sizes.pop(name) for name in ("layers", "heads", "tied"))
+    shape = Qwen3Config(
+        vocab_size=151_936, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+        head_dim=128, tie_word_embeddings=tied, **sizes,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    if mode != "full":
+        spec = AdapterSpec(rank=128, alpha=256, targets=TARGETS, base_path=None)
+        add_adapter(model, spec, is_gated=mode == "gated")
+    work = work_of(model)
+    assert work is not None
+    return work, sum(value.numel() for value in model.parameters() if value.requires_grad)
+
+
+def planned(one: Measured, *overrides: str, gpu: str = "H200", tflops: float = 785.0) -> TimePlan:
+    gated = ["adapter.gated=false", "export.merge=true"] if one.mode == "ungated" else []
+    config = compose(
+        "train",
+        TrainConfig,
+        [
+            f"recipe={RECIPES[one.mode]}",
+            f"train.batch_size={one.batch_size}",
+            "train.global_batch=null",
+            f"train.accumulation={one.accumulation}",
+            f"train.zero_stage={one.zero_stage}",
+            *gated,
+            *overrides,
+        ],
+    )
+    work, num_trained = model_work(one.size, one.mode)
+    setup = run_setup(config, 2 * LENGTH, FED, num_adapted=num_trained, world_size=one.gpus)
+    return time_plan(
+        config,
+        work,
+        setup,
+        rates_of(gpu, tflops),
+        num_trained=num_trained,
+        stages=[(Stage(index=0, stride=2, num_steps=100, clean_weight=0.2), FED)],
+        global_batch=one.batch_size * one.accumulation * one.gpus,
+    )
+
+
+@pytest.mark.parametrize("one", MEASURED, ids=lambda one: f"{one.size} {one.mode}")
+def test_the_plan_is_within_a_tenth_of_measured_steps(one: Measured) -> None:
+    plan = planned(one)
+    assert plan.seconds_per_step == pytest.approx(one.seconds, rel=0.1)
+
+
+def test_parts_are_those_of_the_profile() -> None:
+    """Milliseconds of benchmarks/results/train_step.jsonl at d1692e6a, copies with element-wise kernels."""
+    parts = planned(MEASURED[0]).parts
+    profile = {"products": 2203, "attention": 381, "element-wise": 249 + 113 + 36 + 9, "host": 148}
+    for name, milliseconds in profile.items():
+        assert 1000 * parts[name] == pytest.approx(milliseconds, rel=0.05), name
+    assert parts["collectives"] == 0 and parts["gradients and optimizer"] < 0.02
+
+
+def test_what_does_more_takes_longer() -> None:
+    full, gated = MEASURED[1], MEASURED[0]
+    same = replace(gated, mode="ungated")
+    assert planned(gated).seconds < planned(same).seconds < planned(replace(same, mode="full")).seconds
+    assert planned(full).seconds < planned(full, "model.gradient_checkpointing=true").seconds
+    assert planned(full).seconds < planned(full, gpu="A100", tflops=265.0).seconds
+    stages = [planned(replace(full, zero_stage=stage)).parts["collectives"] for stage in (1, 2, 3)]
+    assert stages == sorted(stages) and len(set(stages)) == 3
+    plan = planned(full)
+    assert plan.seconds == pytest.approx(100 * plan.seconds_per_step)
+    assert plan.tokens_per_second_per_gpu == pytest.approx(4 * LENGTH / plan.seconds_per_step)
+
+
+def test_an_unknown_gpu_has_the_proportions_of_an_h200() -> None:
+    assert rates_of(None, 78.5) == pytest.approx(tuple(0.1 * rate for rate in rates_of("H200", 785.0)))

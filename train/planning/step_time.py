@@ -1,0 +1,154 @@
+"""The time that a step is expected to take, part by part: products, attention, element-wise kernels,
+gradients and optimizer, collectives, and the device's wait for the host.
+
+A product takes the time of its multiply-adds and that of moving its operands and its result. The constants
+are those of one profiled step, gated LoRA of the 8B shape on one H200, and within 6 % of measured steps of
+other shapes and modes (tests/unit/planning/test_step_time.py). Meant are compiled layers and the attention
+`idlm_split` on GPUs of one node: a dense mask, eager layers, an optimizer on the host or a network take
+longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from idlm.train.config.monitoring import MATMUL_TFLOPS
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS
+from idlm.train.planning.flops import ModelWork, Passes, TokenCounts, extra_passes, train_passes
+from idlm.train.planning.state import RunSetup
+
+if TYPE_CHECKING:
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.objectives.curriculum import Stage
+
+ATTENTION = 0.59
+"""Rate of the attention kernels over that of products: 381 ms of the profile."""
+ELEMENTWISE = 1.6
+"""How often element-wise kernels and copies move what goes into and comes out of products: 407 ms."""
+WAIT = 1.0e-3
+"""Seconds per layer and micro-batch in which the device waits for the host's launches: 148 ms."""
+GRADIENT_BYTES = 12
+"""Moved per trained weight and micro-batch: a bfloat16 gradient to a bucket and back, its float32 sum."""
+OPTIMIZER_BYTES = 30
+"""Moved per trained weight and step: AdamW's moments and master read and written, gradient, weight."""
+
+
+class Rates(NamedTuple):
+    """Of one GPU: FLOP/s of products; bytes/s of memory; bytes/s that collectives reach inside a node."""
+
+    products: float
+    memory: float
+    link: float
+
+
+TBYTES = {"B200": (7.2, 0.70), "H200": (4.3, 0.35), "H100": (3.0, 0.35), "A100": (1.8, 0.24)}
+"""TB/s of memory and link. H200's memory is measured, others have the same 0.9 of the data sheet; links are
+assumed to reach 0.8 of theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePlan:
+    """`flops_per_step` that the rows need and `extra_flops` that the settings add, over all GPUs; `parts`:
+    seconds of a step.
+    """
+
+    num_steps: int
+    tokens_per_step: float
+    flops_per_step: float
+    extra_flops: float
+    num_gpus: int
+    tflops: float
+    parts: dict[str, float]
+
+    @property
+    def seconds_per_step(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def seconds(self) -> float:
+        return self.num_steps * self.seconds_per_step
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_step / self.seconds_per_step / self.num_gpus
+
+
+def rates_of(gpu: str | None, tflops: float) -> Rates:
+    """The rates of a GPU by its name whose products reach `tflops`; one without a known name has the H200's
+    proportions.
+    """
+    known = gpu if gpu in TBYTES else "H200"
+    scale = 1.0 if gpu in TBYTES else tflops / MATMUL_TFLOPS[known]
+    memory, link = TBYTES[known]
+    return Rates(tflops * 1e12, scale * memory * 1e12, scale * link * 1e12)
+
+
+def time_plan(
+    config: TrainConfig,
+    work: ModelWork,
+    setup: RunSetup,
+    rates: Rates,
+    *,
+    num_trained: int,
+    stages: Sequence[tuple[Stage, TokenCounts]],
+    global_batch: int,
+) -> TimePlan:
+    """Time of all steps; `stages`: each with the average packed row that it is fed."""
+    num_steps = sum(stage.num_steps for stage, _ in stages)
+    micro_batches = global_batch / (config.train.batch_size * setup.world_size)
+    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
+    needed = extra = tokens = 0.0
+    parts: dict[str, float] = {}
+    for stage, fed in stages:
+        share = stage.num_steps / num_steps
+        needs = train_passes(work, fed, trains_clean=stage.clean_weight != 0)
+        adds = extra_passes(
+            fed,
+            is_gated=config.is_gated,
+            checkpoints=config.model.gradient_checkpointing,
+            distills=config.train.distill != "none",
+            balances=accumulates and stage.clean_weight is None,
+        )
+        needed += share * global_batch * work.flops(needs)
+        extra += share * global_batch * work.flops(adds)
+        tokens += share * global_batch * fed.document_tokens
+        rows = global_batch / setup.world_size
+        passes = Passes(*(rows * sum(pair) for pair in zip(needs, adds, strict=True)))
+        for name, seconds in step_parts(work, passes, setup, rates, num_trained, micro_batches).items():
+            parts[name] = parts.get(name, 0.0) + share * seconds
+    return TimePlan(
+        num_steps=num_steps,
+        tokens_per_step=tokens,
+        flops_per_step=needed,
+        extra_flops=extra,
+        num_gpus=setup.world_size,
+        tflops=rates.products / 1e12,
+        parts=parts,
+    )
+
+
+def step_parts(
+    work: ModelWork, passes: Passes, setup: RunSetup, rates: Rates, num_trained: int, micro_batches: float
+) -> dict[str, float]:
+    """Seconds of one step on one GPU by part; `passes` are those of the GPU's rows."""
+    weights = work.layers + work.head
+    moved = 2 * work.moved(passes) / rates.memory
+    # In every micro-batch weights are read twice and their gradients written, or read a third time.
+    products = work.products(passes) / rates.products + moved
+    products += 3 * 2 * micro_batches * weights / rates.memory
+    updated = OPTIMIZER_BYTES * num_trained / setup.parts(1) + GRADIENT_BYTES * num_trained * micro_batches
+    # ZeRO-1 and DDP reduce gradients once per step, later stages in every micro-batch.
+    shards_sums, shards_weights = setup.parts(2) > 1, setup.parts(SHARDS_WEIGHTS) > 1
+    sent = 2 * num_trained * (1 + (micro_batches if shards_sums else 1))
+    if shards_weights:
+        sent += 2 * 2 * weights * micro_batches
+    return {
+        "products": products,
+        "attention": work.queries * passes.pairs / (ATTENTION * rates.products),
+        "element-wise": ELEMENTWISE * moved,
+        "gradients and optimizer": updated / rates.memory,
+        "collectives": sent * (1 - 1 / setup.world_size) / rates.link,
+        "host": WAIT * work.num_layers * micro_batches,
+    }
