@@ -206,6 +206,7 @@ def _measure_engine(bench: Bench, decoder: str, engine: Engine, passes: Passes) 
     if "mixed" in bench.parts:
         for number in concurrency:
             rate = _mixed(bench, decoder, engine, number, start, passes)
+            bench.save()
             if number == max(concurrency):
                 rates["mixed"] = rate
             start = "warm"

@@ -71,9 +71,7 @@ def test_the_engine_answers_and_changes_no_weight(
 
 
 def test_a_run_that_degrades_ends_and_can_go_on(
-    base: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The best value counts, not the one before, and what an earlier stage reached does not."""
     strides: list[int] = []
