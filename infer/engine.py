@@ -445,7 +445,7 @@ class Engine:
         youngest = next((one for one in reversed(self._last_scheduled) if one.finish_reason is None), None)
         if self._num_consecutive_oom < MIN_CONSECUTIVE_OOM or youngest is None:
             return
-        budget = self.settings.row_budget
+        budget = self.settings.max_num_batched_tokens
         error = out_of_memory(
             youngest.request_id, self._num_consecutive_oom, message, max_num_batched_tokens=budget
         )

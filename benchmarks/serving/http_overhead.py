@@ -43,7 +43,7 @@ DEFAULTS = {
     "results": str(RESULTS),
 }
 NUM_SINGLE, READY_SECONDS = 20, 300.0
-IDS = range(3, 150)
+IDS = range(3, 90)
 """Token ids that every checkpoint has."""
 Measured = tuple[float, float, int]
 """Tokens per second, seconds to the first token of single requests, and tokens of the load."""
@@ -59,6 +59,7 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS)
     loads = make_loads(options)
     settings: dict[str, Any] = {name: options[name] for name in ("device", "dtype", "decoder")}
+    settings["warmup"] = "auto"
     settings["max_num_seqs"] = options["concurrency"]
     words = [f"{name}={value}" for name, value in settings.items()]
     with launched(

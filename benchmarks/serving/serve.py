@@ -99,14 +99,21 @@ def measure(arguments: list[str]) -> int:
         raise UserError("IDLM-0107", f"unknown {', '.join(sorted(unknown))}", fix=fix)
     with _checkpoint(options) as path:
         bench = Bench(options=options, path=path)
-        peer = measure_vllm(bench) if options["vllm"] else None
+        peer = None
+        if options["vllm"]:
+            try:
+                peer = measure_vllm(bench)
+            except UserError as error:
+                # What is measured without vLLM is worth the GPU's time.
+                print(error, flush=True)
         bench.save()
         for decoder in options["decoders"].split(","):
             _measure_decoder(bench, decoder, peer)
             bench.save()
             _free(options["device"])
     _print_summary(bench.rows)
-    return 0 if all(row["gate_passed"] is not False for row in bench.rows) else 1
+    is_complete = peer is not None or not options["vllm"]
+    return 0 if is_complete and all(row["gate_passed"] is not False for row in bench.rows) else 1
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:
@@ -207,6 +214,7 @@ def _measure_engine(bench: Bench, decoder: str, engine: Engine, passes: Passes) 
     if "mixed" in bench.parts:
         for number in concurrency:
             rate = _mixed(bench, decoder, engine, number, start, passes)
+            bench.save()
             if number == max(concurrency):
                 rates["mixed"] = rate
             start = "warm"
