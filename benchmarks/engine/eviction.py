@@ -77,7 +77,7 @@ DEFAULTS = {
 COMMITS = ("clean", "unfrozen")
 MAX_LOST = 0.05
 """Share of passes in which sequences may store a block or wait, beside those of the trace."""
-GATE_CONTEXT = 480
+GATE_CONTEXT = 448
 SELECTION_KERNELS = (
     *("importance_kernel", "select_kernel", "spread_kernel", "find_kernel", "count_kernel", "place_kernel"),
     *("gather_kernel", "wanted_kernel"),
