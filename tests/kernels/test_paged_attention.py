@@ -226,6 +226,19 @@ def test_two_warpgroups_walk_blocks_of_long_contexts() -> None:
     )
 
 
+def test_many_decoding_sequences_walk_short_blocks() -> None:
+    """The longest pipeline is for few sequences; deterministic rows have one launch for any number."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention.choice import choose_launch
+
+    def chosen(batch: int, **how: bool) -> tuple[int, int]:
+        launch = choose_launch(QWEN3_8B, max_rows=1, max_slots=1024, num_sequences=batch, **how)
+        return launch.block_n, launch.stages
+
+    assert [chosen(batch) for batch in (16, 64, 256)] == [(128, 3), (64, 4), (64, 3)]
+    assert chosen(16, deterministic=True) == chosen(256, deterministic=True)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_fast_truth_of_the_tests_is_the_reference(seed: int) -> None:
     case = build(
