@@ -77,7 +77,7 @@ SUMMARY = (
     *("eager_passes", "graph_host_ms", "controller_regret"),
     *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy"),
     *("structured_over_unconstrained", "structured_pass_speed", "pass_ms"),
-    *("wait_ms", "settle_ms", "bits_ms", "bits_wait_ms"),
+    *("wait_ms", "choice_ms", "bits_ms", "bits_wait_ms"),
 )
 
 

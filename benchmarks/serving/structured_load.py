@@ -19,7 +19,7 @@ import json
 import random
 import string
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,11 +122,11 @@ def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
 @contextlib.contextmanager
 def _host_times() -> Iterator[dict[str, float]]:
     """Means over passes with grammars, filled in at the end: the host waits for what a pass tells
-    (`wait_ms`), then the device for the choice of drafts (`settle_ms`); a thread computes bits (`bits_ms`),
+    (`wait_ms`), then the device for the choice of drafts (`choice_ms`); a thread computes bits (`bits_ms`),
     for which the host waits at last (`bits_wait_ms`).
     """
-    seconds, found, num_passes = Counter[str](), dict[str, float](), 0
-    settle, bits, allowed = PassGrammars.settle, PassGrammars._bits, PassGrammars.allowed
+    seconds, found, num_passes = defaultdict[str, float](float), dict[str, float](), 0
+    choose, bits, allowed = PassGrammars.choose_drafts, PassGrammars._bits, PassGrammars.allowed
 
     def timed(name: str, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
         start = time.perf_counter()
@@ -134,12 +134,12 @@ def _host_times() -> Iterator[dict[str, float]]:
         seconds[name] += time.perf_counter() - start
         return result
 
-    def settle_after_waiting(self: PassGrammars) -> list[list[int]]:
+    def choose_after_waiting(self: PassGrammars) -> list[list[int]]:
         nonlocal num_passes
         num_passes += 1
         told = [each.told[0] for each in self._followers.values() if each.told is not None]
         timed("wait_ms", lambda: [one._array for one in told])
-        found: list[list[int]] = timed("settle_ms", settle, self)
+        found: list[list[int]] = timed("choice_ms", choose, self)
         return found
 
     def allowed_after_waiting(self: PassGrammars, *values: Any) -> Tensor:
@@ -148,7 +148,7 @@ def _host_times() -> Iterator[dict[str, float]]:
         return allowed(self, *values)
 
     with (
-        mock.patch.object(PassGrammars, "settle", settle_after_waiting),
+        mock.patch.object(PassGrammars, "choose_drafts", choose_after_waiting),
         mock.patch.object(PassGrammars, "_bits", lambda *values: timed("bits_ms", bits, *values)),
         mock.patch.object(PassGrammars, "allowed", allowed_after_waiting),
     ):

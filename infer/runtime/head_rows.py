@@ -21,7 +21,7 @@ choice that a graph was captured for stays."""
 MIN_PASSES = 4
 MARGIN = 2.5
 """Standard deviations above the mean that have room."""
-KEPT_MARGIN, LEAST_MARGIN, MOST_MARGIN = 0.5, 0.3, 1.0
+KEPT_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
 """The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. It
 begins with the first, and grows with the share of (sequence, pass) pairs that wait beyond `WAITS`.
 """
@@ -148,7 +148,7 @@ class RowRooms:
         waited = self.counts.num_waits - self._since.num_waits
         share = waited / max(1, self.counts.num_pairs - self._since.num_pairs)
         margin = self._kept.margin + GAIN * (share - WAITS)
-        self._kept.margin = min(max(margin, LEAST_MARGIN), MOST_MARGIN)
+        self._kept.margin = min(max(margin, MIN_MARGIN), MAX_MARGIN)
         self._since = replace(self.counts)
 
 

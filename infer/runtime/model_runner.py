@@ -75,7 +75,7 @@ class Step:
         if batch.grammars is None:
             return
         device = self.table.device
-        chosen = batch.grammars.settle()
+        chosen = batch.grammars.choose_drafts()
         if chosen:
             self.decoder.replace_drafts(to_device(chosen, device))
         batch.grammars.begin(self.decoder.modes[batch.mode].stride - 1, device)

@@ -41,7 +41,7 @@ class PassGrammars:
         self._begun: Future[Tensor] | None = None
         self._num_drafts = 0
 
-    def settle(self) -> list[list[int]]:
+    def choose_drafts(self) -> list[list[int]]:
         """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests. Returns
         lane, place and token of each draft of sequences whose drafts are not all first candidates.
         """
@@ -56,7 +56,7 @@ class PassGrammars:
 
     def begin(self, num_drafts: int, device: torch.device) -> None:
         """Begin to compute the bits of a pass that tests so many drafts of a sequence at most; after
-        `settle`.
+        `choose_drafts`.
         """
         self._num_drafts = num_drafts
         self._begun = _thread().submit(self._bits, 1 + num_drafts, device)

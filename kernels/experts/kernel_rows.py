@@ -13,87 +13,97 @@ import triton
 import triton.language as tl
 
 NEVER: tl.constexpr = tl.constexpr(-float("inf"))
-BLOCK_W: tl.constexpr = tl.constexpr(16)
-"""Rows of a block whose logits a warp loads at once."""
 
 
 @triton.jit
-def _highest(quality, is_open, COUNT: tl.constexpr):
-    """Whether an entry [x, y] is among the COUNT highest open ones; of equal ones those that come first.
-
-    The bits of the lowest of them are found one by one, by counting, which a warp does in registers.
-    """
-    bits = quality.to(tl.int32, bitcast=True)
-    # Unsigned numbers in the order of the floats; 0 is below that of -inf.
-    order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-    order = tl.where(is_open, order, 0)
-    lowest = tl.full([], 0, tl.uint32)
-    for i in tl.static_range(32):
-        tried = lowest | tl.full([], 1 << (31 - i), tl.uint32)
-        num_above = tl.sum(tl.sum((order >= tried).to(tl.int32), axis=1), axis=0)
-        lowest = tl.where(num_above >= COUNT, tried, lowest)
-    is_above, is_equal = order > lowest, (order == lowest).to(tl.int32)
-    num_left = COUNT - tl.sum(tl.sum(is_above.to(tl.int32), axis=1), axis=0)
-    num_of_line = tl.sum(is_equal, axis=1)
-    before = (tl.cumsum(num_of_line, axis=0) - num_of_line)[:, None] + tl.cumsum(is_equal, axis=1) - is_equal
-    return is_above | ((is_equal > 0) & (before < num_left))
+def _largest(quality, is_taken, number, MOST: tl.constexpr):
+    """Number of the largest quality that is not taken; of equal ones the lowest number."""
+    open_quality = tl.where(is_taken, NEVER, quality)
+    best = tl.max(tl.max(open_quality, axis=1), axis=0)
+    is_best = (open_quality == best) & (is_taken == 0)
+    return tl.min(tl.min(tl.where(is_best, number, MOST), axis=1), axis=0)
 
 
 @triton.jit
-def _in_best_groups(quality, group, m_x, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr):
-    """[PAD_G, 1]: whether a group is among those whose two best scores have the largest sums."""
+def _outside_best_groups(
+    quality, group, m_x, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, PAD_G: tl.constexpr
+):
+    """[PAD_G, 1]: whether a group is not among those whose two best scores have the largest sums."""
     inside = tl.where(m_x, quality, NEVER)
     best, place = tl.max(inside, axis=1, return_indices=True)
     o_inside = tl.arange(0, quality.shape[1])[None, :]
     second = tl.max(tl.where(o_inside == place[:, None], NEVER, inside), axis=1)
-    return _highest((best + second)[:, None], group < GROUPS, CHOSEN_GROUPS)
-
-
-@triton.jit
-def _admitted(
-    logits_RX, bias_X, slots_R, positions_R, row, R, stride_logits, number, m_x,
-    CAPACITY: tl.constexpr, SIZE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-):  # fmt: skip
-    """[1, X]: whether the block of a row admits an expert; each of its rows finds that out for itself."""
-    position = tl.load(positions_R + row)
-    first = row - position % SIZE
-    best = tl.full([number.shape[1]], NEVER, tl.float32)
-    for start in tl.static_range(0, SIZE, BLOCK_W):
-        o_w = start + tl.arange(0, BLOCK_W)
-        rows = first + o_w
-        m_w = (o_w < SIZE) & (rows >= 0) & (rows < R)
-        m_wx = m_w[:, None] & m_x
-        logits = tl.load(logits_RX + rows[:, None] * stride_logits + number, mask=m_wx, other=NEVER)
-        # A block that ends early is followed by another block, or by padding.
-        expected = position - position % SIZE + o_w
-        m_w = m_w & (tl.load(positions_R + rows, mask=m_w, other=-1) == expected)
-        if HAS_SLOTS:
-            m_w = m_w & (tl.load(slots_R + rows, mask=m_w, other=-1) >= 0)
-        scores = logits.to(tl.float32)
-        if not SIGMOID:
-            raised = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-            scores = raised / tl.sum(raised, axis=1)[:, None]
-        scores = tl.where(m_w[:, None] & m_x & (scores == scores), scores, NEVER)
-        best = tl.maximum(best, tl.max(scores, axis=0))
-    if SIGMOID:
-        # It rises, so the sigmoid of the largest is the largest sigmoid.
-        best = 1.0 / (1.0 + tl.exp(-best))
-    quality = tl.maximum(best, 0.0)[None, :]
-    if HAS_BIAS:
-        quality += tl.load(bias_X + number, mask=m_x, other=0.0).to(tl.float32)
-    return _highest(quality, m_x, CAPACITY)
+    sums = (best + second)[:, None]
+    is_taken = group >= GROUPS
+    is_chosen = group < 0
+    for _ in range(CHOSEN_GROUPS):
+        is_new = group == _largest(sums, is_taken, group, PAD_G)
+        is_taken = is_taken | is_new
+        is_chosen = is_chosen | is_new
+    return is_chosen == 0
 
 
 @triton.jit(do_not_specialize=["R"])
+def admit_kernel(
+    logits_RX,
+    bias_X,
+    slots_R,
+    positions_R,
+    admitted_RX,
+    R,
+    stride_logits,
+    X: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD_W: tl.constexpr,
+    PAD_X: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block, by its first row, where the experts are marked that it admits. Other rows end at once."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions_R + row)
+    if position % SIZE != 0:
+        return
+    o_w, number = tl.arange(0, PAD_W), tl.arange(0, PAD_X)
+    m_w = (o_w < SIZE) & (row + o_w < R)
+    # A block that ends early is followed by another block, or by padding.
+    m_w = m_w & (tl.load(positions_R + row + o_w, mask=m_w, other=-1) == position + o_w)
+    if HAS_SLOTS:
+        m_w = m_w & (tl.load(slots_R + row + o_w, mask=m_w, other=-1) >= 0)
+    m_x = number < X
+    m_wx = m_w[:, None] & m_x[None, :]
+    p_logits = logits_RX + (row + o_w)[:, None] * stride_logits + number[None, :]
+    logits = tl.load(p_logits, mask=m_wx, other=NEVER).to(tl.float32)
+    if SIGMOID:
+        quality = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        raised = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        quality = raised / tl.sum(raised, axis=1)[:, None]
+    quality = tl.where(quality == quality, quality, 0.0)
+    if HAS_BIAS:
+        quality += tl.load(bias_X + number, mask=m_x, other=0.0).to(tl.float32)[None, :]
+    best = tl.max(tl.where(m_wx, quality, NEVER), axis=0)
+    is_same_before = (best[None, :] == best[:, None]) & (number[None, :] < number[:, None])
+    is_before = (best[None, :] > best[:, None]) | is_same_before
+    rank = tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(admitted_RX + row * X + number, (rank < CAPACITY).to(tl.int8), mask=m_x)
+
+
+@triton.jit
 def route_kernel(
     logits_RX,
     bias_X,
     slots_R,
     positions_R,
+    admitted_RX,
     experts_RC,
     weights_RC,
-    R,
     stride_logits,
     scaling,
     X: tl.constexpr,
@@ -106,14 +116,14 @@ def route_kernel(
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     MIN_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it].
 
-    CAPACITY: the row chooses among so many, which its block of SIZE positions admits; None: among all.
+    BY_BLOCK: among those that the first row of its block, of SIZE positions, has admitted.
     """
     row = tl.program_id(0).to(tl.int64)
     IN_GROUP: tl.constexpr = X // GROUPS
@@ -134,20 +144,22 @@ def route_kernel(
     quality = scores
     if HAS_BIAS:
         quality += tl.load(bias_X + number, mask=m_x, other=0.0).to(tl.float32)
-    is_open = m_x
+    is_taken = m_x == 0
     if CHOSEN_GROUPS < GROUPS:
-        is_open = is_open & _in_best_groups(quality, group, m_x, GROUPS, CHOSEN_GROUPS)
+        is_taken = is_taken | _outside_best_groups(quality, group, m_x, GROUPS, CHOSEN_GROUPS, PAD_G)
     is_padding = False
     if HAS_SLOTS:
         is_padding = tl.load(slots_R + row) < 0
-    if CAPACITY is not None:
-        is_admitted = _admitted(
-            logits_RX, bias_X, slots_R, positions_R, row, R, stride_logits, number, m_x,
-            CAPACITY, SIZE, SIGMOID, HAS_BIAS, HAS_SLOTS,
-        )  # fmt: skip
+    if BY_BLOCK:
         # Padding has no block; it chooses too, so that its whole row of the tables is written.
-        is_open = is_open & (is_admitted | is_padding)
-    is_chosen = _highest(quality, is_open, CHOSEN)
+        first = tl.where(is_padding, row, row - tl.load(positions_R + row) % SIZE)
+        admitted = tl.load(admitted_RX + first * X + number, mask=m_x & (is_padding == 0), other=1)
+        is_taken = is_taken | (admitted == 0)
+    is_chosen = number < 0
+    for _ in range(CHOSEN):
+        is_new = m_x & (number == _largest(quality, is_taken, number, PAD_G * PAD_S))
+        is_taken = is_taken | is_new
+        is_chosen = is_chosen | is_new
     weights = tl.where(is_chosen, scores, 0.0)
     if NORMALISED:
         weights = weights / (tl.sum(tl.sum(weights, axis=1), axis=0) + MIN_SUM)

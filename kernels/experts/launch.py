@@ -7,6 +7,7 @@ width, F ffn of an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from idlm.kernels.backend import pdl_options
 from idlm.kernels.experts.kernel import grouped_kernel
-from idlm.kernels.experts.kernel_rows import add_experts_kernel, plan_kernel, route_kernel
+from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
 from idlm.kernels.experts.reference import MIN_SUM, Routing
 
 PLAN_PAIRS = 8192
 COMBINE_COLUMNS = 1024
 SHARED_BYTES = 225 * 1024
+ADMIT_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,9 @@ def run_route(
     positions_R: Tensor | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Route with one program per row; returns experts (int32) and weights (fp32), both [R, C]."""
+    """Route with one program per row; returns experts (int32) and weights (fp32), both [R, C]. With a
+    capacity, the first row of each block admits experts before, in another launch.
+    """
     num_rows, X = logits_RX.shape
     shape = (num_rows, routing.num_chosen)
     experts_RC = torch.empty(shape, dtype=torch.int32, device=logits_RX.device)
@@ -110,14 +114,25 @@ def run_route(
     if num_rows:
         # If all groups are chosen, groups change nothing.
         groups = routing.num_groups if routing.num_chosen_groups < routing.num_groups else 1
-        route_kernel[(num_rows,)](
+        shared = {
+            "X": X,
+            "SIGMOID": routing.score == "sigmoid",
+            "HAS_BIAS": bias_X is not None,
+            "HAS_SLOTS": slots_R is not None,
+            **pdl_options(pdl),
+        }
+        given = (
             logits_RX,
             logits_RX if bias_X is None else bias_X,
             experts_RC if slots_R is None else slots_R,
             experts_RC if positions_R is None else positions_R,
+        )
+        admitted_RX = experts_RC if routing.capacity is None else _admit(given, routing, shared)
+        route_kernel[(num_rows,)](
+            *given,
+            admitted_RX,
             experts_RC,
             weights_RC,
-            num_rows,
             logits_RX.stride(0),
             routing.scaling,
             CHOSEN=routing.num_chosen,
@@ -126,17 +141,34 @@ def run_route(
             PAD_G=triton.next_power_of_2(groups),
             PAD_S=triton.next_power_of_2(X // groups),
             NORMALISED=routing.is_normalised,
-            CAPACITY=routing.capacity,
+            BY_BLOCK=routing.capacity is not None,
             SIZE=routing.block_size,
             MIN_SUM=MIN_SUM,
-            X=X,
-            SIGMOID=routing.score == "sigmoid",
-            HAS_BIAS=bias_X is not None,
-            HAS_SLOTS=slots_R is not None,
             num_warps=1,
-            **pdl_options(pdl),
+            **shared,
         )
     return experts_RC, weights_RC
+
+
+def _admit(given: tuple[Tensor, ...], routing: Routing, shared: dict[str, Any]) -> Tensor:
+    """Whether each block admits each expert, int8 [R, X], in the row of the block's first row; the other rows
+    are not written.
+    """
+    (num_rows, X), device = given[0].shape, given[0].device
+    admitted_RX = torch.empty(num_rows, X, dtype=torch.int8, device=device)
+    admit_kernel[(num_rows,)](
+        *given,
+        admitted_RX,
+        num_rows,
+        given[0].stride(0),
+        CAPACITY=routing.capacity,
+        SIZE=routing.block_size,
+        PAD_W=triton.next_power_of_2(routing.block_size),
+        PAD_X=triton.next_power_of_2(X),
+        num_warps=ADMIT_WARPS,
+        **shared,
+    )
+    return admitted_RX
 
 
 def run_experts(

@@ -17,9 +17,9 @@ GROUP_BLOCKS = 80
 Measured for blocks of decoding, which are one tile; prompts are many."""
 WHOLE_SLOTS = 2048
 """A walk of so many slots by one program takes about 20 us; a second kernel takes 2 us in every layer."""
-MANY_TILES, MOST_TILES = 2, 8
-"""Tiles for each multiprocessor from which short blocks are loaded ahead, and from which two programs run at a
-time: 8 % and 11 % less time at 64 and 256 sequences of 1,024 slots (README.md).
+SHORT_BLOCK_TILES, TWO_PROGRAM_TILES = 2, 8
+"""Tiles for each multiprocessor from which short blocks are loaded ahead, and from which two programs run at
+a time: 8 % and 11 % less time at 64 and 256 sequences of 1,024 slots (README.md).
 """
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
@@ -95,8 +95,8 @@ def choose_launch(
     is_narrow = block_m == 16 and block_n == 64 and not deterministic
     tiles_per_sm = num_sequences * shape.num_kv_heads / multiprocessors
     # One program that loads twice as far ahead hides latency better than two, if each has work.
-    is_long = is_narrow and num_blocks >= 4 * multiprocessors and tiles_per_sm < MANY_TILES
-    loads_ahead = is_narrow and MANY_TILES <= tiles_per_sm < MOST_TILES
+    is_long = is_narrow and num_blocks >= 4 * multiprocessors and tiles_per_sm < SHORT_BLOCK_TILES
+    loads_ahead = is_narrow and SHORT_BLOCK_TILES <= tiles_per_sm < TWO_PROGRAM_TILES
     programs_per_sm = 1 if is_long else 2
     is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
     is_long_block = False

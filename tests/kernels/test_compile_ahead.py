@@ -111,7 +111,7 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
 
 @pytest.mark.parametrize(
     ("name", "options", "most"),
-    [("ar", {}, 36), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 54)],
+    [("ar", {}, 38), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 54)],
     ids=str,
 )
 def test_few_passes_tell_all_variants_that_a_warm_up_needs(

@@ -122,16 +122,20 @@ def test_the_products_compile_for_hopper_without_spills(rows: int, gated: bool) 
 
 def test_other_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.experts.kernel_rows import add_experts_kernel, plan_kernel, route_kernel
+    from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
+    from idlm.kernels.experts.launch import ADMIT_WARPS
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     router = {"X": 256, "CHOSEN": 8, "GROUPS": 8, "CHOSEN_GROUPS": 4, "PAD_G": 8, "PAD_S": 32}
     flags = {"SIGMOID": True, "NORMALISED": True, "HAS_BIAS": True, "HAS_SLOTS": True, "MIN_SUM": 1e-20}
-    flags |= {"CAPACITY": None, "SIZE": 1}
-    one_group = {"GROUPS": 1, "CHOSEN_GROUPS": 1, "PAD_G": 1, "PAD_S": 256, "CAPACITY": 48, "SIZE": 32}
+    flags |= {"BY_BLOCK": False, "SIZE": 1}
+    one_group = {"GROUPS": 1, "CHOSEN_GROUPS": 1, "PAD_G": 1, "PAD_S": 256, "BY_BLOCK": True, "SIZE": 32}
+    admission = {"X": 256, "CAPACITY": 48, "SIZE": 32, "PAD_W": 32, "PAD_X": 256}
+    admission |= {"SIGMOID": True, "HAS_BIAS": True, "HAS_SLOTS": True}
     for kernel, constants, warps in (
         (route_kernel, router | flags, 1),
         (route_kernel, router | flags | one_group, 1),
+        (admit_kernel, admission, ADMIT_WARPS),
         (plan_kernel, {"BLOCK_P": 8192, "BLOCK_R": 128, "PAD_E": 256}, 8),
         (add_experts_kernel, {"CHOSEN": 8, "HAS_SHARED": True, "BLOCK_D": 1024}, 4),
     ):
