@@ -85,9 +85,7 @@ def choose_launch(
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
     is_wide = shape.dtype == torch.float32
-    block_n = 128 if block_h <= 64 else 64 if block_h <= 128 else 32
-    if is_wide:
-        block_n = 32 if block_h <= 128 else 16
+    block_n = _slots_of_block(block_h, is_wide=is_wide)
     packed = min(max_rows, usual_rows or max_rows) * shape.group
     # Deterministic rows are computed by one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
@@ -129,6 +127,13 @@ def choose_launch(
         early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
     )
+
+
+def _slots_of_block(block_h: int, *, is_wide: bool) -> int:
+    """Slots of a block whose keys and values fit into shared memory a few times; `is_wide`: in float32."""
+    if is_wide:
+        return 32 if block_h <= 128 else 16
+    return 128 if block_h <= 64 else 64 if block_h <= 128 else 32
 
 
 def even_programs(num_tiles: int, num_blocks: int, multiprocessors: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import timeit
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -353,8 +354,7 @@ def fits(model: LoadedModel, arm: Arm, load: Load) -> bool:
 
 def slot_bytes(model: LoadedModel) -> int:
     """Bytes of keys and values of one token."""
-    spec = model.local
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
+    return 2 * model.local.num_layers * model.local.num_kv_heads * model.local.head_dim * model.dtype.itemsize
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
@@ -369,17 +369,15 @@ def weights_of(model: LoadedModel) -> list[Tensor]:
             found += [layer.gate_up, layer.down]
         if isinstance(layer, MoeLayer):
             mlp, num = layer.mlp, layer.mlp.moe.num_chosen
-            shared = (mlp.shared_gate_up, mlp.shared_down)
             found += [mlp.router, mlp.gate_up[:num], mlp.down[:num]]
-            found += [weight for weight in shared if weight is not None]
+            found += [each for each in (mlp.shared_gate_up, mlp.shared_down) if each is not None]
     return [*found, model.trunk.head]
 
 
 def floor_ms(model: LoadedModel, load: Load, bytes_per_second: float) -> float:
     """Time to stream all weights, and all KV at the middle of a round."""
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights_of(model))
-    num_slots = load.concurrency * (load.context + load.num_tokens / 2)
-    return 1e3 * (num_bytes + num_slots * slot_bytes(model)) / bytes_per_second
+    kv_bytes = load.concurrency * (load.context + load.num_tokens / 2) * slot_bytes(model)
+    return 1e3 * (sum(weight.nbytes for weight in weights_of(model)) + kv_bytes) / bytes_per_second
 
 
 def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
@@ -399,6 +397,4 @@ def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows:
 
     if model.device.type == "cuda":
         return Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([library]) / 1e3
-    start = time.perf_counter()
-    library()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * timeit.timeit(library, number=1)
