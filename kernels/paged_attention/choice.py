@@ -84,8 +84,7 @@ def choose_launch(
     """
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
-    is_wide = shape.dtype == torch.float32
-    block_n = _slots_of_block(block_h, is_wide=is_wide)
+    block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
     packed = min(max_rows, usual_rows or max_rows) * shape.group
     # Deterministic rows are computed by one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
