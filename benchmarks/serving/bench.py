@@ -22,7 +22,7 @@ SCALES = {"tiny": 16}
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """Options, and what was measured: output tokens per second of AR by concurrency, and result rows. The
-    first `num_saved` rows are in the results.
+    first `num_saved` rows are in the results. `beside`: the peer of the same run, in the case of our rows.
     """
 
     options: dict[str, str]
@@ -30,10 +30,12 @@ class Bench:
     ar_rates: dict[int, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     num_saved: int = 0
+    beside: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
         """Append a row and print it. Its case has the settings that were given."""
-        case = {**case, **({} if case.get("engine", "idlm") != "idlm" else self.settings)}
+        if case.get("engine", "idlm") == "idlm":
+            case = {**case, **self.settings, **self.beside}
         self.rows.append(result_row("serve", case, metric, value, unit, **more))
         name = " ".join(f"{key}={value}" for key, value in case.items())
         print(f"{metric:28s} {value:10.4g} {unit:9s} {name}", flush=True)

@@ -30,6 +30,7 @@ GREEDY = "greedy"
 class Peer:
     """What vLLM did: output tokens per second by load, and greedy answers of `jobs`."""
 
+    engine: str
     rates: dict[str, float]
     jobs: Sequence[Job]
     answers: list[list[int]]
@@ -51,7 +52,10 @@ class Peer:
 
 def measure_vllm(bench: Bench) -> Peer:
     """Put the loads of the highest concurrency on vLLM, and add its rows."""
-    most = max(bench.concurrency)
+    most, prompt_rows = max(bench.concurrency), PROMPT_ROWS // bench.scale
+    if "steady" in bench.parts and bench.settings.get("max_num_batched_tokens") != prompt_rows:
+        fix = f"add settings=max_num_batched_tokens={prompt_rows}: then prompts cancel in both engines"
+        raise UserError("IDLM-0107", "steady decoding beside vLLM needs its prompt rows a pass", fix=fix)
     mixed, steady = bench.mixed_load(most), bench.steady_loads(most)
     jobs: dict[str, list[Job]] = {}
     if "mixed" in bench.parts:
@@ -68,19 +72,20 @@ def measure_vllm(bench: Bench) -> Peer:
         dtype=bench.options["dtype"],
         max_num_seqs=most,
         max_model_len=MAX_LENGTH // bench.scale,
-        max_num_batched_tokens=PROMPT_ROWS // bench.scale,
+        max_num_batched_tokens=prompt_rows,
     )
     loads = found["loads"]
     is_complete = all(
         loads[name]["num_tokens"] == [number for _, number in each] for name, each in requests.items()
     )
     case: dict[str, Any] = {"engine": f"vllm {found['version']}", "decoder": "ar"}
+    case["max_num_batched_tokens"] = prompt_rows
     bench.add(case, "ready_s", found["load_s"], "s")
     rates = _rates(loads, bench.steady_tokens)
     for name, rate in rates.items():
         own = {**case, "load": name, "concurrency": most}
         bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
-    return Peer(rates=rates, jobs=jobs[GREEDY], answers=loads[GREEDY]["token_ids"])
+    return Peer(engine=case["engine"], rates=rates, jobs=jobs[GREEDY], answers=loads[GREEDY]["token_ids"])
 
 
 def _request(job: Job) -> tuple[list[int], int]:

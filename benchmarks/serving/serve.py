@@ -103,6 +103,7 @@ def measure(arguments: list[str]) -> int:
         if options["vllm"]:
             try:
                 peer = measure_vllm(bench)
+                bench.beside = {"beside": peer.engine}
             except UserError as error:
                 # What is measured without vLLM is worth the GPU's time.
                 print(error, flush=True)
@@ -188,11 +189,12 @@ def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
         start_time = time.perf_counter()
         engine = Engine.from_pretrained(bench.path, decoder, **settings)
         ready_s, counted, ahead = time.perf_counter() - start_time, passes.take(), engine.metrics()
-        num_compiled = next(value for metric, value, _ in counted if metric == "kernels_compiled")
+        found = {metric: value for metric, value, _ in counted}
+        num_compiled, num_loaded = found["kernels_compiled"], found["kernels_loaded"]
         case = {
             "decoder": decoder,
             "warmup": options["warmup"],
-            "kernel_cache": "empty" if num_compiled else "full",
+            "kernel_cache": ("partly full" if num_loaded else "empty") if num_compiled else "full",
         }
         bench.add(case, "ready_s", ready_s, "s")
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):

@@ -56,7 +56,11 @@ RULES = (
     ),
     Rule(("eval.stop_if",), lambda c: not c.eval.num_prompts, "nothing is decoded without eval.num_prompts"),
     Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
-    Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
+    Rule(
+        ("report.num_samples",),
+        lambda c: not c.report.enabled and c.report.num_samples > 0,
+        "report.enabled=false writes no report",
+    ),
     Rule(
         ("wandb.project", "wandb.name"),
         lambda c: c.wandb.mode == "disabled",

@@ -21,7 +21,7 @@ from idlm.train.data.layout import Sample
 from idlm.train.objectives.base import Objective
 
 T = TypeVar("T")
-MAX_ROWS_PER_POOL, MIN_ROWS_PER_POOL, POOL_LENGTH = 32, 4, 1 << 16
+ROWS_PER_POOL = 32
 OVERLONG_POLICIES = ("error", "drop", "truncate", "split")
 
 
@@ -126,30 +126,22 @@ def best_fit_decreasing(
     return bins
 
 
-def rows_per_pool(row_length: int) -> int:
-    """A power of two: rows of about `POOL_LENGTH` tokens."""
-    num_rows = max(MIN_ROWS_PER_POOL, min(MAX_ROWS_PER_POOL, POOL_LENGTH // row_length))
-    return 1 << num_rows.bit_length() - 1
-
-
 class StreamRows:
     """Packed rows of an endless source.
 
     Pool p owns as many sample indices as it has token rows, so that no two pools share one. Samples are drawn
-    in order until they fill the pool's rows by volume; the few that then fit no row are dropped. Each data
-    worker that reads from a pool makes all of its samples: pools of long rows are small.
+    in order until they fill the pool's rows by volume; the few that then fit no row are dropped.
     """
 
     def __init__(self, source: Source, limits: LengthLimits) -> None:
         self.source, self.limits = source, limits
-        self.rows_per_pool = rows_per_pool(limits.row_length)
         self._pools: Recent[list[list[int]]] = Recent(4)
         # Planning makes the samples that are read right after it.
         self._samples: Recent[Sample | None] = Recent(4096)
 
     def members(self, item: int) -> list[int]:
         """Sample indices of the packed row `item` of the run."""
-        pool, row = divmod(item, self.rows_per_pool)
+        pool, row = divmod(item, ROWS_PER_POOL)
         return self._pools.get(pool, self._plan)[row]
 
     def row(self, item: int) -> list[Sample]:
@@ -167,8 +159,8 @@ class StreamRows:
 
     def _plan(self, pool: int) -> list[list[int]]:
         """The rows of a pool as lists of sample indices."""
-        capacity, num_rows = self.limits.row_length, self.rows_per_pool
-        volume = num_rows * capacity
+        capacity = self.limits.row_length
+        volume = ROWS_PER_POOL * capacity
         members: list[int] = []
         costs: list[int] = []
         total = 0
@@ -186,7 +178,7 @@ class StreamRows:
                 f"each of {volume} samples in turn is too long for train.max_length or train.row_length",
                 fix="raise train.max_length and train.row_length",
             )
-        rows = best_fit_decreasing(costs, capacity, max_bins=num_rows)
-        rows.extend([] for _ in range(num_rows - len(rows)))
-        order = np.random.default_rng([pool, capacity]).permutation(num_rows)
+        rows = best_fit_decreasing(costs, capacity, max_bins=ROWS_PER_POOL)
+        rows.extend([] for _ in range(ROWS_PER_POOL - len(rows)))
+        order = np.random.default_rng([pool, capacity]).permutation(ROWS_PER_POOL)
         return [sorted(members[place] for place in rows[row]) for row in order]

@@ -22,7 +22,6 @@ from idlm.train.data.layout import (
     pack_rows,
     target_flags,
 )
-from idlm.train.data.packing import MAX_ROWS_PER_POOL, MIN_ROWS_PER_POOL, rows_per_pool
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
@@ -118,12 +117,6 @@ def test_ar_uses_the_same_clean_half_and_no_masks() -> None:
     rows = Autoregressive(mask_token_id=None, mask_region="response").rows(sample, stage)
     assert len(rows.noisy) == 0
     assert rows.clean.labels.tolist() == [IGNORE_LABEL, 3, 4, 5, IGNORE_LABEL]
-
-
-def test_pools_of_long_rows_are_small() -> None:
-    """Each data worker makes all samples of a pool that it reads from."""
-    sizes = [rows_per_pool(length) for length in (1, 1280, 2048, 2049, 8224, 70_000)]
-    assert sizes == [MAX_ROWS_PER_POOL, 32, 32, 16, 4, MIN_ROWS_PER_POOL]
 
 
 def test_a_data_worker_sends_a_batch_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
