@@ -401,7 +401,8 @@ class Engine:
         accepted = emission.num_accepted
         tested = emission.num_tested if num_kept > accepted else num_kept
         request.count_drafts(min(accepted, num_kept), tested)
-        if self._stride_controller is not None:
+        # Drafts that a grammar forces are always accepted and say nothing of other requests.
+        if self._stride_controller is not None and request.grammar is None:
             self._stride_controller.observe_drafts(accepted, emission.num_tested)
 
     def _finish(
@@ -445,7 +446,7 @@ class Engine:
         youngest = next((one for one in reversed(self._last_scheduled) if one.finish_reason is None), None)
         if self._num_consecutive_oom < MIN_CONSECUTIVE_OOM or youngest is None:
             return
-        budget = self.settings.max_num_batched_tokens
+        budget = self.settings.row_budget
         error = out_of_memory(
             youngest.request_id, self._num_consecutive_oom, message, max_num_batched_tokens=budget
         )

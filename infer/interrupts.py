@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,10 +14,42 @@ _is_open = False
 """Whether the main thread is in a block."""
 
 
+class _Deferred:
+    """Signals that wait; `note` is their handler meanwhile. All but the first are delivered at once."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+        self.is_ending = False
+        self._waiting: list[int] = []
+        self._num_received, self._pid = 0, os.getpid()
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Keep a signal, or deliver what waits."""
+        if os.getpid() != self._pid:
+            # A process that was forked inside a block never reaches its end.
+            self.handlers[number](number, frame)
+            return
+        self._waiting.append(number)
+        self._num_received += 1
+        if self._num_received > 1 and not self.is_ending:
+            self.deliver()
+
+    def restore(self, number: int) -> None:
+        """Put the handler back, unless another one was installed inside."""
+        if signal.getsignal(number) == self.note:
+            signal.signal(number, self.handlers[number])
+
+    def deliver(self) -> None:
+        """Call the handlers: to raise a signal again would wake an asyncio loop a second time."""
+        while self._waiting:
+            number = self._waiting.pop(0)
+            self.handlers[number](number, None)
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Deliver a SIGINT or SIGTERM that arrives inside at the end. A second one is delivered at once, because
-    a step that compiles kernels or waits for a GPU can take long.
+    """Deliver a SIGINT or SIGTERM that arrives inside at the end. Every later one is delivered at once,
+    because a step that compiles kernels or waits for a GPU can take long.
 
     Only the main thread receives signals. A block takes about 20 us; one inside another takes 2.
     """
@@ -24,31 +57,25 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or _is_open:
         yield
         return
-    received: list[int] = []
-    handlers: dict[int, Any] = {}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1 or not _is_open:
-            deliver()
-
-    def deliver() -> None:
-        # To raise a signal again would wake an asyncio loop a second time.
-        while received:
-            number = received.pop(0)
-            handlers[number](number, None)
-
-    try:
-        _is_open = True
+    deferred = _Deferred()
+    # A handler that raises stops none of the callbacks; they run in reverse order.
+    with ExitStack() as end:
+        end.callback(deferred.deliver)
+        end.callback(_close)
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
             # A signal that is ignored, or ends the process without a handler, need not wait.
             if callable(handler):
-                handlers[number] = handler
-                signal.signal(number, note)
-        yield
-    finally:
-        _is_open = False
-        for replaced, handler in handlers.items():
-            signal.signal(replaced, handler)
-        deliver()
+                deferred.handlers[number] = handler
+                end.callback(deferred.restore, number)
+                signal.signal(number, deferred.note)
+        _is_open = True
+        try:
+            yield
+        finally:
+            deferred.is_ending = True
+
+
+def _close() -> None:
+    global _is_open
+    _is_open = False

@@ -44,7 +44,10 @@ class EngineSettings:
         "sequences that run at once; null is 64, or up to 256 for AR and ISD after a warm-up", None
     )
     max_length: int | None = option("prompt and answer together; null is the model's context", None)
-    max_num_batched_tokens: int = option("prompt tokens stored in one step", 1024)
+    max_num_batched_tokens: int | None = option(
+        "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD after a warm-up",
+        None,
+    )
     page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = option("KV pages; null lets the memory manager decide", None)
     prefix_cache: bool = option("share the KV of equal prefixes, and keep it after sequences finish", True)
@@ -112,6 +115,12 @@ class EngineSettings:
         """`max_num_seqs` of an engine that is built."""
         assert self.max_num_seqs is not None
         return self.max_num_seqs
+
+    @property
+    def row_budget(self) -> int:
+        """`max_num_batched_tokens` of an engine that is built."""
+        assert self.max_num_batched_tokens is not None
+        return self.max_num_batched_tokens
 
     @property
     def is_lossy(self) -> bool:

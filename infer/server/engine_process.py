@@ -127,7 +127,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the front end is gone."""
         while self._inbox.is_open:
-            is_busy = self._engine.has_work or self._engine.capture_missed()
+            is_busy = self._engine.has_work or (not self._compiling and self._engine.capture_missed())
             wait = 0 if is_busy else LOOK_MILLISECONDS if self._compiling else None
             for message in self._inbox.take(wait):
                 self._handle(message)

@@ -179,7 +179,7 @@ class _Work:
         return self.parts.settings.most_sequences, self.parts.table.max_length
 
     def _prompts(self) -> list[PassShape]:
-        num_rows = self.parts.settings.max_num_batched_tokens
+        num_rows = self.parts.settings.row_budget
         return prompt_shapes(
             self.parts.decoder, *self._limits(), self.step.eager_rows, most_prompt_rows=num_rows
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -202,3 +203,40 @@ def test_another_thread_changes_no_handler() -> None:
     thread.start()
     thread.join(60)
     assert found == [before]
+
+
+def test_every_later_signal_is_heard_at_once() -> None:
+    """Also if the handler returns, as a server's does."""
+    heard: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("heard"))
+    try:
+        with uninterrupted():
+            for number in (0, 0, 2, 3):
+                assert len(heard) == number
+                signal.raise_signal(signal.SIGTERM)
+        assert len(heard) == 4
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_is_installed_inside_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with uninterrupted():
+            signal.signal(signal.SIGTERM, ours := lambda *_: None)
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_child_that_is_forked_inside_hears_its_first_signal() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+    try:
+        with uninterrupted():
+            child = os.fork()
+            if not child:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -91,7 +91,12 @@ def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
     tmp_path: Path, is_right: bool
 ) -> None:
     (tmp_path / "vllm.py").write_text(FAKE_VLLM.replace("SHIFT) % 100", "0)" if is_right else "1) % 100"))
-    arguments = ["decoders=ar", "parts=mixed,steady", f"vllm={tmp_path}", "settings=num_inflight_steps=2"]
+    arguments = [
+        "decoders=ar",
+        "parts=mixed,steady",
+        f"vllm={tmp_path}",
+        "settings=num_inflight_steps=2,max_num_batched_tokens=512",
+    ]
     assert serve.measure([*SMALL, *arguments, f"results={tmp_path}"]) == int(not is_right)
     rows = read_rows("serve", results=tmp_path)
     over = [row for row in rows if row["metric"] == "over_vllm"]

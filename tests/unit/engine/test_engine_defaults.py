@@ -21,28 +21,28 @@ BLOCKS = KVWritePolicy(kind="block", block_size=32)
 @pytest.mark.parametrize(
     ("device", "gib", "policy", "expected"),
     [
-        (GPU, 141, TOKEN_BY_TOKEN, 256),
-        (GPU, 80, TOKEN_BY_TOKEN, 256),
-        (GPU, 40, TOKEN_BY_TOKEN, 128),
-        (GPU, 16, TOKEN_BY_TOKEN, 64),
-        (GPU, 141, BLOCKS, 64),
-        (CPU, 512, TOKEN_BY_TOKEN, 64),
+        (GPU, 141, TOKEN_BY_TOKEN, (256, 8192)),
+        (GPU, 80, TOKEN_BY_TOKEN, (256, 8192)),
+        (GPU, 40, TOKEN_BY_TOKEN, (128, 4096)),
+        (GPU, 16, TOKEN_BY_TOKEN, (64, 2048)),
+        (GPU, 141, BLOCKS, (64, 1024)),
+        (CPU, 512, TOKEN_BY_TOKEN, (64, 1024)),
     ],
 )
-def test_the_number_of_sequences_follows_the_memory(
+def test_sequences_and_prompt_rows_follow_the_memory(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     gib: int,
     policy: KVWritePolicy,
-    expected: int,
+    expected: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(build, "memory_bytes", lambda _: (gib << 30, gib << 30))
-    found = build._with_sequences(EngineSettings(warmup="auto"), device, policy)
-    assert found.most_sequences == expected
-    cold = build._with_sequences(EngineSettings(), device, policy)
-    assert cold.most_sequences == build.OTHER_MAX_SEQUENCES
-    given = build._with_sequences(EngineSettings(max_num_seqs=3), device, policy)
-    assert given.most_sequences == 3
+    found = build._with_loads(EngineSettings(warmup="auto"), device, policy)
+    assert (found.most_sequences, found.row_budget) == expected
+    cold = build._with_loads(EngineSettings(), device, policy)
+    assert (cold.most_sequences, cold.row_budget) == build.OTHER_LOAD
+    given = build._with_loads(EngineSettings(max_num_seqs=3, max_num_batched_tokens=5), device, policy)
+    assert (given.most_sequences, given.row_budget) == (3, 5)
 
 
 def test_acceptance_of_a_checkpoint_is_read_and_only_written_where_it_is_known(tmp_path: Path) -> None:
