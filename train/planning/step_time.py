@@ -2,8 +2,8 @@
 gradients and optimizer, collectives, and the device's wait for the host.
 
 A product takes the time of its multiply-adds and that of moving its operands and its result. The constants
-are those of one profiled step, gated LoRA of the 8B shape on one H200. Five measured steps of other shapes
-and modes took between 16 % less and 5 % more (tests/unit/planning/test_step_time.py, benchmarks/RESULTS.md).
+are those of one profiled step, gated LoRA of the 8B shape on one H200. For five other steps that were
+measured the plan is 5 % below to 16 % above (tests/unit/planning/test_step_time.py, benchmarks/RESULTS.md).
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
 optimizer on the host or a network take longer.
 """
