@@ -240,6 +240,10 @@ class IsdDecoder(Decoder):
         allowed = table.probs(allowed_YV, lanes_B, batch.filters)
         first_rows_B = torch.arange(num_sequences, device=lanes_B.device) * (len(allowed_YV) // num_sequences)
         verdict = self._verify(allowed, first_rows_B, table, batch, plan, uniforms_BD, drafts=False)
+        emitted_B = nonfinite(allowed, verdict.emit_rows_B[:, None])
+        if not self.num_masks:
+            batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA)
+            return verdict, emitted_B
         offset_B1 = (plan.first_logit_B - first_rows_B)[:, None]
         rows_BJ = torch.where(verdict.draft_rows_BJ >= 0, verdict.draft_rows_BJ + offset_B1, NO_ROW)
         candidates_BJC = self._candidates(probs, logits_XV, rows_BJ, table, batch, uniforms_BD)
@@ -249,7 +253,6 @@ class IsdDecoder(Decoder):
         self.drafts_ZJ[lanes_B] = firsts_BJ
         put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
         batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA, candidates_BJC)
-        emitted_B = nonfinite(allowed, verdict.emit_rows_B[:, None])
         drafted_B = nonfinite(probs, rows_BJ)
         return verdict, torch.where((emitted_B > 0) | (drafted_B == 0), emitted_B, drafted_B + 1)
 

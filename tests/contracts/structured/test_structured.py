@@ -43,7 +43,7 @@ CHOICE = Constraint(kind="choice", text=json.dumps(CHOICES))
 REPEATED = Constraint(kind="grammar", text='start: ("ab" | "é")+')
 PROMPTS = [list(range(40, 40 + length)) for length in (3, 1, 15, 7, 9, 2)]
 CONSTRAINTS = (JSON, None, DIGITS, CHOICE, None, REPEATED)
-STRIDES = (2, 3, 4)
+STRIDES = (1, 2, 3, 4)
 
 
 @pytest.fixture(scope="module")
