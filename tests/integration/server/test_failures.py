@@ -60,7 +60,7 @@ def is_running(server: Running, num: int) -> bool:
 def test_a_client_that_leaves_a_stream_frees_its_pages(server: Running) -> None:
     with server.client.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
         next(response.iter_lines())
-        assert server.metric("vllm:kv_cache_usage_perc") > 0
+        server.wait_until(lambda: server.metric("vllm:kv_cache_usage_perc") > 0)
     server.wait_until_idle()
     assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
     assert server.metric("vllm:generation_tokens_total") < 2 * LONG["max_tokens"]
