@@ -59,7 +59,8 @@ def is_running(server: Running, num: int) -> bool:
 
 def test_a_client_that_leaves_a_stream_frees_its_pages(server: Running) -> None:
     with server.client.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the connection closes when the last reference to it goes
+        next(lines)
         server.wait_until(lambda: server.metric("vllm:kv_cache_usage_perc") > 0)
     server.wait_until_idle()
     assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
