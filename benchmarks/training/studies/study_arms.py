@@ -22,6 +22,8 @@ CHAINS = {"short": (4, 8), "long": (12, 16)}
 """Steps of the problems that are asked; training has all from the shortest to the longest."""
 LEVEL = "p4"
 MAX_LENGTH, MAX_TOKENS = 544, 440
+BASE_RATE, ARM_RATE = 2e-3, 7e-4
+"""Peaks of the cosine. At the base's rate the control itself fell from 81 to 67 % of short chains in 600 steps."""
 TASK_ARGS = f"{{min_steps: {CHAINS['short'][0]}, max_steps: {CHAINS['long'][1]}}}"
 
 
@@ -183,7 +185,7 @@ def train_arguments(
         f"train.batch_size={size.batch}",
         f"train.max_length={MAX_LENGTH}",
         f"train.row_length={size.row_length}",
-        "train.learning_rate=2e-3",
+        f"train.learning_rate={BASE_RATE if base is None else ARM_RATE}",
         "train.warmup=0.03",
         "train.weight_decay=0.01",
         "train.adam_beta2=0.98",
