@@ -23,7 +23,7 @@ CHAINS = {"short": (4, 8), "long": (12, 16)}
 LEVEL = "p4"
 MAX_LENGTH, MAX_TOKENS = 544, 440
 BASE_RATE, ARM_RATE = 2e-3, 7e-4
-"""Peaks of the cosine. At the base's rate the control itself fell from 81 to 67 % of short chains in 600 steps."""
+"""Peaks of the cosine. At the base's rate the control fell from 81 to 67 % of short chains in 600 steps."""
 TASK_ARGS = f"{{min_steps: {CHAINS['short'][0]}, max_steps: {CHAINS['long'][1]}}}"
 
 
