@@ -14,7 +14,7 @@ from benchmarks.results import RESULTS, read_rows
 from docs.figures.style import Theme, panel
 
 STRATEGIES = ("cold", "branch", "adaptive")
-CONTEXT = 1024
+CONTEXT, STRIDE = 1024, 4
 MARKERS = ("o", "s", "D")
 
 
@@ -35,7 +35,7 @@ def speedup(theme: Theme) -> Figure:
         axes.axhline(1, color=theme.muted, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.text(0.8, 0.93, "AR = 1", ha="left", va="top", fontsize=9.5, color=theme.muted)
         for name, color, marker in zip(STRATEGIES, theme.series, MARKERS, strict=True):
-            values = newest("decode", "isd_over_ar", strategy=name, context=CONTEXT)
+            values = newest("decode", "isd_over_ar", strategy=name, context=CONTEXT, stride=STRIDE)
             axes.plot(
                 list(values), list(values.values()), color=color, marker=marker, markersize=5, linewidth=2,
                 label=name,
