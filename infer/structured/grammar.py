@@ -69,9 +69,10 @@ class Grammar:
     @property
     def problem(self) -> str | None:
         """Why nothing can be said about the next token; None if all is well."""
-        if self._slow_seconds > SLOW_MASKS:
+        error = str(self.matcher.get_error()).partition("<state>")[0].strip()
+        if not error and self._slow_seconds > SLOW_MASKS:
             return "it takes too long to find the tokens that may follow, because it is too ambiguous"
-        return str(self.matcher.get_error()).partition("<state>")[0].strip() or None
+        return error or None
 
     def charge(self, seconds: float) -> None:
         """Note the CPU time of a mask, for which other requests waited. Many slow ones are a `problem`."""
