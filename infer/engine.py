@@ -266,7 +266,7 @@ class Engine:
         oom_message = None
         try:
             is_launched = self._launch()
-            self._collect(max_inflight=(self.settings.num_inflight_steps or 0) if is_launched else 0)
+            self._collect(max_inflight=self._num_ahead() if is_launched else 0)
         except BaseException as error:
             self._inflight.clear()
             self.scheduler.requeue_all()
@@ -279,6 +279,13 @@ class Engine:
         elif is_launched:
             self._num_consecutive_oom = 0
             self.scheduler.restore_budget()
+
+    def _num_ahead(self) -> int:
+        """Steps that may be under way when results are read. One before a step of queued kernels: CUDA holds
+        1,024 launches, and a host that waits to add to them reads no results meanwhile.
+        """
+        most = self.settings.num_inflight_steps or 0
+        return min(most, 1) if self._inflight[-1].is_queued else most
 
     def _launch(self) -> bool:
         """Launch the next step without waiting for its results; False if no request can run."""

@@ -46,13 +46,14 @@ class StepResult:
     runner does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token
     ids. `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the
     emitted tokens. `prompt_logprobs`: those of tokens of prompts, in the order of `PromptRows`; None if no
-    request asks.
+    request asks. `is_queued`: its kernels were launched one by one where other passes are one graph.
     """
 
     counts_BJ: Tensor
     widths: RowRoom
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    is_queued: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ class InflightStep:
         launch_time = time.perf_counter()
         self._start = _mark(worker.device)
         result = worker.launch(schedule)
-        self.widths = result.widths
+        self.widths, self.is_queued = result.widths, result.is_queued
         self._counts = to_host(result.counts_BJ)
         self._logprobs = [to_host(tensor) for tensor in result.logprobs or ()]
         self._prompt_rows = schedule.prompt_rows

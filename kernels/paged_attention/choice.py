@@ -77,14 +77,17 @@ def choose_launch(
     multiprocessors: int = 132,
     deterministic: bool = False,
 ) -> Launch:
-    """Choose tile and pipeline by the heads, the rows of a sequence (those that most have, if they are known)
-    and of all (None: there is one sequence), and the number of slots.
+    """Choose tile and pipeline by the heads, the rows of a sequence (those that most have; None: the mean of
+    all) and of all sequences (None: there is one), and the number of slots.
 
     `deterministic`: everything that affects the bits of a row is the same for every batch.
     """
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
+    if usual_rows is None and num_rows is not None:
+        # With a few prompt rows beside many decoding sequences, tiles of prompts would be nearly empty.
+        usual_rows = triton.cdiv(num_rows, num_sequences)
     packed = min(max_rows, usual_rows or max_rows) * shape.group
     # Deterministic rows are computed by one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -13,7 +14,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.graphs import buckets, pass_shape
-from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.runtime.model_runner import Runner, StepResult
 from idlm.infer.state.batch import Schedule, StepPlan
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.wanted_rows import WantedRows
@@ -98,6 +100,34 @@ def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: P
     [found] = engine.generate([PROMPTS[2]], params)
     assert found.finish_reason == "stop"
     assert (found.token_ids, found.num_forwards) == (expected.token_ids, expected.num_forwards)
+    assert_idle(engine)
+
+
+def test_results_are_read_while_a_long_queue_of_kernels_runs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a pass without a graph one step is under way, else as many as the setting says."""
+    call = StaticStep.__call__
+
+    def queued(step: StaticStep, schedule: Schedule) -> StepResult:
+        has_prompts = sum(schedule.num_feed) > len(schedule.requests)
+        return dataclasses.replace(call(step, schedule), is_queued=has_prompts)
+
+    monkeypatch.setattr(StaticStep, "__call__", queued)
+    most = 3
+    options: dict[str, Any] = {"max_num_batched_tokens": 4, "num_inflight_steps": most, "graphs": "on"}
+    engine = build_engine(checkpoint, "ar", **options)
+    for name, prompt in enumerate(PROMPTS):
+        engine.add_request(str(name), prompt, greedy(max_tokens=20))
+    seen: dict[bool, list[int]] = {True: [], False: []}
+    found: dict[str, tuple[int, ...]] = {}
+    while engine.has_work:
+        found |= {each.request_id: each.completion.token_ids for each in engine.step() if each.completion}
+        if engine._inflight:
+            seen[engine._inflight[-1].is_queued].append(len(engine._inflight))
+    assert max(seen[True]) == 1 and max(seen[False]) == most
+    expected = _expected(checkpoint, "ar", ())
+    assert [found[str(name)] for name in range(len(PROMPTS))] == [answer.token_ids for answer in expected]
     assert_idle(engine)
 
 

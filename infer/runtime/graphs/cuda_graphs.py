@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -85,7 +85,8 @@ class StaticStep:
         graph = self._graph(shape, schedule) if has_graph else None
         if graph is None:
             batch = self._batch(shape, to_device(self._columns(schedule, shape.num_sequences), self._device))
-            return self._step(with_grammars(batch, schedule), schedule.prompt_rows)
+            result = self._step(with_grammars(batch, schedule), schedule.prompt_rows)
+            return replace(result, is_queued=self.captures)
         columns = self._columns(schedule, graph.columns_3B.shape[1])
         # In steady decoding nothing changes from pass to pass.
         if graph.columns != columns:
