@@ -77,17 +77,15 @@ def choose_launch(
     multiprocessors: int = 132,
     deterministic: bool = False,
 ) -> Launch:
-    """Choose tile and pipeline by the heads, the rows of a sequence (those that most have; None: the mean of
-    all) and of all sequences (None: each has `max_rows`), and the number of slots.
+    """Choose tile and pipeline by the heads, the rows of a sequence (those that most have, if they are known)
+    and of all (None: there is one sequence), and the number of slots.
 
     `deterministic`: everything that affects the bits of a row is the same for every batch.
     """
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
-    num_rows = max_rows * num_sequences if num_rows is None else num_rows
-    # With a few prompt rows beside many decoding sequences, tiles of prompts would be nearly empty.
-    packed = min(max_rows, usual_rows or triton.cdiv(num_rows, num_sequences)) * shape.group
+    packed = min(max_rows, usual_rows or max_rows) * shape.group
     # Deterministic rows are computed by one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
@@ -106,7 +104,8 @@ def choose_launch(
         programs_per_sm = even_programs(*sizes, multiprocessors)
         blocks_of_item = sizes[1] // items_of_tile(programs_per_sm, *sizes, multiprocessors)
         is_long_block = packed <= 128 and blocks_of_item >= GROUP_BLOCKS
-    combine_rows = 2 if is_tall and not is_long_block else 1 if num_rows <= FEW_ROWS else 4
+    is_few = (max_rows if num_rows is None else num_rows) <= FEW_ROWS
+    combine_rows = 2 if is_tall and not is_long_block else 1 if is_few else 4
     if block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
         # Items of a few blocks end more evenly with small blocks.

@@ -31,7 +31,7 @@ class AttentionRows:
     max_rows: int
     """Largest number of rows of one sequence."""
     usual_rows: int | None = None
-    """Most sequences have no more rows than this; None: the mean. It says which tiles suit, no more."""
+    """Most sequences have no more rows than this; None: `max_rows`. It says which tiles suit, no more."""
     max_slots: int
     """Largest visible logical slot of any row, plus one."""
     starts_B: torch.Tensor | None = None

@@ -148,25 +148,9 @@ def test_the_tile_is_that_of_the_rows_that_most_sequences_have() -> None:
     sizes: dict[str, Any] = {"max_rows": 4096, "num_rows": 928, "max_slots": 1152, "num_sequences": 128}
     usual_rows = (None, 40, 10, 6)
     tiles = {usual: choose_launch(QWEN3_8B, usual_rows=usual, **sizes).block_m for usual in usual_rows}
-    assert tiles == {None: 32, 40: 128, 10: 64, 6: 32}
+    assert tiles == {None: 128, 40: 128, 10: 64, 6: 32}
     fixed = {choose_launch(QWEN3_8B, usual_rows=usual, deterministic=True, **sizes) for usual in (None, 10)}
     assert len({(one.block_m, one.block_n, one.split_slots, one.octave, one.warps) for one in fixed}) == 1
-
-
-@pytest.mark.parametrize(
-    ("num_prompt_rows", "block_m"), [(0, 16), (512, 16), (1024, 32), (2048, 64), (8192, 128)]
-)
-def test_decoding_sequences_keep_their_tile_beside_prompt_rows(num_prompt_rows: int, block_m: int) -> None:
-    """Until the prompt has as much to compute as they have to read; one sequence has the tile of its rows."""
-    pytest.importorskip("triton")
-    from idlm.kernels.paged_attention.choice import choose_launch
-
-    rows: dict[str, Any] = {"max_rows": num_prompt_rows + 1, "max_slots": 2048}
-    beside = choose_launch(QWEN3_8B, **rows, num_rows=256 + num_prompt_rows, num_sequences=256)
-    assert beside.block_m == block_m
-    if num_prompt_rows:
-        alone = choose_launch(QWEN3_8B, **rows, num_rows=num_prompt_rows + 1, num_sequences=1)
-        assert alone.block_m >= 64
 
 
 def test_planning_and_combining_compile_for_hopper() -> None:
