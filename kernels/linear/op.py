@@ -26,8 +26,8 @@ WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 Weight = Tensor | Fp8Weight
 MIN_CPU_ROWS = 16
-"""From so many rows on, the bits of a row of MKL's products of one thread do not depend on the number of rows: 4 on some
-CPUs, on others up to 16 as the inner dimension grows to 512 (Sapphire Rapids, torch 2.13).
+"""From so many rows on, the bits of a row of MKL's products (one thread) do not depend on the number of rows:
+4 on some CPUs; on others up to 16, which grow with the inner dimension (Sapphire Rapids, torch 2.13).
 """
 
 
