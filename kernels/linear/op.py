@@ -25,10 +25,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 Weight = Tensor | Fp8Weight
-MIN_CPU_ROWS = 16
-"""From so many rows on, the bits of a row of MKL's products (one thread) do not depend on the number of rows:
-4 on some CPUs; on others up to 16, which grow with the inner dimension (Sapphire Rapids, torch 2.13).
-"""
 
 
 class Linears:
@@ -136,17 +132,7 @@ def linear(
 def library_linear(
     x_RD: Tensor, weight_ED: Tensor, *, bias_E: Tensor | None = None, out_RE: Tensor | None = None
 ) -> Tensor:
-    """x W^T (+ bias) by torch, [R, E]; with `out_RE` (contiguous) nothing else is allocated.
-
-    On a CPU the library takes another kernel for very few rows. They are padded, so that the bits of a row
-    are the same whether it is computed alone or with others.
-    """
-    num_rows = len(x_RD)
-    if not x_RD.is_cuda and 0 < num_rows < MIN_CPU_ROWS:
-        padded_RD = x_RD.new_zeros(MIN_CPU_ROWS, x_RD.shape[1])
-        padded_RD[:num_rows] = x_RD
-        y_RE = F.linear(padded_RD, weight_ED, bias_E)[:num_rows]
-        return y_RE if out_RE is None else out_RE.copy_(y_RE)
+    """x W^T (+ bias) by torch, [R, E]; with `out_RE` (contiguous) nothing else is allocated."""
     if out_RE is None:
         return F.linear(x_RD, weight_ED, bias_E)
     if bias_E is None:

@@ -4,7 +4,9 @@ the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +17,7 @@ from idlm.kernels.backend import rounds_as_written
 from idlm.kernels.linear import dequantised, library_linear, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
+from tests.row_bits import assert_same_rows, rows_keep_bits
 
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch
@@ -324,7 +327,7 @@ def test_ops_write_to_given_places_on_a_cpu(num_rows: int, dtype: torch.dtype) -
 
 
 def test_bits_of_a_row_of_a_cpu_product_do_not_depend_on_the_number_of_rows() -> None:
-    """Few rows are padded; into a given place, with a bias, and from columns of a wider tensor too."""
+    """Into a given place, with a bias, and from columns of a wider tensor too."""
     generator = torch.Generator().manual_seed(0)
     for D, E in ((32, 48), (48, 33), (128, 96), (512, 64)):
         x = torch.randn(40, 2 * D, generator=generator)[:, :D]
@@ -335,7 +338,14 @@ def test_bits_of_a_row_of_a_cpu_product_do_not_depend_on_the_number_of_rows() ->
             for start, stop in ((0, 1), (39, 40), (3, 5), (5, 8), (1, 5), (7, 40), (0, 40)):
                 out = torch.full((stop - start, E), float("nan"))
                 library_linear(x[start:stop], weight, bias_E=bias_E, out_RE=out)
-                assert torch.equal(out, expected[start:stop]), f"{D=} {E=} {start=} {stop=}"
+                assert_same_rows(out, expected[start:stop])
+
+
+def test_products_of_an_intel_cpu_keep_the_bits_of_a_row() -> None:
+    info = Path("/proc/cpuinfo").read_text()
+    if "GenuineIntel" not in info or " avx2 " not in info or os.environ["MKL_CBWR"] != "AUTO,STRICT":
+        pytest.skip("no Intel CPU with AVX2 whose MKL is asked for it")
+    assert rows_keep_bits()
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
