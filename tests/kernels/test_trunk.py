@@ -17,7 +17,7 @@ from idlm.kernels.backend import rounds_as_written
 from idlm.kernels.linear import dequantised, library_linear, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
-from tests.row_bits import assert_same_rows, rows_keep_bits
+from tests.margins import assert_same_rows, rows_keep_bits
 
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch

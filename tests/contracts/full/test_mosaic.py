@@ -20,7 +20,7 @@ from idlm.infer.planning.template import Step
 from idlm.infer.runtime.canvas_ops import CanvasPass
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
-from tests.row_bits import assert_same_rows
+from tests.margins import assert_same_rows
 
 ORDERS: list[dict[str, Any]] = [
     {"order": "low_confidence"},

@@ -26,8 +26,7 @@ from idlm.kernels.sampling import uniforms
 from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.plugins.plugged_in import plugged_in
-from tests.margins import DRAW_MARGIN, assert_apart, assert_gap
-from tests.row_bits import assert_same_rows
+from tests.margins import DRAW_MARGIN, assert_apart, assert_gap, assert_same_rows
 from tests.toy import write_toy_checkpoint
 
 TOYS = Path(__file__).parent / "toys"
