@@ -4,7 +4,7 @@
         [concurrency=64] [prompt=128] [answer=256] [rounds=4] [parts=load,host] [record=true]
 
 `concurrency` streams are under way all the time, `rounds` requests one after another on each. The client of
-the server is this process; front end and engine have a process each. The first load of each arm warms up and
+the server (lean_client.py) is this process; front end and engine have a process each. The first load of each arm warms up and
 is not measured. Rows: `output_tokens_per_s` of both, `http_overhead` (the share that is lost),
 `ttft_overhead_ms` (median time to the first token of single requests, minus that of the engine).
 
@@ -30,11 +30,12 @@ from typing import Any
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.serving import stand_in
+from benchmarks.serving.lean_client import run_on_server
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.clients.arms import launched, serve_program
-from idlm.infer.clients.generator import Record, run_on_engine, run_on_server
+from idlm.infer.clients.generator import Record, run_on_engine
 from idlm.infer.clients.http import Server
 from idlm.infer.clients.loads import Load, make_jobs
 from idlm.infer.engine import Engine
@@ -91,7 +92,7 @@ def _load_rows(options: dict[str, str]) -> list[dict[str, Any]]:
     with launched(
         serve_program([*words, f"model={options['path']}"]), "/ready", seconds=READY_SECONDS
     ) as url:
-        http_rate, http_ttft, num_http = measure_arm(partial(run_on_server, Server(url)), loads)
+        http_rate, http_ttft, num_http = measure_arm(partial(run_on_server, Server(url), url), loads)
     settings["max_num_seqs"] = int(options["concurrency"])
     engine = Engine.from_pretrained(options["path"], **settings)
     rate, ttft, num_tokens = measure_arm(partial(run_on_engine, engine), loads)
@@ -124,7 +125,7 @@ def _host_rows(options: dict[str, str]) -> list[dict[str, Any]]:
         pids = _processes(url)
         for load in loads:
             before = _seconds(pids)
-            num_tokens += sum(record.num_output_tokens for record in run_on_server(server, load))
+            num_tokens += sum(record.num_output_tokens for record in run_on_server(server, url, load))
             taken.append({name: now - before[name] for name, now in _seconds(pids).items()})
     case = {name: int(options[name]) for name in names}
     rows, is_complete = [], num_tokens == num * sum(lengths)
