@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, from_validation, internal_error, json_response
-from idlm.infer.server.guard import Guard
+from idlm.infer.server.guard import Guard, TimedProtocol
+from idlm.infer.server.messages import Event
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
@@ -129,7 +130,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _respond(request: Request, reply: Reply, generation: Generation, *, streams: bool) -> Response:
     if streams:
-        return EventStream(reply.stream(), generation)
+        return EventStream(reply, generation, request.state.protocol)
     try:
         return json_response(await while_connected(request, reply.collect()))
     finally:
@@ -139,10 +140,19 @@ async def _respond(request: Request, reply: Reply, generation: Generation, *, st
 class EventStream(StreamingResponse):
     """Server-sent events of a generation, which is aborted when the client is gone."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, reply: Reply, generation: Generation, protocol: TimedProtocol) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(chunks, headers=headers, media_type="text/event-stream")
-        self._generation = generation
+        super().__init__(reply.stream(), headers=headers, media_type="text/event-stream")
+        self._reply, self._generation, self._protocol = reply, generation, protocol
+        generation.sink = self._write
+
+    def _write(self, index: int, event: Event) -> bool:
+        """Send an event without a turn of the event loop; False if the client cannot take it now."""
+        if not self._protocol.is_writable:
+            return False
+        if chunks := self._reply.chunks(index, event):
+            self._protocol.write(chunks)
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""

@@ -13,7 +13,7 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
 from idlm.contracts import SamplingParams
@@ -233,8 +233,10 @@ class EngineClient:
         match message["type"]:
             case "step":
                 self._metrics.step(Stats(*message["stats"]))
-                for fields in message["events"]:
-                    self._deliver(read_event(fields))
+                events = list(map(read_event, message["events"]))
+                self._metrics.generation_tokens.inc(sum(len(event.token_ids) for event in events))
+                for event in events:
+                    self._deliver(event)
             case "added" | "refused":
                 generation = self._open.get(message["id"])
                 if generation is not None:
@@ -245,7 +247,6 @@ class EngineClient:
                 self._metrics.engine_ready(self.info)
 
     def _deliver(self, event: Event) -> None:
-        self._metrics.generation_tokens.inc(len(event.token_ids))
         if event.figures is not None:
             self._metrics.finished(event.figures)
         # An event of an aborted request has no reader.
@@ -280,8 +281,13 @@ class Generation:
         self._left = dict.fromkeys(prompts, num_samples)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
         self._unread: dict[int, Event] = {}
+        # Not set only while the reader waits, so that nothing is unread.
         self._has_news = asyncio.Event()
-        self._error: ApiError | None = None
+        self._has_news.set()
+        self._error: Exception | None = None
+        self.sink: Callable[[int, Event], bool] | None = None
+        """Takes an event at once, while the reader waits; False if it cannot. The first and the last event of
+        a sample, and errors, are the reader's."""
         self._start = time.perf_counter()
         self._emitted_at: dict[int, float] = {}
 
@@ -349,10 +355,23 @@ class Generation:
             else:
                 self._error = ApiError(status, f"{message} ({fix})", code=code)
         else:
+            is_first = self._observe(choice, len(event.token_ids))
+            if not is_first and event.figures is None and self._sinks(choice, event):
+                return
             unread = self._unread.get(choice)
             self._unread[choice] = event if unread is None else joined(unread, event)
-            self._observe(choice, len(event.token_ids))
         self._has_news.set()
+
+    def _sinks(self, choice: int, event: Event) -> bool:
+        """Whether `sink` has taken the event."""
+        if self.sink is None or self._has_news.is_set():
+            return False
+        try:
+            return self.sink(choice, event)
+        except Exception as error:
+            # A mistake of ours ends this request, as if its reader had made it, and no other one.
+            self._error = error
+            return False
 
     def fail(self, error: ApiError) -> None:
         """End all samples with an error."""
@@ -361,10 +380,13 @@ class Generation:
         self._error = error
         self._has_news.set()
 
-    def _observe(self, choice: int, num_tokens: int) -> None:
+    def _observe(self, choice: int, num_tokens: int) -> bool:
+        """Count an event; returns whether it is the sample's first."""
         now = time.perf_counter()
         if choice in self._emitted_at and num_tokens:
             self._metrics.between_tokens.observe((now - self._emitted_at[choice]) / num_tokens)
         elif not self._emitted_at:
             self._metrics.first_token.observe(now - self._start)
+        is_first = choice not in self._emitted_at
         self._emitted_at[choice] = now
+        return is_first

@@ -128,6 +128,8 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        # Every request's scope gets a copy of it.
+        self.app_state = {**self.app_state, "protocol": self}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -140,6 +142,18 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._stop()
         self._stop_reading_timer()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client is there, and reads."""
+        return not self.flow.write_paused and not self.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Send a part of a body whose length no header says, after `http.response.start`. It is framed as h11
+        would frame it, whose bookkeeping and ASGI's wrappers take longer than the system's call.
+        """
+        is_chunked = self.scope["http_version"] == "1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def pause_writing(self) -> None:
         """More is to be sent than the client reads."""

@@ -74,16 +74,18 @@ class Figures(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token."""
+    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token. Most events have
+    none of the last four fields, which are then not sent.
+    """
 
     request_id: str
     sample: int
     token_ids: list[int]
     text: str
-    logprobs: list[TokenEntry]
-    figures: Figures | None
-    error: tuple[str, str, str] | None
-    prompt_logprobs: list[TokenEntry]
+    logprobs: list[TokenEntry] = []  # noqa: RUF012
+    figures: Figures | None = None
+    error: tuple[str, str, str] | None = None
+    prompt_logprobs: list[TokenEntry] = []  # noqa: RUF012
 
 
 class Stats(NamedTuple):
@@ -121,9 +123,11 @@ def error_message(error: UserError) -> Message:
     return {"code": error.code, "message": error.message, "fix": error.fix}
 
 
-def event_message(event: StreamEvent) -> Event:
-    """A stream event as it is sent."""
+def event_message(event: StreamEvent) -> Sequence[Any]:
+    """A stream event as it is sent: the first fields of `Event`, or all."""
     error = event.error
+    if not (event.completion or error or event.logprobs or event.prompt_logprobs):
+        return event.request_id, event.index, event.token_ids, event.text
     return Event(
         request_id=event.request_id,
         sample=event.index,
