@@ -203,6 +203,11 @@ class AnswerText:
         self.is_stopped = False
 
     @property
+    def has_stops(self) -> bool:
+        """Whether a string can end the answer."""
+        return bool(self._stops)
+
+    @property
     def text(self) -> str:
         """All released text."""
         return "".join(self._released)
@@ -218,6 +223,9 @@ class AnswerText:
     def _release(self, delta: str, *, is_last: bool) -> str:
         if self.is_stopped:
             return ""
+        if not self._stops:
+            self._released.append(delta)
+            return delta
         self._held += delta
         begins = [(place, stops) for place, char in enumerate(self._held) if (stops := self._stops.get(char))]
         hits = (place for place, stops in begins if self._held.startswith(tuple(stops), place))
