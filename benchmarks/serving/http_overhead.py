@@ -51,7 +51,7 @@ DEFAULTS = {
     "answer": "256",
     "rounds": "4",
     "parts": "load",
-    "pass_ms": "25",
+    "pass_ms": "8",
     "burst": "1",
     "record": "true",
     "results": str(RESULTS),

@@ -334,7 +334,7 @@ class Generation:
         for request_id, left in self._left.items():
             if left:
                 self._client.abort(request_id)
-        self._left = dict.fromkeys(self._left, 0)
+        self._left, self.sink = dict.fromkeys(self._left, 0), None
 
     def put_answer(self, answer: Message) -> None:
         """The engine's answer to a prompt."""

@@ -124,6 +124,8 @@ class TimedProtocol(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
     _reading_timer: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], object] | None = None
+    """Called when the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -140,6 +142,8 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
         self._stop()
         self._stop_reading_timer()
 
