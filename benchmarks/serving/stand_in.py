@@ -23,7 +23,16 @@ TOKEN_IDS, TEXT = (17, 23, 31, 47), " nuts"
 
 def program(pass_ms: float, burst: int, words: Sequence[str]) -> list[str]:
     """The command of the server, for `launched`."""
-    return [sys.executable, "-m", "benchmarks.stand_in", "serve", str(pass_ms), str(burst), *words, "port={port}"]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.stand_in",
+        "serve",
+        str(pass_ms),
+        str(burst),
+        *words,
+        "port={port}",
+    ]
 
 
 def main() -> int:

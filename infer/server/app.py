@@ -25,7 +25,6 @@ from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
 
 
-
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
     """The whole application: the routes behind the guard."""
     return Guard(

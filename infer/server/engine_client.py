@@ -296,6 +296,11 @@ class Generation:
         """Samples that are not finished."""
         return sum(self._left.values())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all events have been read."""
+        return not (self._unread or self.num_open)
+
     async def wait_until_added(self) -> None:
         """Wait for the engine's next answer to a prompt.
 
@@ -316,7 +321,7 @@ class Generation:
         lost, or fails a sample.
         """
         try:
-            while self._unread or self.num_open or self._error:
+            while not self.is_over or self._error:
                 while self._unread:
                     choice = next(iter(self._unread))
                     yield choice, self._unread.pop(choice)

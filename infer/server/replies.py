@@ -99,16 +99,19 @@ class Reply(ABC):
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
+        unsent = b""
         try:
             async for index, event in self._generation:
-                if chunks := self.chunks(index, event):
-                    yield chunks
+                unsent += self.chunks(index, event)
+                # The last chunk goes out with what follows it.
+                if unsent and not self._generation.is_over:
+                    yield unsent
+                    unsent = b""
         except ApiError as error:
-            yield b"data: " + dump(self._named(error).body()) + b"\n\n"
+            yield unsent + b"data: " + dump(self._named(error).body()) + b"\n\n"
             return
-        if self._has_final_usage:
-            yield self._chunk([], usage=self.usage())
-        yield b"data: [DONE]\n\n"
+        usage = self._chunk([], usage=self.usage()) if self._has_final_usage else b""
+        yield unsent + usage + b"data: [DONE]\n\n"
 
     def chunks(self, index: int, event: Event) -> bytes:
         """The next part of a stream; empty if the event says nothing yet."""
