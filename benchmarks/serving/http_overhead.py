@@ -4,9 +4,9 @@
         [concurrency=64] [prompt=128] [answer=256] [rounds=4] [parts=load,host] [record=true]
 
 `concurrency` streams are under way all the time, `rounds` requests one after another on each. The client of
-the server (lean_client.py) is this process; front end and engine have a process each. The first load of each arm warms up and
-is not measured. Rows: `output_tokens_per_s` of both, `http_overhead` (the share that is lost),
-`ttft_overhead_ms` (median time to the first token of single requests, minus that of the engine).
+the server (lean_client.py) is this process; front end and engine have a process each. The first load of each
+arm warms up and is not measured. Rows: `output_tokens_per_s` of both, `http_overhead` (the share that is
+lost), `ttft_overhead_ms` (median time to the first token of single requests, minus that of the engine).
 
 Part `host` measures processor time with an engine that computes nothing (stand_in.py): every `pass_ms` each
 request gets `burst` tokens. Rows: `host_us_per_event` and `host_ms_per_request` of the client, the front end

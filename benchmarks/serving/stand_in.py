@@ -1,4 +1,4 @@
-"""`idlm-serve` over an engine that computes nothing: what the processes around an engine take, on any machine.
+"""`idlm-serve` over an engine that computes nothing: what the processes around it take, on any machine.
 
     python -m benchmarks.stand_in serve|engine PASS_MS BURST WORDS...
 
@@ -72,7 +72,8 @@ class StandIn:
     def __init__(self, engine: Engine, seconds: float, burst: int) -> None:
         self._engine, self._seconds, self._burst = engine, seconds, burst
         self._left: dict[str, int] = {}
-        self._params: dict[str, tuple[SamplingParams, int]] = {}
+        self._asked: dict[str, int] = {}
+        self._num_prompt_tokens: dict[str, int] = {}
         self._next = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +88,8 @@ class StandIn:
         self, request_id: str, prompt: list[int], params: SamplingParams, *, streams: bool
     ) -> None:
         """Queue a request."""
-        self._left[request_id], self._params[request_id] = params.max_tokens, (params, len(prompt))
+        self._left[request_id] = self._asked[request_id] = params.max_tokens or 1
+        self._num_prompt_tokens[request_id] = len(prompt)
 
     def abort(self, request_id: str) -> list[Completion]:
         """Forget a request."""
@@ -109,16 +111,16 @@ class StandIn:
         return events
 
     def _finish(self, request_id: str) -> Completion:
-        params, num_prompt_tokens = self._params.pop(request_id)
+        num_tokens = self._asked.pop(request_id)
         del self._left[request_id]
         return Completion(
             request_id=request_id,
             index=0,
-            token_ids=(TOKEN_IDS[0],) * params.max_tokens,
+            token_ids=(TOKEN_IDS[0],) * num_tokens,
             text="",
             finish_reason="length",
-            num_prompt_tokens=num_prompt_tokens,
-            num_forwards=-(-params.max_tokens // self._burst),
+            num_prompt_tokens=self._num_prompt_tokens.pop(request_id),
+            num_forwards=-(-num_tokens // self._burst),
             num_cached_tokens=0,
         )
 

@@ -67,7 +67,7 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(server: Running) -> None:
     assert server.metric("vllm:generation_tokens_total") < 2 * LONG["max_tokens"]
 
 
-@pytest.mark.parametrize("padding", (0, 1 << 20))
+@pytest.mark.parametrize("padding", [0, 200_000])
 def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running, padding: int) -> None:
     before = server.metric("vllm:request_success_total", finished_reason="abort")
     host, port = server.url.removeprefix("http://").split(":")

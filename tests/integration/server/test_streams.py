@@ -1,4 +1,4 @@
-"""How events become parts of a stream: at once where the client reads, and nothing is lost where it does not."""
+"""How events become parts of a stream: at once where the client reads; nothing is lost where it does not."""
 
 from __future__ import annotations
 
