@@ -193,7 +193,7 @@ class AnswerText:
     """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer = detokenizer
+        self._detokenizer, self.has_stops = detokenizer, bool(stop)
         # By first character, so that a long list costs little where none of its strings begins.
         self._stops: dict[str, list[str]] = {}
         for text in stop:
@@ -201,11 +201,6 @@ class AnswerText:
         self._held = ""
         self._released: list[str] = []
         self.is_stopped = False
-
-    @property
-    def has_stops(self) -> bool:
-        """Whether a string can end the answer."""
-        return bool(self._stops)
 
     @property
     def text(self) -> str:
@@ -223,7 +218,7 @@ class AnswerText:
     def _release(self, delta: str, *, is_last: bool) -> str:
         if self.is_stopped:
             return ""
-        if not self._stops:
+        if not self.has_stops:
             self._released.append(delta)
             return delta
         self._held += delta

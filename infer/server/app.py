@@ -151,7 +151,7 @@ class EventStream(StreamingResponse):
 
     def _write(self, index: int, event: Event) -> bool:
         """Send an event without a turn of the event loop; False if the client cannot take it now."""
-        if not self._protocol.is_writable:
+        if self._protocol.flow.write_paused or self._protocol.transport.is_closing():
             return False
         if chunks := self._reply.chunks(index, event):
             self._protocol.write(chunks)
@@ -196,8 +196,7 @@ async def connected(request: Request) -> AsyncIterator[None]:
             raise
         raise ClientGoneError from error
     finally:
-        if protocol.on_lost is end:
-            protocol.on_lost = None
+        protocol.on_lost = None
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -286,8 +286,7 @@ class Generation:
         self._has_news.set()
         self._error: Exception | None = None
         self.sink: Callable[[int, Event], bool] | None = None
-        """Takes an event at once, while the reader waits; False if it cannot. The first and the last event of
-        a sample, and errors, are the reader's."""
+        """Takes an event at once, or returns False. First and last events of samples are the reader's."""
         self._start = time.perf_counter()
         self._emitted_at: dict[int, float] = {}
 
@@ -295,11 +294,6 @@ class Generation:
     def num_open(self) -> int:
         """Samples that are not finished."""
         return sum(self._left.values())
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all events have been read."""
-        return not (self._unread or self.num_open)
 
     async def wait_until_added(self) -> None:
         """Wait for the engine's next answer to a prompt.
@@ -321,7 +315,7 @@ class Generation:
         lost, or fails a sample.
         """
         try:
-            while not self.is_over or self._error:
+            while self._unread or self.num_open or self._error:
                 while self._unread:
                     choice = next(iter(self._unread))
                     yield choice, self._unread.pop(choice)
@@ -360,7 +354,8 @@ class Generation:
             else:
                 self._error = ApiError(status, f"{message} ({fix})", code=code)
         else:
-            is_first = self._observe(choice, len(event.token_ids))
+            is_first = choice not in self._emitted_at
+            self._observe(choice, len(event.token_ids))
             if not is_first and event.figures is None and self._sinks(choice, event):
                 return
             unread = self._unread.get(choice)
@@ -385,13 +380,10 @@ class Generation:
         self._error = error
         self._has_news.set()
 
-    def _observe(self, choice: int, num_tokens: int) -> bool:
-        """Count an event; returns whether it is the sample's first."""
+    def _observe(self, choice: int, num_tokens: int) -> None:
         now = time.perf_counter()
         if choice in self._emitted_at and num_tokens:
             self._metrics.between_tokens.observe((now - self._emitted_at[choice]) / num_tokens)
         elif not self._emitted_at:
             self._metrics.first_token.observe(now - self._start)
-        is_first = choice not in self._emitted_at
         self._emitted_at[choice] = now
-        return is_first

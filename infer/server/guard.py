@@ -147,15 +147,8 @@ class TimedProtocol(H11Protocol):
         self._stop()
         self._stop_reading_timer()
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether the client is there, and reads."""
-        return not self.flow.write_paused and not self.transport.is_closing()
-
     def write(self, data: bytes) -> None:
-        """Send a part of a body whose length no header says, after `http.response.start`. It is framed as h11
-        would frame it, whose bookkeeping and ASGI's wrappers take longer than the system's call.
-        """
+        """Send a part of a begun body of unknown length as h11 would, which takes longer to do so."""
         is_chunked = self.scope["http_version"] == "1.1"
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 

@@ -74,9 +74,7 @@ class Figures(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token. Most events have
-    none of the last four fields, which are then not sent.
-    """
+    """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token."""
 
     request_id: str
     sample: int

@@ -78,7 +78,6 @@ class Reply(ABC):
         }
         # All chunks begin alike; encoding that anew would take longer than what differs.
         self._chunk_head = b"data: " + dump({**self._head, "object": self.chunk})[:-1] + b',"choices":'
-        self._frames: dict[int, list[bytes]] = {}
         self._num_tokens: dict[int, int] = {}
         self._figures: dict[int, Figures] = {}
         self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
@@ -99,26 +98,19 @@ class Reply(ABC):
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
-        unsent = b""
         try:
             async for index, event in self._generation:
-                unsent += self.chunks(index, event)
-                # The last chunk goes out with what follows it.
-                if unsent and not self._generation.is_over:
-                    yield unsent
-                    unsent = b""
+                yield self.chunks(index, event)
         except ApiError as error:
-            yield unsent + b"data: " + dump(self._named(error).body()) + b"\n\n"
+            yield b"data: " + dump(self._named(error).body()) + b"\n\n"
             return
         usage = self._chunk([], usage=self.usage()) if self._has_final_usage else b""
-        yield unsent + usage + b"data: [DONE]\n\n"
+        yield usage + b"data: [DONE]\n\n"
 
     def chunks(self, index: int, event: Event) -> bytes:
         """The next part of a stream; empty if the event says nothing yet."""
         is_first = index not in self._num_tokens
         self._count(index, event)
-        if not (is_first or self._has_usage or self._says(event)) and self._is_plain(index):
-            return b"" if not event.text else dump(event.text).join(self._frame(index, event))
         choices = self.deltas(index, event, is_first=is_first)
         usage = self.usage() if self._has_usage else None
         return b"".join([self._chunk([choice], usage=usage) for choice in choices])
@@ -175,18 +167,6 @@ class Reply(ABC):
     def _chunk(self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None) -> bytes:
         end = b"}\n\n" if usage is None else b',"usage":' + dump(usage) + b"}\n\n"
         return self._chunk_head + dump(choices) + end
-
-    def _frame(self, index: int, event: Event) -> list[bytes]:
-        """What is before and after the text in the chunks of a sample with nothing but text."""
-        if index not in self._frames:
-            text = f"{self._head['id']} text"
-            [choice] = self.deltas(index, event._replace(text=text), is_first=False)
-            self._frames[index] = self._chunk([choice], usage=None).split(dump(text))
-        return self._frames[index]
-
-    def _is_plain(self, index: int) -> bool:
-        """Whether all text of a sample is content."""
-        return True
 
     def _says(self, event: Event) -> bool:
         """Whether a chunk of the event has more than text."""
@@ -264,17 +244,12 @@ class ChatReply(Reply):
             deltas = [{"content": ""}]
         if is_first:
             deltas[0] = {"role": "assistant"} | deltas[0]
-        events = [event]
-        if len(deltas) > 1:
-            nothing = event._replace(token_ids=[], logprobs=[], figures=None)
-            events = [*[nothing] * (len(deltas) - 1), event]
+        nothings = [event._replace(token_ids=[], logprobs=[], figures=None) for _ in deltas[1:]]
+        events = [*nothings, event]
         return [
             {"index": index, "delta": delta, **self._rest(index, each)}
             for delta, each in zip(deltas, events, strict=False)
         ]
-
-    def _is_plain(self, index: int) -> bool:
-        return self._parsers[index].is_plain
 
     def _deltas_of(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The name of a call comes before its arguments."""

@@ -16,11 +16,6 @@ class AnswerParser:
         self._think = think.ThinkParser(is_open=is_open) if thinks else None
         self._calls = hermes.HermesParser() if calls else None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is parsed."""
-        return self._think is None and self._calls is None
-
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
         """The pieces that more text makes certain; all if it is the last."""
         pieces = [Piece("content", text)] if text else []

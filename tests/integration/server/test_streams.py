@@ -16,7 +16,6 @@ from benchmarks.results import read_rows
 from benchmarks.serving import http_overhead, lean_client
 from idlm.infer.clients.generator import run_on_server
 from idlm.infer.clients.http import Server
-from idlm.infer.server import replies
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.messages import Event, Figures
 from idlm.infer.server.metrics import Metrics
@@ -71,20 +70,14 @@ def content(chunks: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_chunks_that_are_spliced_equal_those_that_are_encoded_whole(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_that_are_spliced_hold_the_whole_object(kind: str) -> None:
     events = [Event("0-0", 0, [5], text) for text in TEXTS]
-    found = []
-    for is_plain in (True, False):
-        monkeypatch.setattr(replies.secrets, "token_hex", lambda num: "0" * num)
-        monkeypatch.setattr(replies.time, "time", lambda: 1.0)
-        reply = new_reply(kind, new_generation())
-        if not is_plain:
-            monkeypatch.setattr(type(reply), "_is_plain", lambda self, index: False)
-        found.append([reply.chunks(0, event) for event in events])
-    assert found[0] == found[1]
-    deltas = [choice for chunks in found[0] for chunk in content(chunks) for choice in chunk["choices"]]
+    reply = new_reply(kind, new_generation(), stream_options={"continuous_usage_stats": True})
+    chunks = [chunk for event in events for chunk in content(reply.chunks(0, event))]
+    fields = ["id", "created", "model", "system_fingerprint", "object", "choices", "usage"]
+    assert all(list(chunk) == fields for chunk in chunks)
+    assert all({**chunk, **reply._head} == chunk for chunk in chunks)
+    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
     texts = [each["delta"]["content"] if kind == "chat" else each["text"] for each in deltas]
     assert "".join(texts) == "".join(TEXTS)
 
