@@ -15,6 +15,7 @@ and the engine process; an event is what a request gets from a pass.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -181,6 +182,9 @@ def make_loads(options: dict[str, str]) -> list[Load]:
 
 def measure_arm(run: Callable[[Load], list[Record]], loads: list[Load]) -> Measured:
     """Run all loads; their figures."""
+    # As the server's processes do, so that garbage collection costs both arms alike.
+    gc.collect()
+    gc.freeze()
     run(loads[0])
     records, singles = run(loads[1]), run(loads[2])
     num_tokens = sum(record.num_output_tokens for record in records)

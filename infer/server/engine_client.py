@@ -67,7 +67,7 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Samples that are not finished."""
-        return sum(generation.num_open for generation in self._generations())
+        return sum(generation.left[request_id] for request_id, generation in self._open.items())
 
     @property
     def is_closing(self) -> bool:
@@ -278,7 +278,7 @@ class Generation:
         self._client, self._metrics = client, metrics
         self.prompts, self.num_samples = list(prompts.values()), num_samples
         self._places = {request_id: place for place, request_id in enumerate(prompts)}
-        self._left = dict.fromkeys(prompts, num_samples)
+        self.left = dict.fromkeys(prompts, num_samples)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
         self._unread: dict[int, Event] = {}
         # Not set only while the reader waits, so that nothing is unread.
@@ -293,7 +293,7 @@ class Generation:
     @property
     def num_open(self) -> int:
         """Samples that are not finished."""
-        return sum(self._left.values())
+        return sum(self.left.values())
 
     async def wait_until_added(self) -> None:
         """Wait for the engine's next answer to a prompt.
@@ -330,10 +330,10 @@ class Generation:
 
     def close(self) -> None:
         """Abort what is not finished."""
-        for request_id, left in self._left.items():
+        for request_id, left in self.left.items():
             if left:
                 self._client.abort(request_id)
-        self._left, self.sink = dict.fromkeys(self._left, 0), None
+        self.left, self.sink = dict.fromkeys(self.left, 0), None
 
     def put_answer(self, answer: Message) -> None:
         """The engine's answer to a prompt."""
@@ -343,8 +343,8 @@ class Generation:
         """An event of one of the samples."""
         choice = self._places[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
-            self._left[event.request_id] -= 1
-            if not self._left[event.request_id]:
+            self.left[event.request_id] -= 1
+            if not self.left[event.request_id]:
                 self._client.forget(event.request_id)
         if event.error is not None:
             code, message, fix = event.error
@@ -375,7 +375,7 @@ class Generation:
 
     def fail(self, error: ApiError) -> None:
         """End all samples with an error."""
-        self._left = dict.fromkeys(self._left, 0)
+        self.left = dict.fromkeys(self.left, 0)
         self._answers.put_nowait(error)
         self._error = error
         self._has_news.set()
