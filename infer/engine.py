@@ -389,19 +389,24 @@ class Engine:
         Those that were decoded again are not new.
         """
         answer = self._texts.get(request)
-        text = ""
+        text, num_kept, unread = "", 0, list[int]()
         token_ids = [token_id for token_id in token_ids if not request.repeats(token_id)]
-        for count, token_id in enumerate(token_ids, start=1):
+        for token_id in token_ids:
             if request.grammar is not None and not request.grammar.push([token_id]):
-                return token_ids[: count - 1], text
+                break
             request.push(token_id)
+            num_kept += 1
             if answer is not None and token_id not in request.stop_ids:
-                text += answer.push([token_id])
-                if answer.is_stopped:
-                    request.finish_reason = "stop"
+                unread.append(token_id)
+                # Without stop strings all tokens of a pass become text at once, which takes less time.
+                if answer.has_stops:
+                    text += answer.push([unread.pop()])
+                    request.finish_reason = "stop" if answer.is_stopped else request.finish_reason
             if request.finish_reason is not None:
-                return token_ids[:count], text
-        return token_ids, text
+                break
+        if answer is not None and unread:
+            text += answer.push(unread)
+        return token_ids[:num_kept], text
 
     def _count_drafts(self, request: Request, emission: Emission, num_kept: int) -> None:
         """Count tested and accepted drafts; those after a stop belong to no answer."""

@@ -193,7 +193,7 @@ class AnswerText:
     """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer = detokenizer
+        self._detokenizer, self.has_stops = detokenizer, bool(stop)
         # By first character, so that a long list costs little where none of its strings begins.
         self._stops: dict[str, list[str]] = {}
         for text in stop:
@@ -218,6 +218,9 @@ class AnswerText:
     def _release(self, delta: str, *, is_last: bool) -> str:
         if self.is_stopped:
             return ""
+        if not self.has_stops:
+            self._released.append(delta)
+            return delta
         self._held += delta
         begins = [(place, stops) for place, char in enumerate(self._held) if (stops := self._stops.get(char))]
         hits = (place for place, stops in begins if self._held.startswith(tuple(stops), place))

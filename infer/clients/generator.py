@@ -111,9 +111,11 @@ async def _run_on_server(server: Server, load: Load, on_done: OnDone) -> list[Re
         records[number] = record
         on_done(len(records))
 
-    async def work(client: httpx.AsyncClient) -> None:
-        while waiting:
-            await answer(client, *waiting.popleft())
+    async def work() -> None:
+        # A client each, because httpx looks at all connections of a client for each request.
+        async with server.async_client() as client:
+            while waiting:
+                await answer(client, *waiting.popleft())
 
     async def arrive(client: httpx.AsyncClient, number: int, job: Job) -> None:
         await asyncio.sleep(start + load.arrivals[number] - time.perf_counter())
@@ -125,7 +127,7 @@ async def _run_on_server(server: Server, load: Load, on_done: OnDone) -> list[Re
                 group.create_task(arrive(client, number, job))
         else:
             for _ in range(min(load.concurrency, len(waiting))):
-                group.create_task(work(client))
+                group.create_task(work())
     return [records[number] for number in range(len(load.jobs))]
 
 

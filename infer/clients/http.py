@@ -61,12 +61,15 @@ class Server:
         base = url.rstrip("/").removesuffix("/v1")
         key = api_key or os.environ.get(KEY_VARIABLE)
         self.place, self.timeout = urlsplit(base).netloc or base, timeout
+        # A proxy of the environment does not lead to this machine.
+        trusts = urlsplit(base).hostname not in LOOPBACK
         self._options: dict[str, Any] = {
             "base_url": f"{base}/v1",
             "headers": {"authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS),
-            # A proxy of the environment does not lead to this machine.
-            "trust_env": urlsplit(base).hostname not in LOOPBACK,
+            # Loaded once for all clients, which takes longer than a request.
+            "verify": httpx.create_ssl_context(trust_env=trusts),
+            "trust_env": trusts,
         }
         try:
             with self.client() as client:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,12 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, from_validation, internal_error, json_response
-from idlm.infer.server.guard import Guard
+from idlm.infer.server.guard import Guard, TimedProtocol
+from idlm.infer.server.messages import Event
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
-
-Result = TypeVar("Result")
 
 
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
@@ -52,14 +52,16 @@ def routes(service: Service) -> FastAPI:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        generation = await while_connected(request, service.chat(body))
+        async with connected(request):
+            generation = await service.chat(body)
         parser = functools.partial(service.answer_parser, body, generation.prompts[0])
         reply = ChatReply(body, generation, service.model_name, service.token_texts, parser)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        generation = await while_connected(request, service.complete(body))
+        async with connected(request):
+            generation = await service.complete(body)
         reply = CompletionReply(body, generation, service.model_name, service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
@@ -129,9 +131,10 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _respond(request: Request, reply: Reply, generation: Generation, *, streams: bool) -> Response:
     if streams:
-        return EventStream(reply.stream(), generation)
+        return EventStream(reply, generation, request)
     try:
-        return json_response(await while_connected(request, reply.collect()))
+        async with connected(request):
+            return json_response(await reply.collect())
     finally:
         generation.close()
 
@@ -139,15 +142,27 @@ async def _respond(request: Request, reply: Reply, generation: Generation, *, st
 class EventStream(StreamingResponse):
     """Server-sent events of a generation, which is aborted when the client is gone."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, reply: Reply, generation: Generation, request: Request) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(chunks, headers=headers, media_type="text/event-stream")
-        self._generation = generation
+        super().__init__(reply.stream(), headers=headers, media_type="text/event-stream")
+        self._reply, self._generation, self._request = reply, generation, request
+        self._protocol: TimedProtocol = request.state.protocol
+        generation.sink = self._write
+
+    def _write(self, index: int, event: Event) -> bool:
+        """Send an event without a turn of the event loop; False if the client cannot take it now."""
+        if self._protocol.flow.write_paused or self._protocol.transport.is_closing():
+            return False
+        if chunks := self._reply.chunks(index, event):
+            self._protocol.write(chunks)
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(ClientGoneError):
+                async with connected(self._request):
+                    await self.stream_response(send)
         finally:
             self._generation.close()
 
@@ -156,23 +171,32 @@ class ClientGoneError(Exception):
     """The client has closed its connection: nothing reads the answer."""
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client is gone; then ClientGoneError is raised."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
+@contextlib.asynccontextmanager
+async def connected(request: Request) -> AsyncIterator[None]:
+    """What is inside is cancelled when the client is gone; then ClientGoneError is raised."""
+    protocol: TimedProtocol = request.state.protocol
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:
+        nonlocal is_gone
+        is_gone = True
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    protocol.on_lost = end
+    # A large body has paused reading, and who does not read learns of no end.
+    protocol.flow.resume_reading()
+    if protocol.transport.is_closing():
+        raise ClientGoneError
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        # Another cancellation, that of a server which ends, goes on.
+        if not is_gone or task.uncancel():
+            raise
+        raise ClientGoneError from error
+    finally:
+        protocol.on_lost = None
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
 from idlm.contracts import SamplingParams
@@ -67,7 +67,7 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Samples that are not finished."""
-        return sum(generation.num_open for generation in self._generations())
+        return sum(generation.left[request_id] for request_id, generation in self._open.items())
 
     @property
     def is_closing(self) -> bool:
@@ -233,8 +233,10 @@ class EngineClient:
         match message["type"]:
             case "step":
                 self._metrics.step(Stats(*message["stats"]))
-                for fields in message["events"]:
-                    self._deliver(read_event(fields))
+                events = list(map(read_event, message["events"]))
+                self._metrics.generation_tokens.inc(sum(len(event.token_ids) for event in events))
+                for event in events:
+                    self._deliver(event)
             case "added" | "refused":
                 generation = self._open.get(message["id"])
                 if generation is not None:
@@ -245,7 +247,6 @@ class EngineClient:
                 self._metrics.engine_ready(self.info)
 
     def _deliver(self, event: Event) -> None:
-        self._metrics.generation_tokens.inc(len(event.token_ids))
         if event.figures is not None:
             self._metrics.finished(event.figures)
         # An event of an aborted request has no reader.
@@ -277,18 +278,22 @@ class Generation:
         self._client, self._metrics = client, metrics
         self.prompts, self.num_samples = list(prompts.values()), num_samples
         self._places = {request_id: place for place, request_id in enumerate(prompts)}
-        self._left = dict.fromkeys(prompts, num_samples)
+        self.left = dict.fromkeys(prompts, num_samples)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
         self._unread: dict[int, Event] = {}
+        # Not set only while the reader waits, so that nothing is unread.
         self._has_news = asyncio.Event()
-        self._error: ApiError | None = None
+        self._has_news.set()
+        self._error: Exception | None = None
+        self.sink: Callable[[int, Event], bool] | None = None
+        """Takes an event at once, or returns False. First and last events of samples are the reader's."""
         self._start = time.perf_counter()
         self._emitted_at: dict[int, float] = {}
 
     @property
     def num_open(self) -> int:
         """Samples that are not finished."""
-        return sum(self._left.values())
+        return sum(self.left.values())
 
     async def wait_until_added(self) -> None:
         """Wait for the engine's next answer to a prompt.
@@ -325,10 +330,10 @@ class Generation:
 
     def close(self) -> None:
         """Abort what is not finished."""
-        for request_id, left in self._left.items():
+        for request_id, left in self.left.items():
             if left:
                 self._client.abort(request_id)
-        self._left = dict.fromkeys(self._left, 0)
+        self.left, self.sink = dict.fromkeys(self.left, 0), None
 
     def put_answer(self, answer: Message) -> None:
         """The engine's answer to a prompt."""
@@ -338,8 +343,8 @@ class Generation:
         """An event of one of the samples."""
         choice = self._places[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
-            self._left[event.request_id] -= 1
-            if not self._left[event.request_id]:
+            self.left[event.request_id] -= 1
+            if not self.left[event.request_id]:
                 self._client.forget(event.request_id)
         if event.error is not None:
             code, message, fix = event.error
@@ -349,14 +354,28 @@ class Generation:
             else:
                 self._error = ApiError(status, f"{message} ({fix})", code=code)
         else:
+            is_first = choice not in self._emitted_at
+            self._observe(choice, len(event.token_ids))
+            if not is_first and event.figures is None and self._sinks(choice, event):
+                return
             unread = self._unread.get(choice)
             self._unread[choice] = event if unread is None else joined(unread, event)
-            self._observe(choice, len(event.token_ids))
         self._has_news.set()
+
+    def _sinks(self, choice: int, event: Event) -> bool:
+        """Whether `sink` has taken the event."""
+        if self.sink is None or self._has_news.is_set():
+            return False
+        try:
+            return self.sink(choice, event)
+        except Exception as error:
+            # A mistake of ours ends this request, as if its reader had made it, and no other one.
+            self._error = error
+            return False
 
     def fail(self, error: ApiError) -> None:
         """End all samples with an error."""
-        self._left = dict.fromkeys(self._left, 0)
+        self.left = dict.fromkeys(self.left, 0)
         self._answers.put_nowait(error)
         self._error = error
         self._has_news.set()

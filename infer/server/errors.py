@@ -13,6 +13,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.server.messages import FAULT
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 RETRY_SECONDS = 1
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 UNION_TAGS = re.compile(
@@ -49,8 +50,7 @@ class ApiError(Exception):
 
 def dump(content: Any) -> bytes:
     """JSON as bytes; text that is not valid Unicode is escaped."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "backslashreplace")
+    return ENCODER.encode(content).encode("utf-8", "backslashreplace")
 
 
 def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

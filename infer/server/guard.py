@@ -124,10 +124,14 @@ class TimedProtocol(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
     _reading_timer: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], object] | None = None
+    """Called when the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        # Every request's scope gets a copy of it.
+        self.app_state = {**self.app_state, "protocol": self}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -138,8 +142,15 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
         self._stop()
         self._stop_reading_timer()
+
+    def write(self, data: bytes) -> None:
+        """Send a part of a begun body of unknown length as h11 would, which takes longer to do so."""
+        is_chunked = self.scope["http_version"] == "1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def pause_writing(self) -> None:
         """More is to be sent than the client reads."""

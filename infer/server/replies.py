@@ -76,6 +76,8 @@ class Reply(ABC):
             "model": model_name,
             "system_fingerprint": f"idlm-{__version__}",
         }
+        # All chunks begin alike; encoding that anew would take longer than what differs.
+        self._chunk_head = b"data: " + dump({**self._head, "object": self.chunk})[:-1] + b',"choices":'
         self._num_tokens: dict[int, int] = {}
         self._figures: dict[int, Figures] = {}
         self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
@@ -98,16 +100,20 @@ class Reply(ABC):
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
         try:
             async for index, event in self._generation:
-                is_first = index not in self._num_tokens
-                self._count(index, event)
-                for choice in self.deltas(index, event, is_first=is_first):
-                    yield self._chunk([choice], usage=self.usage() if self._has_usage else None)
+                yield self.chunks(index, event)
         except ApiError as error:
             yield b"data: " + dump(self._named(error).body()) + b"\n\n"
             return
-        if self._has_final_usage:
-            yield self._chunk([], usage=self.usage())
-        yield b"data: [DONE]\n\n"
+        usage = self._chunk([], usage=self.usage()) if self._has_final_usage else b""
+        yield usage + b"data: [DONE]\n\n"
+
+    def chunks(self, index: int, event: Event) -> bytes:
+        """The next part of a stream; empty if the event says nothing yet."""
+        is_first = index not in self._num_tokens
+        self._count(index, event)
+        choices = self.deltas(index, event, is_first=is_first)
+        usage = self.usage() if self._has_usage else None
+        return b"".join([self._chunk([choice], usage=usage) for choice in choices])
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all samples so far; passes and drafts of those that are finished."""
@@ -159,10 +165,8 @@ class Reply(ABC):
             self._figures[index] = event.figures
 
     def _chunk(self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None) -> bytes:
-        content = {**self._head, "object": self.chunk, "choices": choices}
-        if usage is not None:
-            content |= {"usage": usage}
-        return b"data: " + dump(content) + b"\n\n"
+        end = b"}\n\n" if usage is None else b',"usage":' + dump(usage) + b"}\n\n"
+        return self._chunk_head + dump(choices) + end
 
     def _says(self, event: Event) -> bool:
         """Whether a chunk of the event has more than text."""
@@ -240,8 +244,8 @@ class ChatReply(Reply):
             deltas = [{"content": ""}]
         if is_first:
             deltas[0] = {"role": "assistant"} | deltas[0]
-        nothing = event._replace(token_ids=[], logprobs=[], figures=None)
-        events = [*[nothing] * (len(deltas) - 1), event]
+        nothings = [event._replace(token_ids=[], logprobs=[], figures=None) for _ in deltas[1:]]
+        events = [*nothings, event]
         return [
             {"index": index, "delta": delta, **self._rest(index, each)}
             for delta, each in zip(deltas, events, strict=False)

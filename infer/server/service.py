@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,4 +223,7 @@ class Service:
             # A template of the checkpoint must not stop this process.
             self.tokenizer.apply_chat_template = self._templates.apply
         self.token_texts = TokenTexts(self.tokenizer)
+        # As in the engine process: looking at all libraries would stop every stream for a tenth of a second.
+        gc.collect()
+        gc.freeze()
         self._has_tokenizer = True

@@ -67,11 +67,12 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(server: Running) -> None:
     assert server.metric("vllm:generation_tokens_total") < 2 * LONG["max_tokens"]
 
 
-def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running) -> None:
+@pytest.mark.parametrize("padding", [0, 200_000])
+def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running, padding: int) -> None:
     before = server.metric("vllm:request_success_total", finished_reason="abort")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        body = b'{"prompt": "Lea has 3 hats.", "max_tokens": 1900, "ignore_eos": true}'
+        body = b'{"prompt": "Lea has 3 hats.", "max_tokens": 1900, "ignore_eos": true}' + b" " * padding
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)

@@ -1,0 +1,202 @@
+"""How events become parts of a stream: at once where the client reads; nothing is lost where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results import read_rows
+from benchmarks.serving import http_overhead, lean_client
+from idlm.infer.clients.generator import run_on_server
+from idlm.infer.clients.http import Server
+from idlm.infer.server.engine_client import Generation
+from idlm.infer.server.messages import Event, Figures
+from idlm.infer.server.metrics import Metrics
+from idlm.infer.server.parsers.answer import AnswerParser
+from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.replies import ChatReply, CompletionReply, Reply, TokenTexts
+from tests.integration.server.servers import PROMPT, Running, running
+
+FIGURES = Figures("length", 1, 3, 0, 3, [], [], "exact")
+TEXTS = [
+    "a",
+    ' "quoted" \\',
+    "\n\u2028",
+    "\u00e4\u6f22\U0001f600",
+    "",
+    "\ud800",
+    "data: [DONE]\n\n",
+    "</think>",
+]
+
+
+class StubClient:
+    def forget(self, request_id: str) -> None:
+        """Nothing is open."""
+
+    abort = forget
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running("max_length=400") as found:
+        yield found
+
+
+def new_generation() -> Generation:
+    return Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+
+
+def new_reply(kind: str, generation: Generation, **fields: Any) -> Reply:
+    texts = TokenTexts(None)
+    if kind == "chat":
+        chat = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)  # type: ignore[list-item]
+        return ChatReply(chat, generation, "tiny", texts, lambda: AnswerParser(calls="tools" in fields))
+    return CompletionReply(CompletionRequest(prompt=[1], **fields), generation, "tiny", texts)
+
+
+def content(chunks: bytes) -> list[dict[str, Any]]:
+    """The objects of chunks."""
+    parts = chunks.decode().split("\n\n")
+    assert parts.pop() == ""
+    return [json.loads(part.removeprefix("data: ")) for part in parts if part != "data: [DONE]"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_chunks_that_are_spliced_hold_the_whole_object(kind: str) -> None:
+    events = [Event("0-0", 0, [5], text) for text in TEXTS]
+    reply = new_reply(kind, new_generation(), stream_options={"continuous_usage_stats": True})
+    chunks = [chunk for event in events for chunk in content(reply.chunks(0, event))]
+    fields = ["id", "created", "model", "system_fingerprint", "object", "choices", "usage"]
+    assert all(list(chunk) == fields for chunk in chunks)
+    assert all({**chunk, **reply._head} == chunk for chunk in chunks)
+    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
+    texts = [each["delta"]["content"] if kind == "chat" else each["text"] for each in deltas]
+    assert "".join(texts) == "".join(TEXTS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: int) -> None:
+    """A writer that is free now and then, and a reader that is slow now and then."""
+    dice = random.Random(seed)
+
+    async def read() -> tuple[bytes, int]:
+        generation, sent, num_pushed = new_generation(), [], 0
+        reply = new_reply("completion", generation)
+
+        def sink(index: int, event: Event) -> bool:
+            nonlocal num_pushed
+            if dice.random() < 0.4:
+                return False
+            sent.append(reply.chunks(index, event))
+            num_pushed += 1
+            return True
+
+        async def stream() -> None:
+            async for chunks in reply.stream():
+                for _ in range(dice.randrange(3)):
+                    await asyncio.sleep(0)
+                sent.append(chunks)
+
+        generation.sink = sink
+        task = asyncio.create_task(stream())
+        for number in range(100):
+            generation.put(Event("0-0", 0, [5], f"{number},", [], FIGURES if number == 99 else None))
+            for _ in range(dice.randrange(3)):
+                await asyncio.sleep(0)
+        await task
+        return b"".join(sent), num_pushed
+
+    chunks, num_pushed = asyncio.run(read())
+    assert num_pushed > 5
+    said = "".join(choice["text"] for chunk in content(chunks) for choice in chunk["choices"])
+    assert said == "".join(f"{number}," for number in range(100))
+
+
+def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:
+    async def read() -> None:
+        generation = new_generation()
+
+        def sink(index: int, event: Event) -> bool:
+            raise ZeroDivisionError
+
+        async def stream() -> list[int]:
+            return [event.token_ids[0] async for _, event in generation]
+
+        generation.sink = sink
+        task = asyncio.create_task(stream())
+        for token_id in (5, 6):
+            await asyncio.sleep(0)
+            generation.put(Event("0-0", 0, [token_id], "a"))
+        with pytest.raises(ZeroDivisionError):
+            await task
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True)])
+def test_a_stream_is_framed_for_the_clients_version_of_http(
+    server: Running, version: str, is_chunked: bool
+) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
+    whole = server.completion(**asked)["choices"][0]["text"]
+    body = json.dumps({**asked, "stream": True}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        data = b"".join(iter(lambda: connection.recv(1000), b""))
+    answer_head, _, rest = data.partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in answer_head.lower()) == is_chunked
+    if is_chunked:
+        rest = unchunked(rest)
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert "".join(choice["text"] for chunk in content(rest) for choice in chunk["choices"]) == whole
+
+
+def unchunked(data: bytes) -> bytes:
+    """The body of chunked transfer coding, which must be whole."""
+    body = b""
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        assert data[length : length + 2] == b"\r\n"
+        if not length:
+            assert data == b"\r\n"
+            return body
+        body, data = body + data[:length], data[length + 2 :]
+
+
+def test_the_lean_client_counts_what_the_other_one_counts(server: Running) -> None:
+    options = {**http_overhead.DEFAULTS, "prompt": "6", "answer": "9", "rounds": "3", "concurrency": "2"}
+    load, known = http_overhead.make_loads(options)[1], Server(server.url)
+    runs: list[Callable[[], Any]] = [
+        lambda: run_on_server(known, load),
+        lambda: lean_client.run_on_server(known, server.url, load),
+    ]
+    usual, lean = ([(each.num_input_tokens, each.num_output_tokens) for each in run()] for run in runs)
+    assert usual == lean == [(6, 9)] * 6
+
+
+def test_the_lean_client_raises_for_an_answer_that_is_none(server: Running) -> None:
+    options = {**http_overhead.DEFAULTS, "prompt": "600", "rounds": "1", "concurrency": "1"}
+    with pytest.raises(ExceptionGroup) as failure:
+        lean_client.run_on_server(Server(server.url), server.url, http_overhead.make_loads(options)[1])
+    assert "400 Bad Request" in str(failure.value.exceptions[0])
+
+
+def test_processor_time_is_measured_for_each_process(tmp_path: Path) -> None:
+    words = ["parts=host", "concurrency=4", "rounds=1", "answer=50", "pass_ms=1", "burst=2"]
+    assert http_overhead.measure([*words, f"results={tmp_path}"]) == 0
+    rows = read_rows("serve", results=tmp_path)
+    assert [row["case"]["process"] for row in rows[::2]] == ["client", "front end", "engine"]
+    assert {row["metric"] for row in rows} == {"host_us_per_event", "host_ms_per_request"}
+    assert all(row["gate_passed"] for row in rows)
