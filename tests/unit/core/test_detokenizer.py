@@ -174,9 +174,9 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
-    def _decode(self, token_ids: list[int], **settings: Any) -> str:
+    def decode(self, token_ids: list[int], **settings: Any) -> str:
         self.num_decoded += len(token_ids)
-        return str(self.tokenizer._decode(token_ids, **settings))
+        return str(self.tokenizer.decode(token_ids, **settings))
 
 
 @pytest.mark.parametrize("text", [b"\xff", "\u4e00".encode(), b"a"])
