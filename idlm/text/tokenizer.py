@@ -112,7 +112,7 @@ def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
 
 @functools.cache
 def _has_common_decode(kind: type) -> bool:
-    """Whether `decode` is transformers' own: looking for tensors, it takes three times as long as `_decode`."""
+    """Whether `decode` is transformers' own, which takes three times as long as `_decode`."""
     from transformers import PreTrainedTokenizerBase
 
     return getattr(kind, "decode", None) is PreTrainedTokenizerBase.decode
