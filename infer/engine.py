@@ -415,7 +415,10 @@ class Engine:
         request.count_drafts(min(accepted, num_kept), tested)
         # Drafts that a grammar forces are always accepted and say nothing of other requests.
         if self._stride_controller is not None and request.grammar is None:
-            self._stride_controller.observe_drafts(accepted, emission.num_tested)
+            from_masks = not request.has_other_drafts
+            self._stride_controller.observe_drafts(accepted, emission.num_tested, from_masks=from_masks)
+            drafts_again = accepted < emission.num_tested and self.decoder.drafts_again(emission.mode)
+            request.has_other_drafts = from_masks and drafts_again
 
     def _finish(
         self, request: Request, error: UserError | None = None, *, invalidate: bool = False

@@ -28,7 +28,8 @@ class Request:
     `max_length` bounds prompt and answer together; a pass feeds `num_canvases` of them (full diffusion),
     each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
-    `tested` count drafts by position. `prompt_logprobs` are those of the prompt's tokens from the second one
+    `tested` count drafts by position. `has_other_drafts`: its drafts are not from masks, but from rows that
+    verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the second one
     on, as far as they are known. `grammar` is that of a constraint, after the tokens of the answer.
     """
 
@@ -53,6 +54,7 @@ class Request:
     num_steps: int = 0
     accepted: list[int] = field(default_factory=list)
     tested: list[int] = field(default_factory=list)
+    has_other_drafts: bool = False
     finish_reason: str | None = None
     grammar: Grammar | None = None
 

@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.engine import block_profile
 from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, whole_answers
-from benchmarks.engine.decoding.harness import SAMPLING, Load, linears_ms, random_model
+from benchmarks.engine.decoding.bench import linears_ms
+from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.trace import Trace, trace_of
 from benchmarks.engine.kernel_profile import lines_of

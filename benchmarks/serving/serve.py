@@ -23,6 +23,7 @@ import contextlib
 import gc
 import random
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -70,7 +71,8 @@ DEFAULTS = {
 }
 PARTS = {"mixed", "steady", "regret", "structured", "profile"}
 SHOWN = ("engine", "decoder", "load", "concurrency")
-REGRET_PROMPT, SETTLING_PASSES, TIMED_PASSES = 1024, 50, 40
+REGRET_PROMPT, REGRET_ROUNDS = 1024, 3
+SETTLING_PASSES, UNTIMED_PASSES, TIMED_PASSES = 50, 4, 40
 SUMMARY = (
     *("ready_s", "warm_up_seconds", "graphs_captured_ahead", "kernels_compiled", "output_tokens_per_s"),
     *("isd_over_ar", "over_vllm", "itl_p99_over_median", "graphs_captured_in_traffic", "graph_passes"),
@@ -202,13 +204,15 @@ def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
         for row in counted:
             bench.add({**case, "part": "ready"}, *row)
-        rates = _measure_engine(bench, decoder, engine, passes)
+        rates = _measure_engine(bench, decoder, engine, passes, replay)
         if peer is not None:
             compare(bench, peer, decoder, engine, rates)
         engine.close()
 
 
-def _measure_engine(bench: Bench, decoder: str, engine: Engine, passes: Passes) -> dict[str, float]:
+def _measure_engine(
+    bench: Bench, decoder: str, engine: Engine, passes: Passes, replay: Replay | None
+) -> dict[str, float]:
     """All loads, then what the controller loses. Returns output tokens per second of the loads with the
     highest concurrency.
     """
@@ -222,9 +226,9 @@ def _measure_engine(bench: Bench, decoder: str, engine: Engine, passes: Passes) 
             start = "warm"
     if "steady" in bench.parts:
         rates["steady"] = _steady(bench, decoder, engine, max(concurrency))
-    if "regret" in bench.parts and decoder == "isd":
+    if "regret" in bench.parts and replay is not None:
         for number in concurrency:
-            regret = _regret(bench, engine, number)
+            regret = _regret(bench, engine, number, replay)
             bench.add({"concurrency": number, "stride": int(bench.options["stride"])}, *regret)
     if "profile" in bench.parts:
         print_profile(bench, engine, max(concurrency))
@@ -300,33 +304,68 @@ def _steady(bench: Bench, decoder: str, engine: Engine, concurrency: int) -> flo
     return rate
 
 
-def _regret(bench: Bench, engine: Engine, concurrency: int) -> tuple[str, float, str]:
-    """By how much the controller is slower than its best mode, after `SETTLING_PASSES` passes of its own."""
-    dice, controller = random.Random(2), engine._stride_controller
-    assert controller is not None
+class _FixedMode:
+    """Takes one mode in place of the stride controller, which learns nothing meanwhile."""
+
+    def __init__(self, mode: int) -> None:
+        self.mode = mode
+
+    def choose(self, load: object) -> int:
+        return self.mode
+
+    def observe(self, *_: object, **__: object) -> None:
+        return
+
+    observe_time = observe_drafts = observe_out_of_memory = observe
+
+
+def _regret(bench: Bench, engine: Engine, concurrency: int, replay: Replay) -> tuple[str, float, str]:
+    """By how much the controller is slower than its best mode, after `SETTLING_PASSES` passes of its own.
+
+    Turns of a round have the same contexts and the same places of the trace: else contexts that grow, and at
+    one sequence the luck of draws, are more than what is to be found.
+    """
+    controller: Any = engine._stride_controller
+    arms = [controller, *(_FixedMode(mode) for mode in range(len(engine.decoder.modes)))]
+    settling, timed = (max(2, num // bench.scale) for num in (SETTLING_PASSES, TIMED_PASSES))
+    _start_contexts(bench, engine, concurrency)
+    _timed(engine, settling)
+    num_tokens, seconds = [0] * len(arms), [list[float]() for _ in arms]
+    for number in range(REGRET_ROUNDS):
+        for arm in range(len(arms)):
+            engine._stride_controller = arms[arm]
+            _start_contexts(bench, engine, concurrency)
+            replay.restart(number)
+            _timed(engine, UNTIMED_PASSES)
+            emitted, took = _timed(engine, timed)
+            num_tokens[arm] += emitted
+            seconds[arm].append(took)
+    engine._stride_controller = controller
+    _abort_all(engine)
+    rates = [tokens / statistics.median(times) for tokens, times in zip(num_tokens, seconds, strict=True)]
+    return "controller_regret", 1 - rates[0] / max(rates[1:]), "fraction"
+
+
+def _start_contexts(bench: Bench, engine: Engine, concurrency: int) -> None:
+    """Replace all requests by so many in mid-answer, whose contexts count as computed."""
+    _abort_all(engine)
+    dice, kv_policy = random.Random(2), engine.decoder.kv_policy
     params = SamplingParams(max_tokens=1 << 20, ignore_eos=True, seed=0)
     for number in range(concurrency):
         prompt = [dice.choice(bench.ids) for _ in range(REGRET_PROMPT // bench.scale)]
         engine.add_request(f"regret-{number}", prompt, params)
-    running = engine.scheduler.running
-    while len(running) < concurrency or any(not request.token_ids for request in running):
-        engine.step()
-    scaled = [max(2, num // bench.scale) for num in (SETTLING_PASSES, TIMED_PASSES)]
-    _rate(engine, scaled[0])
-    own, choose, rates = _rate(engine, scaled[1]), controller.choose, []
-    for mode in range(len(engine.decoder.modes)):
-        controller.choose = lambda load, mode=mode: mode  # type: ignore[method-assign,misc]
-        _rate(engine, 2)
-        rates.append(_rate(engine, scaled[1]))
-    controller.choose = choose  # type: ignore[method-assign]
-    for number in range(concurrency):
-        engine.abort(f"regret-{number}")
+        num_computed = kv_policy.num_computable(len(prompt)) - kv_policy.num_lookahead_tokens
+        engine.scheduler.waiting[-1].num_computed = num_computed
+
+
+def _abort_all(engine: Engine) -> None:
+    for request_id in list(engine._active):
+        engine.abort(request_id)
     engine._collect(max_inflight=0)
-    return "controller_regret", 1 - own / max(rates), "fraction"
 
 
-def _rate(engine: Engine, num_passes: int) -> float:
-    """Tokens per second of so many passes, between two empty queues of passes."""
+def _timed(engine: Engine, num_passes: int) -> tuple[int, float]:
+    """Tokens and seconds of so many passes, between two empty queues of passes."""
     engine._collect(max_inflight=0)
     engine._events.clear()
     start_time, num_tokens = time.perf_counter(), 0
@@ -335,7 +374,7 @@ def _rate(engine: Engine, num_passes: int) -> float:
     engine._collect(max_inflight=0)
     num_tokens += sum(len(event.token_ids) for event in engine._events)
     engine._events.clear()
-    return num_tokens / (time.perf_counter() - start_time)
+    return num_tokens, time.perf_counter() - start_time
 
 
 def _free(device: str) -> None:

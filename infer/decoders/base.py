@@ -139,6 +139,12 @@ class Decoder(ABC):
         """
         return 1.0
 
+    def drafts_again(self, mode: int) -> bool:
+        """Whether a pass of `mode` that rejects drafts from masks draws the next ones from the rows that
+        verified them. Asked of decoders with several modes.
+        """
+        return False
+
 
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
 

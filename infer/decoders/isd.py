@@ -86,6 +86,10 @@ class IsdDecoder(Decoder):
             layouts(layout.strategy, num_masks=layout.stride - 1, max_drafts=self.num_masks)
             for layout in self.modes
         ]
+        self._drafts_again = [
+            any(buffer.from_verify_rows for layout in mode_layouts for buffer in layout.next_buffers)
+            for mode_layouts in self._layouts
+        ]
         self._widths = tuple(max(layout.width for layout in mode_layouts) for mode_layouts in self._layouts)
 
     def num_rows(self, mode: int, max_length: int) -> int:
@@ -95,6 +99,10 @@ class IsdDecoder(Decoder):
     def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
         """As the mode's strategy says."""
         return strategy_of(mode.strategy).tokens_per_forward(acceptance_J)
+
+    def drafts_again(self, mode: int) -> bool:
+        """As the layouts of the mode say."""
+        return self._drafts_again[mode]
 
     def _choices(self, config: IsdConfig) -> tuple[StrideMode, ...]:
         if not config.adaptive:

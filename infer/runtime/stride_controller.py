@@ -29,22 +29,28 @@ REQUEST_WEIGHT = 32
 """A request counts as an average one as much as so many of its own tests."""
 LOG_ODDS_STEP, MAX_LOG_ODDS_STEPS = 0.25, 20
 """Requests are sorted into classes of acceptance."""
-NUM_KEPT_TIMES = 5
+NUM_KEPT_TIMES = 8
 MAX_TIME_AGE = 24
 """Times of a mode are dropped after this many timed steps without it: under load a GPU slows down by 15 %
 within a second (an H200 at 64 sequences).
 """
-MIN_STEPS_BETWEEN_TRIALS = 32
-EXPLORATION_BUDGET = 0.001
-"""Fraction of the tokens that retrying slower modes may cost: slower modes are retried less."""
-FIRST_BUDGET, FIRST_DOUBT = 0.003, 0.15
-"""The same for modes that a warm-up has measured and traffic has not, if they look slower by at most this."""
+TRIAL_PASSES, MIN_STEPS_BETWEEN_TRIALS = 3, 32
+MAX_AWAITED_STEPS = 16
+"""Results of a trial are read at most so many steps later, else it is repeated."""
+EXPLORATION_BUDGET = 0.002
+"""Fraction of the passes that retrying one slower mode may cost: what loses more is retried less."""
+FIRST_BUDGET, FIRST_DOUBT = 0.06, 0.03
+"""The same for all modes together that a warm-up has measured and traffic has not, if they look as fast as
+the best; by e times less for every such share by which they look slower.
+"""
 NARROW_MARGIN = 0.01
 """The narrowest mode, whose tokens are certain, is left for one that looks better by more than this."""
 MAX_FIRST_RATIO = 2.0
 """A first time beyond so many times the warm-up's does not count."""
 MIN_PROMPT_SHARE = 0.5
 """A mixed pass teaches the cost of prompts if they take at least this share of decoding, else that of it."""
+FREE_ROWS = 256
+"""About as many rows as a GPU computes while it reads the weights: 156 (A100) to 295 (H100) in bfloat16."""
 OOM_MEMORY_STEPS = 1000
 """Steps for which an out-of-memory error limits the rows of a step."""
 
@@ -123,12 +129,14 @@ class StrideController:
         num_drafts = max(mode.stride for mode in modes) - 1
         self._prior = [*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts]
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
+        self._all_tested = self._all_accepted = 0.0
         self.times = times
         self._timings: dict[tuple[int, int], _Timing] = {}
         self._leaders: dict[int, int] = {}
         self._drifts: dict[int, float] = {}
         self._prompt_factor = 1.0
         self._num_steps = self._num_timed = self._last_oom = self._last_rows = self._last_trial = 0
+        self._trial = (0, 0)
         self._narrowest = min(range(len(widths)), key=widths.__getitem__)
         self._most_rows: float = math.inf
 
@@ -160,14 +168,13 @@ class StrideController:
             return self._narrowest
         if self._narrowest in rates:
             rates[self._narrowest] *= 1 + NARROW_MARGIN
-        best = max(rates, key=rates.__getitem__)
         if not load.num_prompt_rows:
-            trial = self._trial(load.size, rates)
-            return best if trial is None else trial
+            return self._best_or_trial(load.size, rates, tokens)
         # Prompts are stored whatever the mode: a mode gains its tokens, and costs the time that it adds.
+        best = max(rates.values())
         return max(
             fitting,
-            key=lambda n: tokens[n] - rates[best] * (seconds[n] + self._prompt_seconds(n, load)),
+            key=lambda n: tokens[n] - best * (seconds[n] + self._prompt_seconds(n, load)),
         )
 
     def observe_out_of_memory(self) -> None:
@@ -208,9 +215,16 @@ class StrideController:
         else:
             timing.correction = timing.least() / self._drift(size)
 
-    def observe_drafts(self, num_accepted: int, num_tested: int) -> None:
-        """Record drafts of one sequence: tested in order, the first `num_accepted` accepted."""
-        for position in range(num_tested):
+    def observe_drafts(self, num_accepted: int, num_tested: int, *, from_masks: bool = True) -> None:
+        """Record drafts of one sequence: tested in order, the first `num_accepted` accepted. Those that are
+        not from masks pass less often, and say nothing of what other modes would accept.
+        """
+        if self._all_tested >= MAX_REMEMBERED_DRAFTS:
+            self._all_tested /= 2
+            self._all_accepted /= 2
+        self._all_tested += num_tested
+        self._all_accepted += num_accepted
+        for position in range(num_tested if from_masks else 0):
             if self._tested[position] >= MAX_REMEMBERED_DRAFTS:
                 self._tested[position] /= 2
                 self._accepted[position] /= 2
@@ -221,13 +235,13 @@ class StrideController:
         """Acceptance probability of the draft at `position`, given that those before it were accepted. Few
         tests of a position count together with those of all positions.
         """
-        shift = _log_odds(self._mean_acceptance()) - _log_odds(self._prior[0])
+        mean = self._shrunk(sum(self._accepted), sum(self._tested))
+        shift = _log_odds(mean) - _log_odds(self._prior[0])
         expected = _shifted(self._prior[position], shift)
         return (self._accepted[position] + PRIOR_WEIGHT * expected) / (self._tested[position] + PRIOR_WEIGHT)
 
-    def _mean_acceptance(self) -> float:
-        """Of all positions together; the first one is tested most."""
-        accepted, tested = sum(self._accepted), sum(self._tested)
+    def _shrunk(self, accepted: float, tested: float) -> float:
+        """Acceptance of all positions together; the first one is tested most."""
         return (accepted + PRIOR_WEIGHT * self._prior[0]) / (tested + PRIOR_WEIGHT)
 
     def tokens(self, number: int, log_odds: float = 0.0) -> float:
@@ -242,7 +256,7 @@ class StrideController:
         """Mean of `tokens` over sequences, by mode. Between two passes there is a millisecond for it, so that
         acceptance is shifted once for all modes.
         """
-        mean = self._mean_acceptance()
+        mean = self._shrunk(self._all_accepted, self._all_tested)
         mean_odds = _log_odds(mean)
         classes = Counter(_class_of(*own, mean, mean_odds) for own in drafts) or {0: 1}
         total, sums = sum(classes.values()), [0.0] * len(self._modes)
@@ -262,7 +276,7 @@ class StrideController:
         if timing is not None and timing.ratios and not (is_old and self.times is not None):
             return timing.least() * self._unit(number, load)
         if self.times is None:
-            return self._estimated(load.size * self._widths[number])
+            return self._estimated(load.size, load.size * self._widths[number])
         correction = 1.0 if timing is None else timing.correction
         return self._unit(number, load) * self._drift(load.size) * correction
 
@@ -284,43 +298,67 @@ class StrideController:
         if self.times is not None:
             added = self.times.prompt(mode, load.num_sequences, load.num_prompt_rows)
             return self._prompt_factor * added
-        num_rows = load.size * self._widths[mode]
-        return self._estimated(num_rows + load.num_prompt_rows) - self._estimated(num_rows)
+        size, num_rows = load.size, load.size * self._widths[mode]
+        return self._estimated(size, num_rows + load.num_prompt_rows) - self._estimated(size, num_rows)
 
-    def _estimated(self, num_rows: int) -> float:
-        """Proportional to the next step with more rows (else fewer), and at least that of one with fewer.
+    def _estimated(self, size: int, num_rows: int) -> float:
+        """From timed steps, of this size if there are any: proportional to the next one with more rows, and
+        at least that of one with fewer. Beyond all of them, `FREE_ROWS` more cost nothing.
 
         Like a roofline this is optimistic; a mode that looks best is then tried and timed.
         """
-        known = sorted(
-            (size * self._widths[number], timing.least())
-            for (size, number), timing in self._timings.items()
-            if timing.ratios
-        )
+        timed = [key for key in self._timings if self._is_timed(*key)]
+        own = [key for key in timed if key[0] == size]
+        known = sorted((key[0] * self._widths[key[1]], self._timings[key].least()) for key in own or timed)
         if not known:
-            return 1.0
+            return float(max(FREE_ROWS, num_rows))
         fewer = [point for point in known if point[0] <= num_rows]
         more = [point for point in known if point[0] > num_rows]
-        rows, seconds = more[0] if more else fewer[-1]
+        rows, seconds = more[0] if more else (fewer[-1][0] + FREE_ROWS, fewer[-1][1])
         return max(seconds * num_rows / rows, fewer[-1][1] if fewer else 0.0)
 
-    def _trial(self, size: int, rates: Mapping[int, float]) -> int | None:
-        """A mode without a usable time, or one whose times are old; None if there is none."""
-        best = max(rates.values())
+    def _best_or_trial(self, size: int, rates: Mapping[int, float], tokens: Sequence[float]) -> int:
+        """The fastest mode, or one whose trial goes on or is due. A trial tests the drafts of its own first
+        pass, and no single disturbed step decides it.
+        """
+        since, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
+        if since < TRIAL_PASSES and trial_size == size and tried in rates:
+            return tried
+        best = max(rates, key=rates.__getitem__)
+        if self.times is None and not self._is_timed(size, best):
+            is_awaited = self._trial == (size, best) and since <= MAX_AWAITED_STEPS
+            if is_awaited and size * self._widths[best] > FREE_ROWS:
+                timed = [number for number in rates if self._is_timed(size, number)]
+                return max(timed, key=rates.__getitem__, default=self._narrowest)
+            return self._start_trial(size, best)
         for number, rate in rates.items():
+            emits = tokens[number] / tokens[best]
+            cost = _trial_cost(emits, emits * rates[best] / rate)
             timing = self._timings.get((size, number))
             if timing is not None:
                 since = self._num_steps - timing.last_chosen
-                is_due = since > MIN_STEPS_BETWEEN_TRIALS and since * EXPLORATION_BUDGET * best > best - rate
-                is_due = is_due or not timing.ratios
+                is_due = since > MIN_STEPS_BETWEEN_TRIALS and since * EXPLORATION_BUDGET > cost
             else:
                 since = self._num_steps - self._last_trial
-                is_near = self.times is not None and best > rate >= (1 - FIRST_DOUBT) * best
-                is_due = is_near and since * FIRST_BUDGET * best > best - rate
-            if is_due:
-                self._last_trial = self._num_steps
-                return number
-        return None
+                hope = math.exp((rate / rates[best] - 1) / FIRST_DOUBT)
+                is_due = self.times is not None and since * FIRST_BUDGET * hope > cost
+            if is_due and number != best:
+                return self._start_trial(size, number)
+        return best
+
+    def _start_trial(self, size: int, number: int) -> int:
+        self._last_trial, self._trial = self._num_steps, (size, number)
+        return number
+
+    def _is_timed(self, size: int, number: int) -> bool:
+        return (size, number) in self._timings and len(self._timings[size, number].ratios) > 0
+
+
+def _trial_cost(emits: float, takes: float) -> float:
+    """Passes of the best mode that are lost to a trial of one that emits and takes so many times as much. The
+    first pass of the wider one of both lacks drafts: it emits what the narrower one does.
+    """
+    return TRIAL_PASSES * takes + 1 - (TRIAL_PASSES - 1) * emits - 2 * min(1.0, emits)
 
 
 def _class_of(accepted: int, tested: int, mean: float, mean_odds: float) -> int:

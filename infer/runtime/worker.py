@@ -94,11 +94,13 @@ class Emission:
 
     `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`,
     `Batch.num_wanted`). `asked`: rows that it asked for (0: it waited before, or they are not counted).
+    `mode`: that of the step.
     """
 
     nonfinite: int
     waited: bool
     asked: RowRoom
+    mode: int
     token_ids: list[int]
     num_accepted: int
     num_tested: int
@@ -156,6 +158,7 @@ class InflightStep:
                     nonfinite=nonfinite,
                     waited=waited > 0,
                     asked=RowRoom(fed=num_fed, kept=num_kept, head=num_wanted),
+                    mode=self.mode,
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.bench import Bench
+from benchmarks.engine.decoding.bench import Bench, linears_ms
 from benchmarks.engine.decoding.harness import (
     Arm,
     Load,
@@ -18,7 +18,6 @@ from benchmarks.engine.decoding.harness import (
     adapted,
     fits,
     floor_ms,
-    linears_ms,
     memory_of,
 )
 from benchmarks.engine.decoding.host import host_cost

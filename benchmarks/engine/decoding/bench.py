@@ -1,13 +1,21 @@
-"""Model, measured rates, options and results that the parts of the decode benchmark share."""
+"""Model, measured rates, options and results that the parts of the decode benchmark share.
+
+Shapes: R rows of a pass, D input width of a projection.
+"""
 
 from __future__ import annotations
 
+import timeit
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured
+import torch
+import torch.nn.functional as F
+
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, weights_of
 from benchmarks.engine.decoding.trace import Trace
 from benchmarks.results import result_row
+from benchmarks.stream import Timer
 from idlm.infer.models.loader import LoadedModel
 
 
@@ -55,3 +63,23 @@ class Bench:
         against = "" if baseline is None else f" against {baseline:.4g}"
         name = " ".join(f"{key}={value}" for key, value in case.items())
         self.lines.append(f"{metric:32s} {value:10.4g} {unit}{against}  {name}")
+
+
+def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
+    """Time of all linears of a pass by `F.linear`, replayed as one graph. `num_head_rows`: rows that need
+    logits, None for all.
+    """
+    *weights, head = weights_of(model)
+    inputs_RD = {
+        width: torch.randn(num_rows, width, device=model.device, dtype=model.dtype)
+        for width in {weight.shape[1] for weight in (*weights, head)}
+    }
+
+    def library() -> None:
+        for weight in weights:
+            F.linear(inputs_RD[weight.shape[1]], weight)
+        F.linear(inputs_RD[head.shape[1]][:num_head_rows], head)
+
+    if model.device.type == "cuda":
+        return Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([library]) / 1e3
+    return 1e3 * timeit.timeit(library, number=1)

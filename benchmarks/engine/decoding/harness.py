@@ -2,7 +2,6 @@
 
 The engine is the real one, with its scheduler, steps, graphs and steps in progress. Only the start of a
 sequence differs: its context counts as computed, and the KV there is random.
-Shapes: R rows of a pass, D input width of a projection.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-import timeit
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +16,11 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.engine.decoding.moe_models import MOE_MODELS
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.stream import Timer
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
 from idlm.infer.decoders.base import DECODERS, max_rows
@@ -41,7 +37,9 @@ from idlm.semantics import Semantics
 PAGE_SIZE = 16
 NUM_INFLIGHT_STEPS = 4
 WARM_UP_TOKENS = 24
-ADAPTIVE_WARM_UP_TOKENS = 160
+SETTLING_PASSES, MAX_TURNS = 50, 4
+MEMORY_TOKENS = 160
+"""Tokens of a sequence beside those of a round, for memory."""
 SHARE_OF_MEMORY = 0.9
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
@@ -167,6 +165,11 @@ class Arm:
     deterministic: bool = False
     warmup: Literal["auto", "full", "off"] = "off"
 
+    @property
+    def settling_tokens(self) -> int:
+        """Tokens that a sequence emits at most until the controller of an adaptive arm has settled."""
+        return SETTLING_PASSES * self.stride if self.adaptive else 0
+
     def decoder_options(self) -> dict[str, Any]:
         """Options of the decoder's Config."""
         if self.decoder == "ar":
@@ -238,27 +241,43 @@ class SteadyEngine:
 
     @property
     def warm_up_tokens(self) -> int:
-        """Tokens per sequence until passes of every shape are captured and, if adaptive, tried."""
-        return ADAPTIVE_WARM_UP_TOKENS if self.arm.adaptive else WARM_UP_TOKENS
+        """Tokens per sequence until passes of every shape are captured."""
+        return WARM_UP_TOKENS
 
     def _max_length(self) -> int:
         slack = (self.arm.num_inflight_steps + 3) * self.arm.stride
-        return self.load.context + 1 + self.warm_up_tokens + self.load.num_tokens + 2 * slack
+        longest = max(self.warm_up_tokens + self.load.num_tokens, self.arm.settling_tokens)
+        return self.load.context + 1 + longest + 2 * slack
 
     def measure(self, into: Measured) -> None:
-        """Run one round: start all requests, warm up, then time between two empty queues of passes."""
+        """Run one round: start all requests, warm up, then time between two empty queues of passes. A round
+        of an adaptive arm that captured a graph, for a mode that was not tried before, is run again.
+        """
         with self.toggled(), replaying(self.replay):
-            self.reach_steady_state(0)
-            before = self.num_passes()
-            start = time.perf_counter()
-            num_tokens = self.run_tokens(self.load.num_tokens) + self.drain()
-            into.seconds.append(time.perf_counter() - start)
+            for _ in range(MAX_TURNS if self.arm.adaptive else 1):
+                self.reach_steady_state(0)
+                captured, before = self.engine.metrics()["graphs_captured_in_traffic"], self.num_passes()
+                start = time.perf_counter()
+                num_tokens = self.run_tokens(self.load.num_tokens) + self.drain()
+                seconds, num_passes = time.perf_counter() - start, self.num_passes() - before
+                self.abort_all()
+                if self.engine.metrics()["graphs_captured_in_traffic"] == captured:
+                    break
+            into.seconds.append(seconds)
             into.tokens.append(num_tokens)
-            into.passes.append(self.num_passes() - before)
-            self.abort_all()
+            into.passes.append(num_passes)
 
     def reach_steady_state(self, num_passes: int) -> None:
-        """Start all requests and warm up; shapes that follow traffic: until `num_passes` capture no graph."""
+        """Start all requests and warm up; shapes that follow traffic: until `num_passes` capture no graph.
+        The first round of an adaptive arm comes after passes of other requests, so that its contexts are as
+        long as those of other arms.
+        """
+        if self.arm.adaptive and not self._num_rounds:
+            self.start_requests()
+            self.run_passes(SETTLING_PASSES)
+            self.abort_all()
+        if self.replay is not None:
+            self.replay.restart(self._num_rounds - self.arm.adaptive)
         self.start_requests()
         self.run_tokens(self.warm_up_tokens)
         self.drain()
@@ -337,7 +356,8 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
 def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:
     """Bytes of all KV, of the logits of a pass and their probabilities, and of the drafts' probabilities."""
     stride = 1 if arm.decoder == "ar" else arm.stride
-    num_slots = load.concurrency * (load.context + load.num_tokens + ADAPTIVE_WARM_UP_TOKENS)
+    num_tokens = max(load.num_tokens + MEMORY_TOKENS, arm.settling_tokens)
+    num_slots = load.concurrency * (load.context + num_tokens)
     width = stride * stride if arm.strategy == "branch" or arm.adaptive else 2 * stride - 1
     probs = load.concurrency * model.spec.vocab_size * (8 * width + 8 * (stride - 1))
     return num_slots * slot_bytes(model) + probs
@@ -378,23 +398,3 @@ def floor_ms(model: LoadedModel, load: Load, bytes_per_second: float) -> float:
     """Time to stream all weights, and all KV at the middle of a round."""
     kv_bytes = load.concurrency * (load.context + load.num_tokens / 2) * slot_bytes(model)
     return 1e3 * (sum(weight.nbytes for weight in weights_of(model)) + kv_bytes) / bytes_per_second
-
-
-def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
-    """Time of all linears of a pass by `F.linear`, replayed as one graph. `num_head_rows`: rows that need
-    logits, None for all.
-    """
-    *weights, head = weights_of(model)
-    inputs_RD = {
-        width: torch.randn(num_rows, width, device=model.device, dtype=model.dtype)
-        for width in {weight.shape[1] for weight in (*weights, head)}
-    }
-
-    def library() -> None:
-        for weight in weights:
-            F.linear(inputs_RD[weight.shape[1]], weight)
-        F.linear(inputs_RD[head.shape[1]][:num_head_rows], head)
-
-    if model.device.type == "cuda":
-        return Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([library]) / 1e3
-    return 1e3 * timeit.timeit(library, number=1)

@@ -38,7 +38,13 @@ class Replay:
             return torch.tensor(values or (0,), dtype=torch.int64, device=device)
 
         self.accepted_S, self.filled_S = ints(trace.accepted), ints(trace.filled)
-        self.num_tests_Z = STEP_BETWEEN_LANES * torch.arange(num_lanes, dtype=torch.int64, device=device)
+        self.num_tests_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
+        self.restart(0)
+
+    def restart(self, number: int) -> None:
+        """Go to the places of the trace at which every round of this number begins."""
+        lanes_Z = torch.arange(len(self.num_tests_Z), device=self.num_tests_Z.device)
+        self.num_tests_Z.copy_(STEP_BETWEEN_LANES * (lanes_Z + number * len(lanes_Z)))
 
     def overwrite(
         self,

@@ -47,6 +47,23 @@ def test_without_a_trace_random_weights_accept_little() -> None:
     assert measured.tokens_per_forward() < 2
 
 
+@pytest.mark.parametrize(("adaptive", "num_turns"), [(True, 3), (False, 1)])
+def test_a_round_of_an_adaptive_arm_that_captured_a_graph_is_run_again(
+    monkeypatch: pytest.MonkeyPatch, adaptive: bool, num_turns: int
+) -> None:
+    model = random_model("tiny", device="cpu", dtype=torch.float32)
+    load = Load(concurrency=2, context=8, num_tokens=12, sampling=SAMPLING["greedy"])
+    arm = Arm(name="arm", strategy="cold", adaptive=adaptive)
+    steady = SteadyEngine(model, arm, load, trace_of("p0.90", 4))
+    counts = iter([0, 1, 1, 2, 2, 2])
+    monkeypatch.setattr(steady.engine, "metrics", lambda: {"graphs_captured_in_traffic": next(counts)})
+    measured = Measured(arm=arm, load=load, width=1)
+    steady.measure(measured)
+    assert len(measured.seconds) == 1 and measured.tokens[0] >= 24
+    assert next(counts, None) == (None if adaptive else 1)
+    assert steady._num_rounds == num_turns + adaptive
+
+
 def test_every_part_runs_and_leaves_rows(tmp_path: Path) -> None:
     arguments = [*SMALL, "concurrency=2", "strides=4", "passes=8", "strategies=cold,branch,adaptive"]
     arguments.append("parts=sweep,published,host,adapter")

@@ -9,7 +9,11 @@ import pytest
 from benchmarks.results import read_rows
 from benchmarks.serving import serve
 from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.runtime.stride_controller import StrideController
 
+NUM_MODES = 8
+"""Of ISD at stride 4."""
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=4,2", "requests=6"]
 
 
@@ -28,6 +32,31 @@ def test_both_decoders_answer_the_load_and_leave_rows(tmp_path: Path) -> None:
     assert all(row["gate_passed"] for row in rates)
     metrics = {row["metric"] for row in rows}
     assert metrics >= {"isd_over_ar", "graphs_captured_in_traffic", "ready_s", "controller_regret"}
+
+
+def test_regret_compares_arms_at_the_same_places_of_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that always takes mode 6 emits what mode 6 does, in every round."""
+    found: list[tuple[int, float]] = []
+    timed = serve._timed
+
+    def recorded(engine: Engine, num_passes: int) -> tuple[int, float]:
+        tokens, _ = timed(engine, num_passes)
+        found.append((tokens, float(num_passes)))
+        return found[-1]
+
+    monkeypatch.setattr(serve, "_timed", recorded)
+    monkeypatch.setattr(StrideController, "choose", lambda *_: 6)
+    arguments = ["decoders=isd", "parts=regret", "concurrency=2", f"results={tmp_path}"]
+    assert serve.measure([*SMALL, *arguments]) == 0
+    turns = found[2::2]
+    assert len(turns) == serve.REGRET_ROUNDS * (1 + NUM_MODES)
+    rounds = [turns[start : start + 1 + NUM_MODES] for start in range(0, len(turns), 1 + NUM_MODES)]
+    assert all(own == fixed[6] for own, *fixed in rounds)
+    assert all(fixed[0][0] < own[0] for own, *fixed in rounds), "AR emits less"
+    [row] = read_rows("serve", results=tmp_path)[-1:]
+    assert row["metric"] == "controller_regret" and row["value"] == 0
 
 
 def test_structured_output_is_compared_with_free_answers(tmp_path: Path) -> None:

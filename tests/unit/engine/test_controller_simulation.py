@@ -6,71 +6,26 @@ Qwen3-8B's shape; it deviates by mode in a way that the warm-up does not show.
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.results import read_rows
+from benchmarks.engine.decoding import simulation
+from benchmarks.engine.decoding.simulation import CONTEXT, Disturbances, decoder_of
 from idlm.infer.decoders.base import rows_by_mode
-from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
-from idlm.infer.runtime.graphs.step_times import StepTimes
 from idlm.infer.runtime.stride_controller import Load, StrideController
-from idlm.semantics import Semantics
 
-DECODER = IsdDecoder(IsdConfig(stride=8, adaptive=True), Semantics(mask_token_id=1, stride=8))
+DECODER = decoder_of(8, "tree")
 MODES, WIDTHS, tokens_of = DECODER.modes, rows_by_mode(DECODER, 0), DECODER.tokens_per_forward
-CONTEXT = 1024
-SLOT_SECONDS = 3.43e-8
-"""Reading the keys and values of one token: 147,456 bytes at 4.3 TB/s."""
 CONCURRENCY = (1, 4, 16, 64, 256)
 SETTLING, MEASURED = 50, 150
 
 
-def _curve() -> list[tuple[int, float]]:
-    """Seconds by rows of a pass, without its context."""
-    latest: dict[int, float] = {}
-    for row in read_rows("decode"):
-        case = row["case"]
-        known = case.get("strategy") == "cold" and case.get("stride") in (1, 4) and row["metric"] == "step_ms"
-        if known and case["context"] == CONTEXT and case["sampling"] == "T1":
-            width = 1 if case["stride"] == 1 else 7
-            seconds = row["value"] / 1e3 - case["batch"] * CONTEXT * SLOT_SECONDS
-            latest[case["batch"] * width] = seconds
-    assert len(latest) >= 16, "the recorded sweep has AR and stride 4 at nine batch sizes"
-    return sorted(latest.items())
-
-
-CURVE = _curve()
-
-
-def _by_rows(num_rows: int) -> float:
-    for (before, low), (after, high) in itertools.pairwise(CURVE):
-        if num_rows <= after:
-            return low + (high - low) * max(0, num_rows - before) / (after - before)
-    return CURVE[-1][1] * num_rows / CURVE[-1][0]
-
-
-class Machine:
+class Machine(simulation.Machine):
     """Steps that take what the recorded ones do, times a factor of each mode that no warm-up sees."""
 
     def __init__(self, seed: int, *, deviation: float = 0.03, noise: float = 0.02) -> None:
-        self.dice, self.noise = random.Random(seed), noise
-        self.factors = [1 + self.dice.uniform(-deviation, deviation) for _ in MODES]
-
-    def seconds(self, mode: int, load: Load) -> float:
-        own = _by_rows(load.num_sequences * WIDTHS[mode] + load.num_prompt_rows)
-        return self.factors[mode] * own + load.num_slots * SLOT_SECONDS
-
-    def warmed(self, *, slot_error: float = 1.25) -> StepTimes:
-        """What a warm-up measures: rows up to 523, with noise, and contexts guessed too slow."""
-        sizes = [(mode, 1 << k) for mode in range(len(MODES)) for k in range(9) if WIDTHS[mode] << k <= 523]
-        measured = {
-            (mode, size): _by_rows(size * WIDTHS[mode]) * self.dice.uniform(0.98, 1.02)
-            for mode, size in sizes
-        }
-        return StepTimes(measured=measured, widths=WIDTHS, seconds_per_slot=slot_error * SLOT_SECONDS)
+        super().__init__(DECODER, seed, Disturbances(deviation=deviation, noise=noise))
 
 
 def _tokens(mode: int, acceptance: float) -> float:
@@ -86,8 +41,8 @@ def _run(
         mode = controller.choose(load)
         seconds = machine.seconds(mode, load)
         tokens, elapsed = tokens + load.num_sequences * _tokens(mode, acceptance), elapsed + seconds
-        controller.observe_time(mode, load, seconds * machine.dice.uniform(1, 1 + machine.noise))
-        for _ in range(min(load.num_sequences, 16)):
+        controller.observe_time(mode, load, machine.disturbed(seconds))
+        for _ in range(load.num_sequences):
             num = MODES[mode].stride - 1
             accepted = next((j for j in range(num) if machine.dice.random() >= acceptance), num)
             controller.observe_drafts(accepted, min(num, accepted + 1))
@@ -192,5 +147,6 @@ def test_requests_count_with_their_own_acceptance() -> None:
         controller.observe_drafts(7, 7) if machine.dice.random() < 0.5 else controller.observe_drafts(3, 4)
     alike = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(900, 1000)] * 64)
     hopeless = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(100, 1000)] * 64)
-    assert controller.choose(alike) == controller.choose(_load(64))
-    assert WIDTHS[controller.choose(hopeless)] < WIDTHS[controller.choose(alike)]
+    wide = controller.choose(alike)
+    assert wide == controller.choose(_load(64))
+    assert WIDTHS[controller.choose(hopeless)] < WIDTHS[wide]
