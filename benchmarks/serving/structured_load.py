@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.clients.generator import Record, run_on_engine
 from idlm.infer.clients.loads import Load, make_jobs
@@ -122,11 +120,11 @@ def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
 @contextlib.contextmanager
 def _host_times() -> Iterator[dict[str, float]]:
     """Means over passes with grammars, filled in at the end: the host waits for what a pass tells
-    (`wait_ms`), then the device for the choice of drafts (`choice_ms`); a thread computes bits (`bits_ms`),
-    for which the host waits at last (`bits_wait_ms`).
+    (`wait_ms`), then the device for the choice of drafts (`choice_ms`); while that runs the host computes
+    bits (`bits_ms`).
     """
     seconds, found, num_passes = defaultdict[str, float](float), dict[str, float](), 0
-    choose, bits, allowed = PassGrammars.choose_drafts, PassGrammars._bits, PassGrammars.allowed
+    choose, bits = PassGrammars.choose_drafts, PassGrammars.bits
 
     def timed(name: str, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
         start = time.perf_counter()
@@ -134,23 +132,17 @@ def _host_times() -> Iterator[dict[str, float]]:
         seconds[name] += time.perf_counter() - start
         return result
 
-    def choose_after_waiting(self: PassGrammars) -> list[list[int]]:
+    def choose_after_waiting(self: PassGrammars, num_drafts: int) -> list[list[int]]:
         nonlocal num_passes
         num_passes += 1
         told = [each.told[0] for each in self._followers.values() if each.told is not None]
         timed("wait_ms", lambda: [one._array for one in told])
-        found: list[list[int]] = timed("choice_ms", choose, self)
+        found: list[list[int]] = timed("choice_ms", choose, self, num_drafts)
         return found
-
-    def allowed_after_waiting(self: PassGrammars, *values: Any) -> Tensor:
-        assert self._begun is not None
-        timed("bits_wait_ms", self._begun.result)
-        return allowed(self, *values)
 
     with (
         mock.patch.object(PassGrammars, "choose_drafts", choose_after_waiting),
-        mock.patch.object(PassGrammars, "_bits", lambda *values: timed("bits_ms", bits, *values)),
-        mock.patch.object(PassGrammars, "allowed", allowed_after_waiting),
+        mock.patch.object(PassGrammars, "bits", lambda *values: timed("bits_ms", bits, *values)),
     ):
         yield found
     found.update({name: 1e3 * total / num_passes for name, total in seconds.items()})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -22,7 +22,7 @@ from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.layout import NO_ROW, DraftLayout
 from idlm.infer.decoders.rejection import layouts, strategy_of
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
@@ -168,16 +168,20 @@ class IsdDecoder(Decoder):
         p of the chain rows and q of the mask rows are both warped by each request's own settings.
         """
         lanes_B, num_masks, logits_XV = plan.lanes_B, self.num_masks, wanted.logits()
-        num_candidates = 1 if batch.grammars is None else min(NUM_CANDIDATES, logits_XV.shape[1])
+        num_candidates = 1
+        if batch.grammars is not None:
+            num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
+            keeps = batch.num_top is not None
+            logits_XV = batch.grammars.masked(logits_XV, len(lanes_B), self.draft_probs, keeps=keeps)
         uniforms_BD = table.uniforms(lanes_B, num_masks + 1 + num_masks * num_candidates)
         probs = table.probs(logits_XV, lanes_B, batch.filters)
-        if batch.grammars is None:
-            verdict = self._verify(probs, plan.first_logit_B, table, batch, plan, uniforms_BD)
-            put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
-            rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
-            nonfinite_B = nonfinite(probs, rows_BA)
-        else:
-            verdict, nonfinite_B = self._advance_masked(probs, logits_XV, table, batch, plan, uniforms_BD)
+        verdict = self._verify(probs, table, batch, plan, uniforms_BD)
+        if batch.grammars is not None:
+            # What is drawn next is not masked: the host does not know the tokens before it yet.
+            candidates_MJC = self._candidates(probs, logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
+            batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
+        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
+        rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
         return StepOutcome(
@@ -185,43 +189,30 @@ class IsdDecoder(Decoder):
             num_emitted_B=verdict.num_emitted_B,
             num_accepted_B=verdict.accepted_B,
             num_tested_B=verdict.tested_B,
-            nonfinite_B=nonfinite_B,
+            nonfinite_B=nonfinite(probs, rows_BA),
         )
 
     def _verify(
-        self,
-        probs: Probs,
-        first_rows_B: Tensor,
-        table: SequenceState,
-        batch: Batch,
-        plan: StepPlan,
-        uniforms_BD: Tensor,
-        *,
-        drafts: bool = True,
+        self, probs: Probs, table: SequenceState, batch: Batch, plan: StepPlan, uniforms_BD: Tensor
     ) -> Verdict:
-        """Test the drafts by the rows of `probs` from `first_rows_B` on, and draw the token after the
-        accepted ones; with `drafts` also the next drafts, from rows of `probs`.
-        """
+        """Test the drafts, draw the token after the accepted ones, and the next drafts."""
         lanes_B, num_masks = plan.lanes_B, self.num_masks
         verdict = verify(
             probs,
             self.draft_probs,
             self._stacked[batch.mode].tables,
             lanes_B=lanes_B,
-            first_rows_B=first_rows_B,
+            first_rows_B=plan.first_logit_B,
             active_B=plan.samples_B,
             drafts_ZJ=self.drafts_ZJ,
             tau_Z=table.tau_Z,
             layout_Z=self.draft_buffer_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
-        drafted = verdict
-        if not drafts:
-            drafted = replace(verdict, draft_rows_BJ=torch.full_like(verdict.draft_rows_BJ, NO_ROW))
         emit_and_draft(
             probs,
             self.draft_probs,
-            drafted,
+            verdict,
             lanes_B=lanes_B,
             uniforms_BA=uniforms_BD[:, num_masks : 2 * num_masks + 1],
             drafts_ZJ=self.drafts_ZJ,
@@ -230,64 +221,29 @@ class IsdDecoder(Decoder):
         )
         return verdict
 
-    def _advance_masked(
-        self,
-        probs: Probs,
-        logits_XV: Tensor,
-        table: SequenceState,
-        batch: Batch,
-        plan: StepPlan,
-        uniforms_BD: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        """Test the drafts by masked p and q, and tell the host what was emitted and candidates for the next
-        drafts, which are draws from q without masks: it does not know the next tokens yet. The first ones are
-        the drafts of sequences without a grammar. Returns the verdict and `StepOutcome.nonfinite_B`.
-        """
-        lanes_B, num_sequences = plan.lanes_B, len(plan.lanes_B)
-        allowed_YV = batch.grammars.allowed(logits_XV, num_sequences, self.draft_probs)
-        allowed = table.probs(allowed_YV, lanes_B, batch.filters)
-        first_rows_B = torch.arange(num_sequences, device=lanes_B.device) * (len(allowed_YV) // num_sequences)
-        verdict = self._verify(allowed, first_rows_B, table, batch, plan, uniforms_BD, drafts=False)
-        emitted_B = nonfinite(allowed, verdict.emit_rows_B[:, None])
-        if not self.num_masks:
-            batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA)
-            return verdict, emitted_B
-        offset_B1 = (plan.first_logit_B - first_rows_B)[:, None]
-        rows_BJ = torch.where(verdict.draft_rows_BJ >= 0, verdict.draft_rows_BJ + offset_B1, NO_ROW)
-        candidates_BJC = self._candidates(probs, logits_XV, rows_BJ, table, batch, uniforms_BD)
-        firsts_BJ = torch.where(
-            plan.samples_B[:, None], candidates_BJC[:, :, 0].clamp(min=0), self.drafts_ZJ[lanes_B]
-        )
-        self.drafts_ZJ[lanes_B] = firsts_BJ
-        put(self.draft_probs, lanes_B, probs, rows_BJ, active_B=plan.samples_B)
-        batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA, candidates_BJC)
-        drafted_B = nonfinite(probs, rows_BJ)
-        return verdict, torch.where((emitted_B > 0) | (drafted_B == 0), emitted_B, drafted_B + 1)
-
     def _candidates(
-        self,
-        probs: Probs,
-        logits_XV: Tensor,
-        rows_BJ: Tensor,
-        table: SequenceState,
-        batch: Batch,
-        uniforms_BD: Tensor,
+        self, probs: Probs, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor
     ) -> Tensor:
-        """Candidates [B, J, C] for the drafts of these rows, independent draws, or for a sequence that takes
-        the likeliest tokens these in falling order; -1 where there is no row.
+        """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
+        draws, or for one that takes the likeliest tokens these in falling order; -1 where there is no row.
         """
-        num_masks, num_candidates = self.num_masks, min(NUM_CANDIDATES, logits_XV.shape[1])
-        first_BJ, others_BQ = uniforms_BD[:, num_masks + 1 :].tensor_split([num_masks], dim=1)
-        others_BJC = others_BQ.reshape(*rows_BJ.shape, num_candidates - 1)
-        uniforms_BJC = torch.cat((first_BJ[:, :, None], others_BJC), dim=2)
-        rows_BJC = rows_BJ[:, :, None].expand_as(uniforms_BJC)
-        ids_BJC = draw(probs, rows_BJC.flatten(), uniforms_BJC.flatten()).view_as(rows_BJC)
+        grammars, num_masks = batch.grammars, self.num_masks
+        places_M = grammars.places_M
+        rows_MJ, uniforms_MQ = rows_BJ[places_M], uniforms_BD[places_M, 2 * num_masks + 1 :]
+        num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
+        uniforms_MJC = uniforms_MQ.reshape(*rows_MJ.shape, num_candidates - 1)
+        rows_MJC = rows_MJ[:, :, None].expand_as(uniforms_MJC)
+        others_MJC = draw(probs, rows_MJC.flatten(), uniforms_MJC.flatten()).view_as(rows_MJC)
+        firsts_MJ = self.drafts_ZJ[batch.lanes_B[places_M]]
+        ids_MJC = torch.cat((firsts_MJ[:, :, None], others_MJC), dim=2)
         is_published = self.config.acceptance == "published"
-        if is_published or batch.grammars.has_greedy:
-            is_best_B = (table.temperature_Z[batch.lanes_B] == 0) | is_published
-            best_BJC = logits_XV[rows_BJ.clamp(min=0)].topk(num_candidates).indices
-            ids_BJC = torch.where(is_best_B[:, None, None], best_BJC, ids_BJC)
-        return torch.where(rows_BJC >= 0, ids_BJC, NO_ROW)
+        best = range(len(ids_MJC)) if is_published else grammars.greedy
+        if best:
+            best_b = to_device(list(best), logits_XV.device)
+            best_bJC = logits_XV[rows_MJ[best_b].clamp(min=0)].topk(num_candidates).indices
+            # The draft is one of them, whatever the order of equal ones.
+            ids_MJC[best_b, :, 1:] = best_bJC[:, :, 1:]
+        return torch.where(rows_MJ[:, :, None] >= 0, ids_MJC, NO_ROW)
 
     def replace_drafts(self, chosen: Tensor) -> None:
         """In the lanes; other drafts stay."""

@@ -66,20 +66,18 @@ class Step:
 
     def __call__(self, batch: Batch, prompt_rows: PromptRows | None = None) -> StepResult:
         """Feed `batch`, commit the outcome into the table, and report it."""
-        self.begin_masks(batch)
+        self.choose_drafts(batch)
         return self.decide(batch, *self.feed(batch), prompt_rows)
 
-    def begin_masks(self, batch: Batch) -> None:
+    def choose_drafts(self, batch: Batch) -> None:
         """Choose the drafts of sequences with grammars, for which the host waits for what earlier passes
-        emitted; then let it compute what may follow while the device is fed.
+        emitted.
         """
         if batch.grammars is None:
             return
-        device = self.table.device
-        chosen = batch.grammars.choose_drafts()
+        chosen = batch.grammars.choose_drafts(self.decoder.modes[batch.mode].stride - 1)
         if chosen:
-            self.decoder.replace_drafts(to_device(chosen, device))
-        batch.grammars.begin(self.decoder.modes[batch.mode].stride - 1, device)
+            self.decoder.replace_drafts(to_device(chosen, self.table.device))
 
     def feed(self, batch: Batch) -> tuple[StepPlan, WantedRows]:
         """The rows of `batch`, and what the model makes of them."""

@@ -8,13 +8,15 @@ nothing about the tokens to come, so that either way the draft's law is known an
 exact. The tokens of a BPE vocabulary with high ids are long, so that it is mostly the usual spelling of a
 text that the grammar prescribes.
 
-The device waits for this choice. A mask takes tens of microseconds, hundreds within a text, and a question
-about one token or about a forced text one to three: masks answer only what is left.
-Shapes: J drafts, C candidates, b followers, W words of bits.
+The device waits for this choice. A question about tokens takes one to four microseconds under the
+interpreter's lock, a forced text ten, and a mask, in threads, ten where few tokens may follow and hundreds
+within a text, where most draws fit: masks answer only what is left.
+Shapes: J drafts, C candidates, b followers, Y rows that get masks, W words of bits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -24,10 +26,10 @@ import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import to_host
-from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits
+from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits, num_words
 
-NUM_ASKED = 4
-"""First candidates for a draft that are asked about one by one."""
+SLOW_BITS = 0.05
+"""Seconds for bits of a pass, beyond which the next ones find out whose grammar is slow."""
 
 
 class Told:
@@ -51,129 +53,156 @@ class Told:
 
     @cached_property
     def _heads(self) -> list[list[int]]:
-        found: list[list[int]] = self._array[:, : 1 + self._num_tokens + self._num_drafts].tolist()
+        found: list[list[int]] = self._array[:, : 1 + self._num_tokens + 2 * self._num_drafts].tolist()
         return found
 
-    def read(self, place: int) -> tuple[list[int], list[int]]:
-        """The tokens that the sequence at this place has emitted, and the first candidates."""
+    def read(self, place: int) -> tuple[list[int], list[int], list[int]]:
+        """The tokens that the sequence at this place has emitted, the first candidates, and the second ones
+        if there are.
+        """
         num_emitted, *numbers = self._heads[place]
-        firsts = numbers[self._num_tokens :]
-        return numbers[:num_emitted], firsts[: firsts.index(-1)] if -1 in firsts else firsts
+        candidates = numbers[self._num_tokens :]
+        firsts, seconds = candidates[: self._num_drafts], candidates[self._num_drafts :]
+        return numbers[:num_emitted], firsts[: firsts.index(-1)] if -1 in firsts else firsts, seconds
 
-    def candidates(self, place: int) -> Any:
-        """All candidates for its next drafts, an array [C, J]."""
-        return self._array[place, 1 + self._num_tokens :].reshape(-1, self._num_drafts)
+    def candidates(self, place: int, draft: int) -> Any:
+        """All candidates for one of its next drafts, an array [C]."""
+        return self._array[place, 1 + self._num_tokens + draft :: self._num_drafts]
 
 
 class Follower:
     """The grammar of one sequence after the tokens that the device has emitted and the host has read, which
     may be more than the answer has (`committed`).
 
-    `drafts`: those that the next pass tests, all of which fit. `only`: of each the token itself if it was
-    certain, else -1. `told`: what the last pass tells, and the place in its batch. `is_over`: nothing can
-    follow.
+    `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
+    token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch.
+    `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts.
     """
 
     def __init__(self, committed: Grammar) -> None:
-        self.committed, self.ahead, self._root = committed, committed.branch(), committed.branch()
-        self._token_ids: list[int] = []
+        self.committed, self._start = committed, committed.apart()
+        self._token_ids = list(committed.token_ids)
+        self.ahead = self._restart()
         self.drafts: list[int] = []
         self.only: list[int] = []
+        self.firsts: list[int] = []
+        self._seconds: list[int] = []
         self.told: tuple[Any, int] | None = None
+        self._read: tuple[Any, int] | None = None
         self.is_over = False
 
-    def catch_up(self) -> Any:
-        """Wait for what the last pass told and follow its tokens. The candidates for the next drafts, an
-        array [C, J], if the first ones do not fit, else None: then they are the drafts.
+    def _restart(self) -> Grammar:
+        """The grammar before the drafts."""
+        ahead = self._start.branch()
+        ahead.push(self._token_ids)
+        return ahead
+
+    def catch_up(self, num_drafts: int) -> bool:
+        """Wait for what the last pass told and follow its tokens. Returns whether drafts, at most so many,
+        have to be chosen: False if the first candidates fit, which are the drafts then, or if there are none.
         """
         if self.told is None:
-            return None
-        (told, place), self.told = self.told, None
-        self.drafts, self.only = [], []
+            return False
+        self._read, self.told = self.told, None
+        told, place = self._read
+        drafts, self.drafts, self.only = self.drafts, [], []
         if self.is_over:
-            return None
-        emitted, firsts = told.read(place)
-        num_taken = self.ahead.matcher.try_consume_tokens(emitted)
-        self._token_ids += emitted[:num_taken]
-        self.is_over = num_taken < len(emitted) or self.ahead.is_finished
-        if self.is_over or not firsts:
-            return None
-        if self.ahead.matcher.validate_tokens(firsts) < len(firsts):
-            return told.candidates(place)[:, : len(firsts)]
-        self.drafts, self.only = firsts, [-1] * len(firsts)
-        return None
+            return False
+        emitted, firsts, self._seconds = told.read(place)
+        self.firsts = firsts[:num_drafts]
+        self._token_ids += emitted
+        matcher, num_accepted = self.ahead.matcher, max(0, len(emitted) - 1)
+        if drafts[:num_accepted] != emitted[:-1]:
+            num_accepted = 0
+        if num_accepted < len(drafts):
+            matcher.rollback(len(drafts) - num_accepted)
+        self.is_over = not matcher.consume_tokens(emitted[num_accepted:]) or matcher.is_stopped()
+        return not self.is_over and self.take(self.firsts) < len(self.firsts)
+
+    def candidates(self) -> Any:
+        """All candidates for the draft after those that were taken, an array [C]."""
+        assert self._read is not None
+        told, place = self._read
+        return told.candidates(place, len(self.drafts))
+
+    def extend(self) -> bool:
+        """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits
+        next.
+        """
+        matcher, firsts, drafts = self.ahead.matcher, self.firsts, self.drafts
+        while (place := len(drafts)) < len(firsts) and not matcher.is_stopped():
+            if forced := matcher.compute_ff_tokens()[: len(firsts) - place]:
+                if not self.take(forced, is_certain=True):
+                    return False
+            elif not self.take(firsts[place:]) and not self.take(self._seconds[place : place + 1]):
+                return True
+        return False
 
     def take(self, token_ids: list[int], *, is_certain: bool = False) -> int:
-        """Take as many drafts as fit, and return their number. The grammar goes on after them until
-        `go_back`.
-        """
+        """Take as many drafts as fit, and return their number."""
         num_taken: int = self.ahead.matcher.try_consume_tokens(token_ids)
-        taken = token_ids[:num_taken]
-        self.drafts += taken
-        self.only += taken if is_certain else [-1] * num_taken
+        if num_taken:
+            taken = token_ids[:num_taken]
+            self.drafts += taken
+            self.only += taken if is_certain else [-1] * num_taken
         return num_taken
-
-    def extend(self, candidates: Any) -> bool:
-        """Take drafts: candidates [C, J], and what the grammar forces. Returns whether only a mask says what
-        fits next.
-        """
-        firsts = candidates[0].tolist()
-        while True:
-            self.take(firsts[len(self.drafts) :])
-            num_left = len(firsts) - len(self.drafts)
-            if not num_left or self.ahead.is_finished:
-                return False
-            forced = self.ahead.matcher.compute_ff_tokens()[:num_left]
-            others = candidates[1:NUM_ASKED, -num_left].tolist()
-            if not self.take(forced, is_certain=True) and not any(self.take([one]) for one in others):
-                return True
 
     def go_back(self) -> None:
         """Return to the state before the drafts."""
         self.ahead.matcher.rollback(len(self.drafts))
-        self.repair()
+
+    def go_on(self) -> None:
+        """Follow the drafts again."""
+        if self.ahead.matcher.is_error():
+            self.ahead = self._restart()
+        self.ahead.matcher.consume_tokens(self.drafts)
 
     def repair(self) -> None:
         """Start again after drafts that led to an error: a matcher never leaves one."""
         if self.ahead.matcher.is_error():
-            self.ahead = self._root.branch()
-            self.ahead.push(self._token_ids)
+            self.go_on()
 
 
-def choose_drafts(choices: Sequence[tuple[Follower, Any]]) -> None:
-    """Choose the drafts of followers among candidates [C, J], up to one after which nothing can follow."""
-    open_ = [choice for choice in choices if choice[0].extend(choice[1])]
+def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
+    """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it."""
+    for follower, _, _ in rows:
+        if follower.committed.is_suspect:
+            follower.committed.charge(follower.ahead.mask_seconds())
+    start = time.perf_counter()
+    compute_bits([(follower.ahead, drafts, row) for follower, drafts, row in rows], bits_YW)
+    if time.perf_counter() - start > SLOW_BITS:
+        for follower, _, _ in rows:
+            follower.committed.is_suspect = True
+
+
+def choose_drafts(followers: Sequence[Follower]) -> None:
+    """Choose drafts of followers among candidates, up to one after which nothing can follow."""
+    open_ = [follower for follower in followers if follower.extend()]
     while open_:
-        num_words = -(-open_[0][0].ahead.vocab_size // WORD_BITS)
-        bits_bW = torch.zeros(len(open_), num_words, dtype=torch.int32)
-        compute_bits([(follower.ahead, (), b) for b, (follower, _) in enumerate(open_)], bits_bW)
-        ids_bC = np.stack([candidates[:, len(follower.drafts)] for follower, candidates in open_])
-        found_b = _first_that_fits(bits_bW.numpy(), ids_bC)
+        bits_bW = torch.empty(len(open_), num_words(open_[0].ahead), dtype=torch.int32)
+        compute_masks([(follower, (), b) for b, follower in enumerate(open_)], bits_bW)
+        found = _first_that_fits(bits_bW.numpy(), np.stack([follower.candidates() for follower in open_]))
         open_ = [
-            (follower, candidates)
-            for (follower, candidates), (token_id, is_certain) in zip(open_, found_b, strict=True)
-            if token_id >= 0
-            and follower.take([token_id], is_certain=is_certain)
-            and follower.extend(candidates)
+            follower
+            for follower, (token_id, is_certain) in zip(open_, found, strict=True)
+            if follower.take([token_id], is_certain=is_certain) and follower.extend()
         ]
-    for follower, _ in choices:
-        follower.go_back()
+    for follower in followers:
+        follower.repair()
 
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:
     """The first candidate of each follower whose bit is set, and False; else the highest token whose bit is
-    set, and True; -1 if there is none.
+    set, and True. Every mask has a bit.
     """
     rows_b = np.arange(len(ids_bC))
     words_bC = bits_bW[rows_b[:, None], ids_bC // WORD_BITS].view(np.uint32)
     fits_bC = (words_bC >> (ids_bC % WORD_BITS).astype(np.uint32)) & 1
-    firsts_b, has_b = ids_bC[rows_b, fits_bC.argmax(1)].tolist(), fits_bC.any(1).tolist()
-    last_b = bits_bW.shape[1] - 1 - (bits_bW[:, ::-1] != 0).argmax(1)
-    words_b = bits_bW[rows_b, last_b].view(np.uint32).tolist()
-    # Without a bit in its last word a row has none: the argmax of nothing is the last word.
-    highest_b = [
-        int(last) * WORD_BITS + word.bit_length() - 1 if word else -1
-        for last, word in zip(last_b, words_b, strict=True)
-    ]
-    found = zip(has_b, firsts_b, highest_b, strict=True)
-    return [(first, False) if has else (highest, True) for has, first, highest in found]
+    firsts_b = np.where(fits_bC.any(1), ids_bC[rows_b, fits_bC.argmax(1)], -1).tolist()
+    pairs = zip(bits_bW, firsts_b, strict=True)
+    return [(first, False) if first >= 0 else (_highest(bits_W), True) for bits_W, first in pairs]
+
+
+def _highest(bits_W: Any) -> int:
+    word = (bits_W != 0).tobytes().rfind(1)
+    return WORD_BITS * word + (int(bits_W[word]) & 0xFFFFFFFF).bit_length() - 1

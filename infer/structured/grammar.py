@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -28,6 +30,10 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
+NUM_PEERS, PEER_SECONDS = 8, 0.1
+"""Lexers of a grammar, as many as the threads that compute bits, and the time that further ones may take to
+compile: other grammars wait meanwhile.
+"""
 MAX_ITEMS_IN_ROW = 1200
 """States that an ambiguous grammar may be in at once; the time of a mask may grow with their third power."""
 STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 50_000), 50_000_000
@@ -37,26 +43,31 @@ in a larger grammar.
 SLOW_MASK, SLOW_MASKS = 0.01, 1.0
 """Seconds of CPU time from which a mask is slow, and what the slow masks of an answer may take together."""
 
-
+Peers = deque[tuple[int, Any]]
 WORD_BITS = 32
 """llguidance writes whole words of bits."""
 
 
 class Grammar:
-    """The grammar of one answer, in the state after the tokens that the answer has so far. `matcher` is
+    """The grammar of one answer, in the state after `token_ids`, which the answer has so far. `matcher` is
     llguidance's; it allows or forbids each of `vocab_size` tokens. `is_suspect`: the last masks took long, so
     the time of the next one has to be found out. `follower`: what goes ahead with the device
     (`draft_choice.Follower`), once a sequence decodes.
+
+    Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first
+    token by lexer; `lexer` is this one's.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self.matcher, self.vocab_size = matcher, vocab_size
+    def __init__(self, matcher: Any, vocab_size: int, peers: Peers, lexer: int = 0) -> None:
+        self.matcher, self.vocab_size, self.peers, self.lexer = matcher, vocab_size, peers, lexer
+        self.token_ids: list[int] = []
         self.is_suspect, self._slow_seconds = False, 0.0
         self.follower: Any = None
 
     def push(self, token_ids: Sequence[int]) -> bool:
         """Append tokens; False if one of them does not fit, after which the state is unknown."""
         is_taken: bool = self.matcher.consume_tokens(list(token_ids))
+        self.token_ids += token_ids
         return is_taken
 
     @property
@@ -89,7 +100,22 @@ class Grammar:
 
     def branch(self) -> Grammar:
         """A copy that goes its own way: for drafts."""
-        return Grammar(self.matcher.deep_copy(), self.vocab_size)
+        copied = Grammar(self.matcher.deep_copy(), self.vocab_size, self.peers, self.lexer)
+        copied.token_ids = list(self.token_ids)
+        return copied
+
+    def apart(self) -> Grammar:
+        """The grammar before the first token, with another lexer each time: masks of sequences that have
+        different lexers are computed in parallel.
+        """
+        self.peers.rotate()
+        lexer, matcher = self.peers[0]
+        return Grammar(matcher.deep_copy(), self.vocab_size, self.peers, lexer)
+
+
+def num_words(grammar: Grammar) -> int:
+    """Of a row of bits."""
+    return -(-grammar.vocab_size // WORD_BITS)
 
 
 def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: torch.Tensor) -> None:
@@ -97,6 +123,8 @@ def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: to
     the host) from the given row on, in threads. Rows after a draft that does not fit stay as they are.
     """
     place = bits_YW.data_ptr(), bits_YW.shape[1] * bits_YW.element_size(), len(bits_YW)
+    # A thread takes neighbours, so that threads do not wait for each other's lexers.
+    rows = sorted(rows, key=lambda one: one[0].lexer)
     alone = [(grammar.matcher, row) for grammar, drafts, row in rows if not drafts]
     drafting = [(grammar.matcher, row, list(drafts)) for grammar, drafts, row in rows if drafts]
     if alone:
@@ -108,7 +136,7 @@ def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: to
 @functools.cache
 def _executor() -> Any:
     """Threads that compute bits; the interpreter's lock is free meanwhile."""
-    return importlib.import_module("llguidance").LLExecutor()
+    return importlib.import_module("llguidance").LLExecutor(min(NUM_PEERS, os.cpu_count() or 1))
 
 
 class GrammarCompiler:
@@ -121,6 +149,7 @@ class GrammarCompiler:
         self._recent: dict[Constraint, Future[Grammar]] = {}
         self._compiling = weakref.WeakValueDictionary[Constraint, Future[Grammar]]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
+        self._seconds = 0.0
 
     def grammar(self, constraint: Constraint) -> Grammar:
         """The constraint's grammar before the first token. Raises UserError IDLM-0474 for one that cannot be
@@ -154,7 +183,8 @@ class GrammarCompiler:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         try:
-            grammar = Grammar(self._matcher(constraint), self._vocab_size)
+            matcher = self._matcher(constraint)
+            grammar = Grammar(matcher, self._vocab_size, deque([(0, matcher.deep_copy())]))
             problem = grammar.problem
             if problem is None:
                 grammar.charge(grammar.mask_seconds())
@@ -163,6 +193,7 @@ class GrammarCompiler:
         except ValueError as error:
             problem = str(error)
         if problem is None:
+            self._thread.submit(self._add_peers, constraint, grammar.peers, self._seconds)
             return grammar
         raise UserError(
             "IDLM-0474",
@@ -171,16 +202,23 @@ class GrammarCompiler:
             "llguidance says what it supports",
         )
 
+    def _add_peers(self, constraint: Constraint, peers: Peers, seconds: float) -> None:
+        """Compile the grammar again, which takes so long, as often as the time allows."""
+        for lexer in range(1, min(NUM_PEERS, 1 + int(PEER_SECONDS / seconds))):
+            peers.append((lexer, self._matcher(constraint)))
+
     def _matcher(self, constraint: Constraint) -> Any:
         """llguidance's matcher. Raises ValueError."""
         llguidance, vocabulary = _llguidance(), self._vocabulary
-        source = _source(constraint, llguidance)
+        start, source = time.perf_counter(), _source(constraint, llguidance)
         fewest, most = STEP_ITEMS
         limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
             step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), most),
         )
-        return llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        self._seconds = time.perf_counter() - start
+        return matcher
 
     @functools.cached_property
     def _vocabulary(self) -> Any:

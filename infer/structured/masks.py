@@ -1,12 +1,13 @@
 """Masks of a pass whose sequences have grammars: logits of tokens that cannot follow become -inf.
 
 A forward pass needs tokens and drafts, which the device has, and no mask, so it runs while the host follows
-what the pass before emitted and computes bits (`PassGrammars.begin`, in a thread). What follows hidden states
-waits for the bits and runs outside of CUDA graphs. Temperature and filters come after the masks, so that p is
+what the pass before emitted and computes bits. What follows hidden states waits for the bits and runs outside
+of CUDA graphs. Temperature and filters come after the masks, so that p is
 the AR law of the allowed tokens. q gets the mask of the drafts before it, because a draft outside of the
 grammar is always rejected: a pass draws several candidates for each of the next drafts at once, and the host
 takes the first that fits (`draft_choice.py`). That is a draw from q without the tokens that do not fit,
 whose probabilities the next pass tests.
+Sequences without a grammar cost nothing here.
 Shapes: X wanted rows, Y rows that get masks, V vocabulary, W words of bits, B sequences, M sequences with a
 grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates.
 """
@@ -14,118 +15,106 @@ grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C cand
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
-from idlm.infer.structured.draft_choice import Follower, Told, choose_drafts
-from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits
+from idlm.infer.structured.draft_choice import Follower, Told, choose_drafts, compute_masks
+from idlm.infer.structured.grammar import Grammar, num_words
 from idlm.kernels.sampling import Drafts, allowed_logits, restrict
-
-SLOW_BITS = 0.05
-"""Seconds for the bits of a pass, beyond which the next pass finds out whose grammar is slow."""
 
 
 class PassGrammars:
     """The grammars of the sequences that a pass decodes: their followers by place in the batch, and their
-    lanes. `has_greedy`: one of them takes the likeliest tokens.
+    lanes. `greedy`: numbers of those that take the likeliest tokens. `places_M`: the places on the device,
+    once `masked` has run.
     """
 
-    def __init__(self, followers: Mapping[int, Follower], lanes: Sequence[int], *, has_greedy: bool) -> None:
-        self._followers, self._lanes, self.has_greedy = followers, lanes, has_greedy
-        self._begun: Future[Tensor] | None = None
+    places_M: Tensor
+
+    def __init__(
+        self, followers: Mapping[int, Follower], lanes: Sequence[int], greedy: Sequence[int]
+    ) -> None:
+        self._followers, self._lanes, self.greedy = followers, lanes, greedy
         self._num_drafts = 0
 
-    def choose_drafts(self) -> list[list[int]]:
-        """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests. Returns
-        lane, place and token of each draft of sequences whose drafts are not all first candidates.
+    def choose_drafts(self, num_drafts: int) -> list[list[int]]:
+        """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests, at most
+        so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are not
+        all first candidates.
         """
+        self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
-        open_ = [(lane, each, found) for lane, each in lanes if (found := each.catch_up()) is not None]
-        choose_drafts([(follower, candidates) for _, follower, candidates in open_])
+        open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
+        choose_drafts([follower for _, follower in open_])
         return [
             [lane, place, token_id]
-            for lane, follower, _ in open_
+            for lane, follower in open_
             for place, token_id in enumerate(follower.drafts)
         ]
 
-    def begin(self, num_drafts: int, device: torch.device) -> None:
-        """Begin to compute the bits of a pass that tests so many drafts of a sequence at most; after
-        `choose_drafts`.
-        """
-        self._num_drafts = num_drafts
-        self._begun = _thread().submit(self._bits, 1 + num_drafts, device)
-
-    def _bits(self, num_rows: int, device: torch.device) -> Tensor:
+    def bits(self, device: torch.device) -> Tensor:
         """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] in memory of
-        the host. All bits are set after the last draft that fits, after the end of an answer, and where
-        nothing can follow.
+        the host for `device`. All bits are set after the last draft that fits, and after the end of an
+        answer.
         """
-        followers = list(self._followers.values())
-        for each in followers:
-            if each.committed.is_suspect:
-                each.committed.charge(each.ahead.mask_seconds())
-        start = time.perf_counter()
-        shape = len(followers), num_rows, -(-followers[0].ahead.vocab_size // WORD_BITS)
+        followers, num_rows = list(self._followers.values()), 1 + self._num_drafts
+        shape = len(followers), num_rows, num_words(followers[0].ahead)
         bits_MAW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        compute_bits(
-            [(each.ahead, each.drafts[: num_rows - 1], m * num_rows) for m, each in enumerate(followers)
-             if not each.is_over],
-            bits_MAW.view(-1, shape[2]),
-        )  # fmt: skip
-        bits_MAW[(bits_MAW == 0).all(2)] = -1
-        for each in followers:
-            each.repair()
-        if time.perf_counter() - start > SLOW_BITS:
-            for each in followers:
-                each.committed.is_suspect = True
+        open_ = [(m, each) for m, each in enumerate(followers) if not each.is_over]
+        for _, each in open_:
+            each.go_back()
+        rows = [(each, each.drafts[: num_rows - 1], m * num_rows) for m, each in open_]
+        compute_masks(rows, bits_MAW.view(-1, shape[2]))
+        for _, each in open_:
+            each.go_on()
         return bits_MAW
 
-    def allowed(self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None) -> Tensor:
-        """The logits [B * A, V] of the first A of each sequence's X / B rows, in which those of tokens that
-        cannot follow are -inf. In `store` the drafts that the pass tests lose the same tokens.
+    @torch.inference_mode()
+    def masked(
+        self, logits_XV: Tensor, num_sequences: int, store: Drafts | None = None, *, keeps: bool
+    ) -> Tensor:
+        """`logits_XV` (a copy if it `keeps` them) with -inf for tokens that cannot follow, in the first A of
+        the X / B rows of each sequence with a grammar. In `store` the drafts that the pass tests lose the
+        same tokens.
         """
-        assert self._begun is not None
-        bits_MAW, num_drafts = self._begun.result(), self._num_drafts
-        num_rows, width, device = 1 + num_drafts, len(logits_XV) // num_sequences, logits_XV.device
-        order = {place: m for m, place in enumerate(self._followers)}
-        each_row = range(num_rows)
-        rows = [b * width + min(depth, width - 1) for b in range(num_sequences) for depth in each_row]
-        masks = [
-            order[b] * num_rows + depth if b in order else -1
-            for b in range(num_sequences)
-            for depth in each_row
-        ]
+        device, num_drafts, followers = logits_XV.device, self._num_drafts, self._followers.values()
+        width = len(logits_XV) // num_sequences
+        depths = range(min(1 + num_drafts, width))
+        rows = [place * width + depth for place in self._followers for depth in depths]
+        masks = [m * (1 + num_drafts) + depth for m in range(len(followers)) for depth in depths]
         only = [
-            [*each.only[:num_drafts], *[-1] * (num_drafts - len(each.only))]
-            for each in self._followers.values()
+            token_id
+            for each in followers
+            for token_id in (*each.only[:num_drafts], *[-1] * (num_drafts - len(each.only)))
         ]
-        numbers = to_device([*rows, *masks, *self._lanes, *(one for own in only for one in own)], device)
-        rows_Y, masks_Y, lanes_M, only_Q = numbers.split(
-            [len(rows), len(masks), len(only), len(only) * num_drafts]
-        )
-        bits_MAW = _beside(bits_MAW, device)
+        bits_MAW = _beside(self.bits(device), device)
+        numbers = to_device([*self._followers, *self._lanes, *rows, *masks, *only], device)
+        sizes = [len(followers), len(followers), len(rows), len(rows), len(only)]
+        self.places_M, lanes_M, rows_Y, masks_Y, only_Q = numbers.split(sizes)
         if store is not None and num_drafts:
             restrict(store, lanes_M, bits_MAW, only_Q.view(-1, num_drafts))
-        return allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
+        if keeps:
+            logits_XV = logits_XV.clone()
+        logits_XV[rows_Y] = allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
+        return logits_XV
 
-    def tell(self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_BJC: Tensor | None = None) -> None:
+    def tell(self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_MJC: Tensor | None = None) -> None:
         """Begin to tell the host what the pass emits, and the candidates for the next drafts (-1: there is no
         such draft).
         """
         columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
-        if candidates_BJC is not None:
-            num_drafts = candidates_BJC.shape[1]
+        columns = [column[self.places_M] for column in columns]
+        if candidates_MJC is not None:
+            num_drafts = candidates_MJC.shape[1]
             # First candidates first: mostly nothing else is read.
-            columns.append(candidates_BJC.transpose(1, 2).flatten(1))
+            columns.append(candidates_MJC.transpose(1, 2).flatten(1))
         told = Told(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
-        for place, follower in self._followers.items():
-            follower.told = told, place
+        for m, follower in enumerate(self._followers.values()):
+            follower.told = told, m
 
 
 def with_grammars(batch: Batch, schedule: Schedule) -> Batch:
@@ -136,7 +125,7 @@ def with_grammars(batch: Batch, schedule: Schedule) -> Batch:
     grammars = PassGrammars(
         {place: follower_of(grammar) for place, grammar in schedule.grammars.items()},
         [lane_of(request) for request in requests],
-        has_greedy=any(request.params.temperature == 0 for request in requests),
+        [m for m, request in enumerate(requests) if request.params.temperature == 0],
     )
     return replace(batch, grammars=grammars)
 
@@ -147,12 +136,6 @@ def follower_of(grammar: Grammar) -> Follower:
         grammar.follower = Follower(grammar)
     found: Follower = grammar.follower
     return found
-
-
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    """It computes bits while the pass is launched."""
-    return ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
 
 def _beside(values: Tensor, device: torch.device) -> Tensor:

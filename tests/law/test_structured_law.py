@@ -81,16 +81,15 @@ def _mask_after_the_filters(patch: pytest.MonkeyPatch) -> None:
     original, seen = SequenceState.probs, dict[str, Tensor]()
 
     def allowed(logits_XV: Tensor, rows_Y: Tensor, *bits: Tensor) -> Tensor:
-        seen["all"] = logits_XV[rows_Y]
-        seen["allowed"] = allowed_logits(logits_XV, rows_Y, *bits)
-        return seen["allowed"]
+        seen["all"] = logits_XV.clone()
+        return allowed_logits(logits_XV, rows_Y, *bits)
 
     def probs(self: SequenceState, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> PlainProbs:
         fallback = original(self, logits_XV, lanes_B, filters)
         assert isinstance(fallback, PlainProbs)
-        if logits_XV is not seen.get("allowed"):
+        if "all" not in seen:
             return fallback
-        found = original(self, seen["all"], lanes_B, filters)
+        found = original(self, seen.pop("all"), lanes_B, filters)
         assert isinstance(found, PlainProbs)
         kept_XV = found.probs_XV * (logits_XV > -torch.inf)
         mass_X1 = kept_XV.sum(-1, keepdim=True)
@@ -110,7 +109,7 @@ def _state_one_token_late(patch: pytest.MonkeyPatch) -> None:
             branch.matcher.rollback(1)
         compute_bits([each for each in branches if each[0].problem is None], bits_YW)
 
-    patch.setattr(masks, "compute_bits", late)
+    patch.setattr(draft_choice, "compute_bits", late)
 
 
 def _one_state_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,7 @@ def _one_state_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
         for _, drafts, row in rows:
             bits_YW[row : row + 1 + len(drafts)] = bits_YW[row].clone()
 
-    patch.setattr(masks, "compute_bits", one_state)
+    patch.setattr(draft_choice, "compute_bits", one_state)
 
 
 def _drafts_tested_with_a_masked_q_but_drawn_without(patch: pytest.MonkeyPatch) -> None:
@@ -129,12 +128,8 @@ def _drafts_tested_with_a_masked_q_but_drawn_without(patch: pytest.MonkeyPatch) 
     patch.setattr(masks, "choose_drafts", _keep_what_fits)
 
 
-def _keep_what_fits(choices: Sequence[tuple[Follower, Any]]) -> None:
+def _keep_what_fits(followers: Sequence[Follower]) -> None:
     """The masks of p go as far as the first candidates fit, and the next one is rejected."""
-    for follower, candidates in choices:
-        firsts = candidates[0].tolist()
-        follower.drafts = firsts[: follower.ahead.matcher.validate_tokens(firsts)]
-        follower.only = [-1] * len(follower.drafts)
 
 
 def _masked_drafts_tested_with_the_q_without_a_mask(patch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class StaticStep:
             graph.graph.replay()
             return graph.result
         batch = with_grammars(self._batch(shape, graph.columns_3B), schedule)
-        self._step.begin_masks(batch)
+        self._step.choose_drafts(batch)
         graph.graph.replay()
         assert graph.fed is not None
         plan, wanted = graph.fed

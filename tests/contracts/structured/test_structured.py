@@ -195,25 +195,6 @@ def test_a_stop_token_ends_only_what_matches(toy: Path) -> None:
         assert completion.text and not completion.text.replace("ab", "").replace("é", "")
 
 
-def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: list[Completion]) -> None:
-    """Token by token with masks in between, at once, and by a branch that went elsewhere before."""
-    compiler = build_engine(toy, "ar")._parts.grammars()
-    for completion, constraint in zip(expected, CONSTRAINTS, strict=True):
-        if constraint is None:
-            continue
-        stepped = compiler.grammar(constraint)
-        for place, token_id in enumerate(completion.token_ids):
-            at_once = compiler.grammar(constraint)
-            assert at_once.push(completion.token_ids[:place])
-            bits = stepped.matcher.compute_bitmask()
-            assert at_once.matcher.compute_bitmask() == bits
-            assert bits[token_id // 8] >> token_id % 8 & 1
-            branch = stepped.branch()
-            branch.push([token_id])
-            assert stepped.matcher.compute_bitmask() == bits
-            assert stepped.push([token_id])
-
-
 def test_large_constraints_compile(toy: Path) -> None:
     """llguidance limits the alternatives of a rule, and recurses over rules."""
     compiler = build_engine(toy, "ar")._parts.grammars()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import read_rows
-from benchmarks.serving import serve
+from benchmarks.serving import serve, structured_host
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.stride_controller import StrideController
@@ -67,6 +67,17 @@ def test_structured_output_is_compared_with_free_answers(tmp_path: Path) -> None
     assert ratio["value"] > 0 and ratio["gate_passed"] and ratio["case"]["concurrency"] == 2
     loads = [row["case"]["load"] for row in rows if row["metric"] == "output_tokens_per_s"]
     assert loads == ["free", "structured"]
+
+
+def test_what_grammars_cost_the_host(tmp_path: Path) -> None:
+    arguments = ["sequences=1,3", "passes=3", "vocab_size=500", "record=true", f"results={tmp_path}"]
+    assert structured_host.measure(arguments) == 0
+    rows = read_rows("serve", results=tmp_path)
+    assert {row["metric"] for row in rows} == {
+        f"{part}_{clock}" for part in ("choice", "bits") for clock in ("ms", "cpu_ms", "lock_ms")
+    }
+    assert [row["case"]["sequences"] for row in rows] == [1] * 6 + [3] * 6 + [1] * 6 + [3] * 6
+    assert all(row["value"] > 0 for row in rows)
 
 
 def test_all_sorts_of_passes_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,80 @@
+"""Masks of grammars: the same however a state was reached, by questions, lexers and threads."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from idlm.contracts import Completion
+from idlm.infer.structured import grammar as grammars
+from tests.contracts.engines import answers, build_engine
+from tests.contracts.structured.test_structured import (
+    CONSTRAINTS,
+    PROMPTS,
+    VOCAB,
+    _params,
+    expected,
+    toy,
+)
+
+__all__ = ["expected", "toy"]
+
+
+def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: list[Completion]) -> None:
+    """Token by token with masks in between, at once, and by a branch that went elsewhere before."""
+    compiler = build_engine(toy, "ar")._parts.grammars()
+    for completion, constraint in zip(expected, CONSTRAINTS, strict=True):
+        if constraint is None:
+            continue
+        stepped = compiler.grammar(constraint)
+        for place, token_id in enumerate(completion.token_ids):
+            at_once = compiler.grammar(constraint)
+            assert at_once.push(completion.token_ids[:place])
+            bits = stepped.matcher.compute_bitmask()
+            assert at_once.matcher.compute_bitmask() == bits
+            assert bits[token_id // 8] >> token_id % 8 & 1
+            branch = stepped.branch()
+            branch.push([token_id])
+            assert stepped.matcher.compute_bitmask() == bits
+            assert stepped.push([token_id])
+
+
+def test_masks_and_questions_differ_in_forced_tokens_only(toy: Path, expected: list[Completion]) -> None:
+    """Candidates that fit are found by questions, and tested with masks: a mask may forbid other spellings of
+    a text that is certain, and nothing else.
+    """
+    compiler, num_forced = build_engine(toy, "ar")._parts.grammars(), 0
+    for completion, constraint in zip(expected, CONSTRAINTS, strict=True):
+        if constraint is None:
+            continue
+        grammar = compiler.grammar(constraint)
+        for token_id in completion.token_ids:
+            bits = grammar.matcher.compute_bitmask()
+            allowed = {one for one in range(VOCAB) if bits[one // 8] >> one % 8 & 1}
+            fitting = {one for one in range(VOCAB) if grammar.matcher.validate_tokens([one])}
+            assert allowed == fitting or (len(allowed) == 1 and allowed < fitting)
+            num_forced += allowed != fitting
+            assert grammar.push([token_id])
+    assert num_forced
+
+
+@pytest.mark.parametrize("num_peers", [1, 3])
+def test_answers_do_not_depend_on_threads_and_lexers(
+    toy: Path, num_peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = [replace(params, n=3) for params in _params(temperature=1.0, seed=5)]
+    wanted = build_engine(toy, "isd", stride=4).generate(PROMPTS, sampled)
+    monkeypatch.setattr(grammars, "NUM_PEERS", num_peers)
+    monkeypatch.setattr(grammars, "PEER_SECONDS", 1e9)
+    threads = importlib.import_module("llguidance").LLExecutor(4)
+    monkeypatch.setattr(grammars, "_executor", lambda: threads)
+    engine = build_engine(toy, "isd", stride=4)
+    compiler = engine._parts.grammars()
+    constraints = [constraint for constraint in CONSTRAINTS if constraint is not None]
+    compiled = [compiler.begin(constraint).result() for constraint in constraints]
+    compiler._thread.submit(int).result()
+    assert [len(grammar.peers) for grammar in compiled] == [num_peers] * len(constraints)
+    assert answers(engine.generate(PROMPTS, sampled)) == answers(wanted)
