@@ -30,8 +30,8 @@ from typing import Any
 
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
-from benchmarks.serving import stand_in
-from benchmarks.serving.lean_client import run_on_server
+from benchmarks.serving.over_http import stand_in
+from benchmarks.serving.over_http.lean_client import run_on_server
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError

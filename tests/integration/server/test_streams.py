@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.results import read_rows
-from benchmarks.serving import http_overhead, lean_client
+from benchmarks.serving import http_overhead
+from benchmarks.serving.over_http import lean_client
 from idlm.infer.clients.generator import run_on_server
 from idlm.infer.clients.http import Server
 from idlm.infer.server.engine_client import Generation

@@ -1,0 +1,1 @@
+"""What http_overhead.py measures with: a client that takes little time, an engine that computes nothing."""
