@@ -12,7 +12,7 @@ from benchmarks.engine.decoding.simulation import (
     decoder_of,
     fixed_rates,
 )
-from benchmarks.engine import controller as benchmark
+from benchmarks.serving import controller as benchmark
 from idlm.errors import UserError
 from idlm.infer.runtime import stride_controller
 from idlm.infer.runtime.stride_controller import TRIAL_PASSES
