@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
 
 
 @functools.cache
-def _has_common_decode(kind: Hashable) -> bool:
+def _has_common_decode(kind: type) -> bool:
     """Whether `decode` is transformers' own, which takes three times as long as `_decode`."""
     from transformers import PreTrainedTokenizerBase
 
@@ -120,7 +120,7 @@ def _has_common_decode(kind: Hashable) -> bool:
 
 def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of the ids, special tokens included, with spaces unchanged."""
-    kind: Hashable = type(tokenizer)
+    kind: Any = type(tokenizer)
     decode = tokenizer._decode if _has_common_decode(kind) else tokenizer.decode
     text: str = decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
