@@ -11,6 +11,7 @@ __path__ = [
         ".",
         "engine",
         "serving",
+        "serving/over_http",
         "kernels",
         "kernels/blocks",
         "training",

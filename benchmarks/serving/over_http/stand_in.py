@@ -1,6 +1,6 @@
 """`idlm-serve` over an engine that computes nothing: what the processes around it take, on any machine.
 
-    python -m benchmarks.serving.over_http.stand_in serve|engine PASS_MS BURST WORDS...
+    python -m benchmarks.stand_in serve|engine PASS_MS BURST WORDS...
 
 `serve` is the front end; it starts `engine`, the engine process with a stand-in: every `PASS_MS` each request
 gets `BURST` tokens. Messages, front end and HTTP are those of the product. `http_overhead.py` measures them.
@@ -18,7 +18,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
 
-MODULE = "benchmarks.serving.over_http.stand_in"
+MODULE = "benchmarks.stand_in"
 TOKEN_IDS, TEXT = (17, 23, 31, 47), " nuts"
 
 
