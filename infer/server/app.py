@@ -183,11 +183,12 @@ async def connected(request: Request) -> AsyncIterator[None]:
         is_gone = True
         task.cancel()
 
-    protocol.on_lost = end
     # A large body has paused reading, and who does not read learns of no end.
     protocol.flow.resume_reading()
-    if protocol.transport.is_closing():
+    # Not whether the transport is closing: `on_lost` is called for that connection yet.
+    if protocol.cycle.disconnected:
         raise ClientGoneError
+    protocol.on_lost = end
     try:
         yield
     except asyncio.CancelledError as error:

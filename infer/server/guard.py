@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import sys
+import weakref
 from collections.abc import Callable
 
 import h11
@@ -130,8 +131,9 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
-        # Every request's scope gets a copy of it.
-        self.app_state = {**self.app_state, "protocol": self}
+        # Every request's scope gets a copy of it. A strong reference would keep the connection, with its last
+        # request, until the next garbage collection.
+        self.app_state = {**self.app_state, "protocol": weakref.proxy(self)}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -149,7 +151,7 @@ class TimedProtocol(H11Protocol):
 
     def write(self, data: bytes) -> None:
         """Send a part of a begun body of unknown length as h11 would, which takes longer to do so."""
-        is_chunked = self.scope["http_version"] == "1.1"
+        is_chunked = self.scope["http_version"] >= "1.1"
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def pause_writing(self) -> None:
