@@ -143,6 +143,8 @@ class Scheduler:
         for request in self.waiting:
             if request.lane is not None:
                 request.lane, request.num_inflight = None, 0
+                # Its drafts go with the lane, those of a preempted request stay.
+                request.has_other_drafts = False
                 self._forget(request)
         self._free_lanes = list(range(self._num_lanes - 1, -1, -1))
         self.pool.reset()

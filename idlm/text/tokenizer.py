@@ -44,7 +44,9 @@ def load_tokenizer(path: Path | str) -> Any:
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(
-            "IDLM-0203", f"{directory} is not a directory", fix="give the path of a checkpoint directory"
+            "IDLM-0203",
+            f"{directory} is not a directory",
+            fix="give the path of a local checkpoint directory; hub names are not downloaded",
         )
     present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     if not present:

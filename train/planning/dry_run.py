@@ -94,8 +94,11 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         with found.guarding():
             named_checkpoint(config)
     tokenizer: Any = None
-    with found.guarding():
-        tokenizer = prepare_tokenizer(config)
+    has_checkpoint = config.model.path is not None and Path(config.model.path).is_dir()
+    # One that is missing is a problem of the configuration already.
+    if found.is_sound or has_checkpoint or config.model.tokenizer:
+        with found.guarding():
+            tokenizer = prepare_tokenizer(config)
     if tokenizer is not None:
         with found.guarding():
             model = meta_model(config, tokenizer)

@@ -314,6 +314,14 @@ def test_a_dry_run_lists_what_it_cannot_plan_with(
     assert "# Configuration" in told.out and "# Launch" in told.out
 
 
+def test_a_dry_run_names_a_missing_checkpoint_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(tmp_path / "nowhere", tmp_path / "out", dry_run="true")) == 2
+    told = capsys.readouterr().err
+    assert "found 1 problem" in told and told.count("nowhere") == 1
+
+
 def test_a_disk_too_small_for_the_plan_is_refused_before_training(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,11 +15,11 @@ from idlm.infer.runtime.stride_controller import Load
 from tests.contracts.engines import build_engine, prompts_of, write_converted_toy
 
 
-@pytest.mark.parametrize("num_inflight_steps", [0, 3])
+@pytest.mark.parametrize(("num_inflight_steps", "fails"), [(0, False), (3, False), (0, True)])
 def test_drafts_from_verification_rows_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_inflight_steps: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_inflight_steps: int, fails: bool
 ) -> None:
-    """Modes change at random; draws are rejected often."""
+    """Modes change at random; draws are rejected often. A pass that fails takes the drafts with it."""
     engine = build_engine(
         write_converted_toy(tmp_path), "isd", stride=4, adaptive=True, num_inflight_steps=num_inflight_steps
     )
@@ -27,6 +27,7 @@ def test_drafts_from_verification_rows_are_told_apart(
     assert controller is not None
     known: list[bool] = []
     told: list[bool] = []
+    num_failures = 2 if fails else 0
 
     def verify(probs: Any, store: Any, tables: Any, *, layout_Z: torch.Tensor, **columns: Any) -> Any:
         buffer_B = layout_Z[columns["lanes_B"]].clone()
@@ -38,6 +39,10 @@ def test_drafts_from_verification_rows_are_told_apart(
         told.extend([from_masks] * (num_tested > 0))
 
     def choose(load: Load) -> int:
+        nonlocal num_failures
+        if num_failures and engine.scheduler.running[0].has_other_drafts:
+            num_failures -= 1
+            raise torch.OutOfMemoryError("injected")
         return dice.randrange(len(engine.decoder.modes))
 
     monkeypatch.setattr(isd, "verify", verify)
@@ -46,4 +51,5 @@ def test_drafts_from_verification_rows_are_told_apart(
     params = SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True, seed=0)
     engine.generate(prompts_of([5], vocab_size=50), params)
     assert told == known[: len(told)] and len(known) - len(told) <= num_inflight_steps
+    assert not num_failures
     assert len(told) > 60 and told.count(False) > 5
