@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from benchmarks.results import read_rows
 from benchmarks.serving import http_overhead
 from benchmarks.serving.over_http import lean_client
 from idlm.infer.clients.generator import run_on_server
 from idlm.infer.clients.http import Server
+from idlm.infer.server.app import EventStream, connected
 from idlm.infer.server.engine_client import Generation
+from idlm.infer.server.guard import TimedProtocol
 from idlm.infer.server.messages import Event, Figures
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers.answer import AnswerParser
@@ -142,7 +151,7 @@ def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:
     asyncio.run(read())
 
 
-@pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True)])
+@pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True), ("1.2", True)])
 def test_a_stream_is_framed_for_the_clients_version_of_http(
     server: Running, version: str, is_chunked: bool
 ) -> None:
@@ -161,6 +170,59 @@ def test_a_stream_is_framed_for_the_clients_version_of_http(
         rest = unchunked(rest)
     assert rest.endswith(b"data: [DONE]\n\n")
     assert "".join(choice["text"] for chunk in content(rest) for choice in chunk["choices"]) == whole
+
+
+async def serve_one(app: ASGIApp) -> weakref.ref[TimedProtocol]:
+    """Answer one request with `app`; the connection, which is closed."""
+    config = uvicorn.Config(app, http=TimedProtocol, ws="none", lifespan="off", log_config=None)
+    made: list[weakref.ref[TimedProtocol]] = []
+
+    def new_protocol() -> TimedProtocol:
+        protocol = TimedProtocol(config, ServerState(), {})
+        made.append(weakref.ref(protocol))
+        return protocol
+
+    listener = await asyncio.get_running_loop().create_server(new_protocol, "127.0.0.1", 0)
+    async with listener:
+        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname()[:2])
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return made[0]
+
+
+def test_a_connection_that_closes_cancels_its_request_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It closes before the stream begins, and is lost a turn of the event loop later."""
+    left: list[object] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request, generation = Request(scope), new_generation()
+        request.state.protocol.transport.close()
+        stream = EventStream(new_reply("completion", generation), generation, request)
+        await stream(scope, receive, send)
+        left.append((request.state.protocol.on_lost, generation.num_open, generation.sink))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        left.append("not cancelled")
+
+    asyncio.run(serve_one(app))
+    assert left == [(None, 0, None), "not cancelled"]
+    assert not caplog.records
+
+
+def test_a_connection_that_ends_is_freed_without_garbage_collection() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async with connected(Request(scope)):
+            await Response()(scope, receive, send)
+
+    gc.disable()
+    try:
+        assert asyncio.run(serve_one(app))() is None
+    finally:
+        gc.enable()
 
 
 def unchunked(data: bytes) -> bytes:
