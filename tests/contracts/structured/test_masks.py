@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from idlm.contracts import Completion
+from idlm.contracts import Completion, Constraint
 from idlm.infer.structured import grammar as grammars
+from idlm.infer.structured.draft_choice import Follower, Told
+from idlm.infer.structured.masks import PassGrammars
 from tests.contracts.engines import answers, build_engine
 from tests.contracts.structured.test_structured import (
     CONSTRAINTS,
@@ -59,6 +63,56 @@ def test_masks_and_questions_differ_in_forced_tokens_only(toy: Path, expected: l
             num_forced += allowed != fitting
             assert grammar.push([token_id])
     assert num_forced
+
+
+@pytest.mark.parametrize(
+    "text", ['start: ("ab" | "é")+', "start: /[a-c]{1,9}/ /[0-9]*/", 'start: /[abz]/+ "é" "yes"']
+)
+def test_a_follower_is_where_a_fresh_grammar_is(toy: Path, text: str) -> None:
+    """After random candidates, rejections and strides: the same masks as after the same tokens at once."""
+    compiler, rng = build_engine(toy, "ar")._parts.grammars(), random.Random(3)
+    num_drafted = 0
+    for _ in range(20):
+        committed = compiler.grammar(Constraint(kind="grammar", text=text))
+        follower = Follower(committed)
+        taken: list[int] = []
+        drafts: list[int] = []
+        for num_drafts in rng.choices(range(4), k=12):
+            passed = PassGrammars({0: follower}, [0], [])
+            passed.choose_drafts(num_drafts)
+            drafts = follower.drafts[:num_drafts]
+            bits_AW = passed.bits(torch.device("cpu"))[0]
+            fresh = compiler.grammar(Constraint(kind="grammar", text=text))
+            assert fresh.push(taken)
+            if follower.is_over:
+                assert fresh.is_finished
+                break
+            rows = [_allowed(bits_W) for bits_W in bits_AW[: 1 + len(drafts)].tolist()]
+            for depth, row in enumerate(rows):
+                after = compiler.grammar(Constraint(kind="grammar", text=text))
+                assert after.push(taken + drafts[:depth])
+                bits = after.matcher.compute_bitmask()
+                if not after.is_finished:
+                    assert row == {one for one in range(VOCAB) if bits[one // 8] >> one % 8 & 1}
+            num_accepted = 0
+            while num_accepted < len(drafts) and drafts[num_accepted] in rows[num_accepted]:
+                if rng.random() < 0.3:
+                    break
+                num_accepted += 1
+            emitted = [*drafts[:num_accepted], rng.choice(sorted(rows[num_accepted]))]
+            num_drafted += num_accepted
+            taken += emitted
+            likely = sorted(rows[0])
+            candidates = [
+                rng.choice(likely) if rng.random() < 0.7 else rng.randrange(VOCAB) for _ in range(9)
+            ]
+            told = [len(emitted), *emitted, *[0] * (4 - len(emitted)), *candidates]
+            follower.told = Told(torch.tensor([told]), 4, 3), 0
+    assert num_drafted > 20
+
+
+def _allowed(bits_W: list[int]) -> set[int]:
+    return {one for one in range(VOCAB) if bits_W[one // 32] >> one % 32 & 1}
 
 
 @pytest.mark.parametrize("num_peers", [1, 3])
