@@ -122,8 +122,7 @@ def _has_common_decode(kind: type) -> bool:
 
 def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of the ids, special tokens included, with spaces unchanged."""
-    kind: Any = type(tokenizer)
-    decode = tokenizer._decode if _has_common_decode(kind) else tokenizer.decode
+    decode = tokenizer._decode if _has_common_decode(tokenizer.__class__) else tokenizer.decode
     text: str = decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 

@@ -321,12 +321,12 @@ class StrideController:
         """The fastest mode, or one whose trial goes on or is due. A trial tests the drafts of its own first
         pass, and no single disturbed step decides it.
         """
-        since, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
-        if since < TRIAL_PASSES and trial_size == size and tried in rates:
+        since_trial, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
+        if since_trial < TRIAL_PASSES and trial_size == size and tried in rates:
             return tried
         best = max(rates, key=rates.__getitem__)
         if self.times is None and not self._is_timed(size, best):
-            is_awaited = self._trial == (size, best) and since <= MAX_AWAITED_STEPS
+            is_awaited = self._trial == (size, best) and since_trial <= MAX_AWAITED_STEPS
             if is_awaited and size * self._widths[best] > FREE_ROWS:
                 timed = [number for number in rates if self._is_timed(size, number)]
                 return max(timed, key=rates.__getitem__, default=self._narrowest)
@@ -339,9 +339,8 @@ class StrideController:
                 since = self._num_steps - timing.last_chosen
                 is_due = since > MIN_STEPS_BETWEEN_TRIALS and since * EXPLORATION_BUDGET > cost
             else:
-                since = self._num_steps - self._last_trial
                 hope = math.exp((rate / rates[best] - 1) / FIRST_DOUBT)
-                is_due = self.times is not None and since * FIRST_BUDGET * hope > cost
+                is_due = self.times is not None and since_trial * FIRST_BUDGET * hope > cost
             if is_due and number != best:
                 return self._start_trial(size, number)
         return best

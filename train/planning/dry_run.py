@@ -94,9 +94,9 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         with found.guarding():
             named_checkpoint(config)
     tokenizer: Any = None
-    has_checkpoint = config.model.path is not None and Path(config.model.path).is_dir()
-    # One that is missing is a problem of the configuration already.
-    if found.is_sound or has_checkpoint or config.model.tokenizer:
+    # A missing checkpoint is a problem of the configuration already.
+    path = config.model.path
+    if found.is_sound or config.model.tokenizer or (path and Path(path).is_dir()):
         with found.guarding():
             tokenizer = prepare_tokenizer(config)
     if tokenizer is not None:
