@@ -7,11 +7,11 @@ and with any the command ends with status 2. Only the data cache is written, whi
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
             named_checkpoint(config)
     tokenizer: Any = None
     # A missing checkpoint is a problem of the configuration already.
-    if found.is_sound or config.model.tokenizer or os.path.isdir(config.model.path or ""):
+    if found.is_sound or config.model.tokenizer or (config.model.path and Path(config.model.path).is_dir()):
         with found.guarding():
             tokenizer = prepare_tokenizer(config)
     if tokenizer is not None:
