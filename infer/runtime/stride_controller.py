@@ -109,6 +109,26 @@ class _Timing:
         return min(self.ratios)
 
 
+@dataclass(slots=True)
+class _Drafts:
+    """Numbers of tested and of accepted drafts; after many tests the older ones count half."""
+
+    tested: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, accepted: int, tested: int) -> None:
+        """Count further drafts."""
+        if self.tested >= MAX_REMEMBERED_DRAFTS:
+            self.tested /= 2
+            self.accepted /= 2
+        self.tested += tested
+        self.accepted += accepted
+
+    def acceptance(self, expected: float) -> float:
+        """The accepted share, close to `expected` while few are tested."""
+        return (self.accepted + PRIOR_WEIGHT * expected) / (self.tested + PRIOR_WEIGHT)
+
+
 class StrideController:
     """Compares modes by expected tokens, from measured acceptance, per measured or estimated second.
 
@@ -128,8 +148,7 @@ class StrideController:
         self._tokens_per_forward = lru_cache(maxsize=4096)(tokens_per_forward)
         num_drafts = max(mode.stride for mode in modes) - 1
         self._prior = [*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts]
-        self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
-        self._all_tested = self._all_accepted = 0.0
+        self._drafts, self._drafts_from_masks = _Drafts(), [_Drafts() for _ in range(num_drafts)]
         self.times = times
         self._timings: dict[tuple[int, int], _Timing] = {}
         self._leaders: dict[int, int] = {}
@@ -219,30 +238,18 @@ class StrideController:
         """Record drafts of one sequence: tested in order, the first `num_accepted` accepted. Those that are
         not from masks pass less often, and say nothing of what other modes would accept.
         """
-        if self._all_tested >= MAX_REMEMBERED_DRAFTS:
-            self._all_tested /= 2
-            self._all_accepted /= 2
-        self._all_tested += num_tested
-        self._all_accepted += num_accepted
+        self._drafts.add(num_accepted, num_tested)
         for position in range(num_tested if from_masks else 0):
-            if self._tested[position] >= MAX_REMEMBERED_DRAFTS:
-                self._tested[position] /= 2
-                self._accepted[position] /= 2
-            self._tested[position] += 1
-            self._accepted[position] += position < num_accepted
+            self._drafts_from_masks[position].add(position < num_accepted, 1)
 
     def acceptance(self, position: int) -> float:
         """Acceptance probability of the draft at `position`, given that those before it were accepted. Few
         tests of a position count together with those of all positions.
         """
-        mean = self._shrunk(sum(self._accepted), sum(self._tested))
-        shift = _log_odds(mean) - _log_odds(self._prior[0])
-        expected = _shifted(self._prior[position], shift)
-        return (self._accepted[position] + PRIOR_WEIGHT * expected) / (self._tested[position] + PRIOR_WEIGHT)
-
-    def _shrunk(self, accepted: float, tested: float) -> float:
-        """Acceptance of all positions together; the first one is tested most."""
-        return (accepted + PRIOR_WEIGHT * self._prior[0]) / (tested + PRIOR_WEIGHT)
+        tested = sum(drafts.tested for drafts in self._drafts_from_masks)
+        accepted = sum(drafts.accepted for drafts in self._drafts_from_masks)
+        shift = _log_odds(_Drafts(tested, accepted).acceptance(self._prior[0])) - _log_odds(self._prior[0])
+        return self._drafts_from_masks[position].acceptance(_shifted(self._prior[position], shift))
 
     def tokens(self, number: int, log_odds: float = 0.0) -> float:
         """Expected tokens per sequence and step in mode `number`, as the decoder computes them. `log_odds`:
@@ -256,7 +263,7 @@ class StrideController:
         """Mean of `tokens` over sequences, by mode. Between two passes there is a millisecond for it, so that
         acceptance is shifted once for all modes.
         """
-        mean = self._shrunk(self._all_accepted, self._all_tested)
+        mean = self._drafts.acceptance(self._prior[0])
         mean_odds = _log_odds(mean)
         classes = Counter(_class_of(*own, mean, mean_odds) for own in drafts) or {0: 1}
         total, sums = sum(classes.values()), [0.0] * len(self._modes)
