@@ -93,7 +93,8 @@ class Scheduler:
         while self.waiting and self._free_lanes and not is_stalled and budget > 0:
             num_committed = self._commit_scheduled_pages(schedule, num_committed)
             request = self.waiting[0]
-            request.lane = self._free_lanes.pop()
+            # The draft buffer of a new lane is empty.
+            request.lane, request.has_other_drafts = self._free_lanes.pop(), False
             num_slots = self.slots_needed(request.num_known, request.max_length, request.num_canvases)
             if not self._allocate(request, num_slots):
                 self._free_lanes.append(request.lane)
@@ -143,8 +144,6 @@ class Scheduler:
         for request in self.waiting:
             if request.lane is not None:
                 request.lane, request.num_inflight = None, 0
-                # Its drafts go with the lane, those of a preempted request stay.
-                request.has_other_drafts = False
                 self._forget(request)
         self._free_lanes = list(range(self._num_lanes - 1, -1, -1))
         self.pool.reset()
