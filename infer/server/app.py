@@ -183,7 +183,7 @@ async def connected(request: Request) -> AsyncIterator[None]:
         is_gone = True
         task.cancel()
 
-    # A large body has paused reading, and who does not read learns of no end.
+    # A large body has paused reading, without which the end of the connection is not seen.
     protocol.flow.resume_reading()
     # Not whether the transport is closing: `on_lost` is called for that connection yet.
     if protocol.cycle.disconnected:

@@ -125,9 +125,6 @@ class EngineClient:
         if self._open.pop(request_id, None) is not None and self._writer is not None:
             self._write(self._writer, {"type": "abort", "id": request_id})
 
-    def _generations(self) -> set[Generation]:
-        return set(self._open.values())
-
     def _write(self, writer: asyncio.StreamWriter, message: Message) -> None:
         writer.write(pack(message))
         self._owes_answer = True
@@ -255,7 +252,7 @@ class EngineClient:
             generation.put(event)
 
     def _fail_all(self, error: ApiError) -> None:
-        for generation in self._generations():
+        for generation in set(self._open.values()):
             generation.fail(error)
         self._open.clear()
 

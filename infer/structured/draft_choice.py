@@ -152,15 +152,10 @@ class Follower:
         self.ahead.matcher.rollback(len(self.drafts))
 
     def go_on(self) -> None:
-        """Follow the drafts again."""
+        """Follow the drafts again. A matcher never leaves an error."""
         if self.ahead.matcher.is_error():
             self.ahead = self._restart()
         self.ahead.matcher.consume_tokens(self.drafts)
-
-    def repair(self) -> None:
-        """Start again after drafts that led to an error: a matcher never leaves one."""
-        if self.ahead.matcher.is_error():
-            self.go_on()
 
 
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
@@ -188,7 +183,8 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
             if follower.take([token_id], is_certain=is_certain) and follower.extend()
         ]
     for follower in followers:
-        follower.repair()
+        if follower.ahead.matcher.is_error():
+            follower.go_on()
 
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:

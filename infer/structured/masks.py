@@ -2,11 +2,11 @@
 
 A forward pass needs tokens and drafts, which the device has, and no mask, so it runs while the host follows
 what the pass before emitted and computes bits. What follows hidden states waits for the bits and runs outside
-of CUDA graphs. Temperature and filters come after the masks, so that p is
-the AR law of the allowed tokens. q gets the mask of the drafts before it, because a draft outside of the
-grammar is always rejected: a pass draws several candidates for each of the next drafts at once, and the host
-takes the first that fits (`draft_choice.py`). That is a draw from q without the tokens that do not fit,
-whose probabilities the next pass tests.
+of CUDA graphs. Temperature and filters come after the masks, so that p is the AR law of the allowed tokens.
+q gets the mask of the drafts before it, because a draft outside of the grammar is always rejected: a pass
+draws several candidates for each of the next drafts at once, and the host takes the first that fits
+(`draft_choice.py`). That is a draw from q without the tokens that do not fit, whose probabilities the next
+pass tests.
 Sequences without a grammar cost nothing here.
 Shapes: X wanted rows, Y rows that get masks, V vocabulary, W words of bits, B sequences, M sequences with a
 grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates.
