@@ -59,7 +59,7 @@ class CanvasRows(WantedRows):
 
 class BestRows(WantedRows):
     """Rows of a pass planned for `WantedRows.best`. `hidden_RD` is in the workspace, after the final norm; it
-    is valid until the next pass. Logits, if anybody asks for them, are outside of the plan.
+    is valid until the next pass. Logits, if a request asks for them, are outside of the plan.
 
     `step`: the call of the head.
     """

@@ -35,7 +35,7 @@ SLOW_BITS = 0.05
 class Told:
     """What a pass tells of the sequences of its batch: numbers of emitted tokens, the tokens, the first
     candidates for the next drafts, all second ones, and so on (-1: there is no such draft). Copied in the
-    order of the stream; who reads it waits for nothing later.
+    order of the stream; reading it waits for nothing later.
     """
 
     def __init__(self, values: Tensor, num_tokens: int, num_drafts: int) -> None:

@@ -164,8 +164,8 @@ class GrammarCompiler:
         return compiling.result().branch()
 
     def begin(self, constraint: Constraint) -> Future[Grammar]:
-        """Begin to compile, in a thread; the interpreter's lock is free meanwhile. Who keeps the future finds
-        the grammar without waiting once it is done. One that waits for others may be cancelled.
+        """Begin to compile, in a thread; the interpreter's lock is free meanwhile. While the future is kept,
+        the grammar is there once it is done. One that waits for others may be cancelled.
         """
         compiling = self._compiling.get(constraint)
         if compiling is None or compiling.cancelled():

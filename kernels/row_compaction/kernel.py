@@ -61,8 +61,8 @@ def count_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program: who waits, how many rows before its block each sequence goes on with, and where its rows
-    begin.
+    """One program: which sequences wait, how many rows before its block each sequence goes on with, and
+    where its rows begin.
     """
     CHUNK: tl.constexpr = 16
     b = tl.arange(0, BLOCK_B)

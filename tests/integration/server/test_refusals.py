@@ -46,7 +46,7 @@ def test_every_route_but_health_and_ready_needs_the_key(server: Running) -> None
     assert {(CHAT, "POST"), ("/metrics", "GET"), ("/openapi.json", "GET"), ("/server_info", "GET")} <= set(
         table
     )
-    with httpx.Client(base_url=server.url, trust_env=False) as stranger:
+    with httpx.Client(base_url=server.url, trust_env=False) as keyless:
         for path, method in [
             *table,
             ("/", "GET"),
@@ -56,7 +56,7 @@ def test_every_route_but_health_and_ready_needs_the_key(server: Running) -> None
         ]:
             for key in (None, "Bearer", f"Bearer {KEY}x", KEY, "Bearer \xff"):
                 headers = {} if key is None else {"authorization": key.encode("latin-1")}
-                response = stranger.request(method, path, headers=headers)
+                response = keyless.request(method, path, headers=headers)
                 assert (response.status_code == 401) == (path not in OPEN_PATHS), (path, method, key)
             allowed = server.client.request(method, path)
             assert allowed.status_code != 401 and allowed.status_code < 500, (path, method)

@@ -73,14 +73,14 @@ def test_the_older_name_of_model_info_is_served(server: Running) -> None:
 
 def test_a_router_with_the_key_may_send_it_next_to_the_clients(server: Running) -> None:
     right, wrong = ("authorization", f"Bearer {KEY}"), ("authorization", "Bearer x")
-    with httpx.Client(base_url=server.url, trust_env=False) as stranger:
+    with httpx.Client(base_url=server.url, trust_env=False) as keyless:
         for headers, status in (
             ([right, right], 200),
             ([right, wrong], 401),
             ([wrong, right], 401),
             ([], 401),
         ):
-            assert stranger.get("/v1/models", headers=headers).status_code == status
+            assert keyless.get("/v1/models", headers=headers).status_code == status
 
 
 def test_metrics_have_every_name_that_llm_d_and_the_alerts_read(server: Running) -> None:
