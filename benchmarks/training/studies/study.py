@@ -82,6 +82,8 @@ LINES_OF_A_FAILURE = 25
 WORKER = ("-m", "benchmarks.training.studies.study_worker")
 REHEARSAL: dict[str, Any] = {"steps": 6, "flops": 0.0, "max_tokens": 8, "workers": 1, "keep": ""}
 """Six steps have some for each of three stages."""
+REHEARSED_AT_ONCE = 3
+"""More would take the memory and the processor that the bases of all seeds need."""
 
 
 def main() -> int:
@@ -144,6 +146,9 @@ def run_seed(options: dict[str, str], names: Sequence[str]) -> int:
     known = [Path(options["known"]), results]
     left = [name for name in names if not any(is_whole(record_path(one, seed, name)) for one in known)]
     has_base = (folder / BASE / TRAINED).is_file()
+    if left and not has_base and BASE in names and left[0] != BASE:
+        # Its record is known, but arms need its checkpoint.
+        left.insert(0, BASE)
     if left and not has_base and left[0] != BASE:
         raise UserError(
             "IDLM-0107",
@@ -164,7 +169,7 @@ def run_seed(options: dict[str, str], names: Sequence[str]) -> int:
             write_samples(folder, int(options["num"]))
             jobs += planned_jobs(options, left)
             if processes.running and rehearses:
-                rehearse(processes, jobs)
+                rehearse(processes, jobs, base=folder / BASE / TRAINED)
             has_all = processes.wait_for(folder / BASE / TRAINED)
             arms = [job for job in jobs if job.name != BASE]
             has_all = has_all and processes.run(arms, parallel=int(options["parallel"]))
@@ -181,16 +186,21 @@ def rehearsal(job: Job) -> Job:
     return replace(job, folder=own, results=own, **REHEARSAL)
 
 
-def rehearse(processes: Processes, jobs: Sequence[Job]) -> None:
-    """Begin the rehearsals of all arms once that of the base has trained; returns before they end."""
+def rehearse(processes: Processes, jobs: Sequence[Job], *, base: Path) -> None:
+    """Begin rehearsals, `REHEARSED_AT_ONCE` at a time, once that of the base has trained, until the file `base`
+    is there; returns before they end.
+    """
     short = [rehearsal(job) for job in jobs]
     for chain in CHAINS:
         problems = samples_path(Path(jobs[0].folder), chain)
         shutil.copy(problems, samples_path(Path(short[0].folder), chain))
     if processes.wait_for(short[0].output / TRAINED):
         for job in short:
-            if job.name != BASE:
-                processes.begin(job, is_rehearsal=True)
+            if job.name == BASE:
+                continue
+            if not processes.wait_for_room(REHEARSED_AT_ONCE, until=base):
+                return
+            processes.begin(job, is_rehearsal=True)
 
 
 def take_base(given: Path, target: Path) -> None:
@@ -254,18 +264,29 @@ class Processes:
             time.sleep(0.2)
         return True
 
+    def wait_for_room(self, most: int, *, until: Path) -> bool:
+        """Whether less than `most` rehearsals run before `until` is there and before the deadline."""
+        while sum(one.is_rehearsal for one in self.running) >= most:
+            self._collect()
+            if until.is_file() or time.monotonic() > self.deadline:
+                return False
+            time.sleep(0.2)
+        return not until.is_file()
+
     def run(self, jobs: Sequence[Job], *, parallel: int) -> bool:
         """Run all jobs, `parallel` at a time, and what runs already; returns whether all have a record."""
         waiting = list(jobs)
         while waiting or self.running:
             self._collect()
-            while waiting and sum(not one.is_rehearsal for one in self.running) < parallel:
-                job = waiting.pop(0)
-                if time.monotonic() + self.longest > self.deadline:
-                    print(f"{job.name}: no time left", flush=True)
+            while waiting and (num := sum(not one.is_rehearsal for one in self.running)) < parallel:
+                # The longest arm shared the GPU with others, and so will this one, or with fewer.
+                if time.monotonic() + self.longest * (num + 1) / parallel <= self.deadline:
+                    self.begin(waiting.pop(0))
+                elif num:
+                    break
+                else:
+                    print(f"{waiting.pop(0).name}: no time left", flush=True)
                     self.has_failed = True
-                    continue
-                self.begin(job)
             if all(one.is_rehearsal for one in self.running) and not waiting:
                 self.stop()
             elif time.monotonic() > self.deadline:

@@ -6,7 +6,7 @@ idlm-train does (`flops_per_step`), so that an arm with fewer FLOPs a step takes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from idlm.train.config.schema import TrainConfig
 
 BASE, CONTROL = "base", "ar"
 THRESHOLD, TAU = 0.9, 0.5
-COLD, BRANCH = "cold", "branch"
+COLD, BRANCH, DETERMINISTIC = "cold", "branch", "deterministic"
 CHAINS = {"short": (4, 8), "long": (12, 16)}
 """Steps of the problems that are asked; training has all from the shortest to the longest."""
 LEVEL = "p4"
@@ -64,13 +64,14 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One way to decode an arm; `label` names it in rows."""
+    """One way to decode an arm, or with `of_base` the checkpoint of its base; `label` names it in rows."""
 
     label: str
     decoder: str
     temperature: float
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    of_base: bool = False
 
 
 def _both(label: str, decoder: str, **engine: Any) -> tuple[Cell, ...]:
@@ -85,6 +86,16 @@ RELAXED = Cell(label=f"tau_{TAU}", decoder="isd", temperature=1.0, engine=_COLD,
 PUBLISHED = Cell(
     label="published", decoder="isd", temperature=1.0, engine={**_COLD, "acceptance": "published"}
 )
+FIXED = tuple(
+    replace(
+        cell,
+        label=f"{cell.label}_{DETERMINISTIC}",
+        engine=cell.engine | {DETERMINISTIC: True},
+        of_base=cell.decoder == "ar",
+    )
+    for cell in (AR[0], COLDS[0], BRANCHES[0])
+)
+"""Greedy answers of the base and of the gated LoRA on it, in passes whose bits do not depend on their shape."""
 BLOCKS = (
     *_both("sequential", "block", strategy="sequential"),
     *_both(f"threshold_{THRESHOLD}", "block", strategy="low_confidence_dynamic", threshold=THRESHOLD),
@@ -113,11 +124,11 @@ def _strided(stride: int, cells: tuple[Cell, ...], *overrides: str, stages: str 
     )
 
 
-def _drafting(*overrides: str) -> Arm:
+def _drafting(*overrides: str, cells: tuple[Cell, ...] = ()) -> Arm:
     """R-ISD: a gated LoRA, whose clean rows are the base's and have no loss."""
     stages = "{stride: 2, fraction: 0.25}, {stride: 3, fraction: 0.25}, {stride: 4, fraction: 0.5}"
     adapter = ("adapter.rank=64", "adapter.alpha=128", "train.learning_rate=3e-3")
-    return _strided(4, (AR[0], *STRIDED), *adapter, *overrides, stages=stages)
+    return _strided(4, (AR[0], *STRIDED, *cells), *adapter, *overrides, stages=stages)
 
 
 _FIXED = ", ".join(
@@ -132,7 +143,7 @@ ARMS = {
     "block_4": Arm(
         overrides=("objective=block", "train.stages=[{stride: 4, fraction: 1.0}]"), cells=BLOCKS, stride=4
     ),
-    "lora_4": _drafting(),
+    "lora_4": _drafting(cells=FIXED),
     "idlm_2": _strided(2, STRIDED),
     "idlm_3": _strided(3, STRIDED),
     "idlm_8": _strided(8, STRIDED),
@@ -146,14 +157,14 @@ ARMS = {
 
 
 def chosen_arms(names: str) -> list[str]:
-    """The arms of `arms=`, in the order of the study; UserError IDLM-0107 for an unknown one."""
+    """The arms of `arms=` in their order, the base first; UserError IDLM-0107 for an unknown one."""
     wanted = list(ARMS) if names == "all" else names.split(",")
     unknown = [name for name in wanted if name not in ARMS]
     if unknown:
         raise UserError(
             "IDLM-0107", f"arms={','.join(unknown)}", fix=f"give all, or some of {', '.join(ARMS)}"
         )
-    return [name for name in ARMS if name in wanted]
+    return sorted(wanted, key=lambda name: name != BASE)
 
 
 def train_arguments(

@@ -8,6 +8,7 @@ passes and which problems were answered exactly (`marks`: bits as hexadecimal di
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
@@ -23,6 +24,7 @@ from benchmarks.training.studies.study_arms import (
     ARMS,
     BASE,
     CHAINS,
+    DETERMINISTIC,
     MAX_LENGTH,
     MAX_TOKENS,
     SIZES,
@@ -128,6 +130,7 @@ def run_arm(job: Job) -> None:
     record: dict[str, Any] = {
         **{key: getattr(job, key) for key in ("name", "seed", "size", "steps", "flops", "num")},
         "trained": trained,
+        "base": base_digest(Path(job.folder)),
         "machine": machine,
         "is_whole": False,
         "cells": [],
@@ -138,6 +141,11 @@ def run_arm(job: Job) -> None:
         record["cells"].append(cell)
         record["is_whole"] = len(record["cells"]) == num_cells
         replace_text(job.record, json.dumps(record) + "\n")
+
+
+def base_digest(folder: Path) -> str:
+    """Of the weights of the base (sha256, 16 digits): arms of one base can be compared problem by problem."""
+    return hashlib.sha256((folder / BASE / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def train(job: Job) -> None:
@@ -186,9 +194,10 @@ def measured(job: Job) -> Iterator[dict[str, Any]]:
     arm = ARMS[job.name]
     problems = {chain: read_samples(Path(job.folder), chain, job.num) for chain in CHAINS}
     greedy: dict[str, list[tuple[int, ...]]] = {}
-    for (decoder, settings), cells in itertools.groupby(arm.cells, key=lambda one: (one.decoder, one.engine)):
-        engine = engine_of(job, decoder, settings)
-        for cell, chain in itertools.product(cells, CHAINS):
+    for _, cells in itertools.groupby(arm.cells, key=lambda one: (one.decoder, one.engine, one.of_base)):
+        first, *others = cells
+        engine = engine_of(job, first)
+        for cell, chain in itertools.product((first, *others), CHAINS):
             params = SamplingParams(
                 temperature=cell.temperature, max_tokens=job.max_tokens, seed=SEED, **cell.sampling
             )
@@ -197,7 +206,7 @@ def measured(job: Job) -> Iterator[dict[str, Any]]:
             if cell.decoder == "ar" and cell.temperature == 0:
                 greedy[chain] = answers
             known = greedy.get(chain) if cell.temperature == 0 else None
-            yield figures(cell, chain, result, arm.stride if decoder == "isd" else 1) | {
+            yield figures(cell, chain, result, arm.stride if cell.decoder == "isd" else 1) | {
                 "equal_to_ar": None if known is None else equal_share(answers, known)
             }
             print(
@@ -209,13 +218,16 @@ def measured(job: Job) -> Iterator[dict[str, Any]]:
         free_cached_memory()
 
 
-def engine_of(job: Job, decoder: str, settings: dict[str, Any]) -> Engine:
+def engine_of(job: Job, cell: Cell) -> Engine:
     """An engine that takes a fixed part of the GPU's memory, because other arms run there too. It computes in
-    float32: in bfloat16, ties would part greedy answers of strategies that agree.
+    float32: in bfloat16, ties would part greedy answers of strategies that agree. Only a GPU has kernels
+    whose bits do not depend on the batch.
     """
+    is_free = job.device != "cuda"
+    settings = {name: value for name, value in cell.engine.items() if not (is_free and name == DETERMINISTIC)}
     return Engine.from_pretrained(
-        job.output,
-        decoder,
+        Path(job.folder) / BASE if cell.of_base else job.output,
+        cell.decoder,
         device=job.device,
         dtype="float32",
         max_num_seqs=job.batch,

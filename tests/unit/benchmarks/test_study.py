@@ -151,7 +151,7 @@ def test_an_arm_that_fails_or_hangs_costs_only_itself(
 
 
 def test_no_arm_begins_that_cannot_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processes = study.Processes(tmp_path, time.monotonic() + 50)
+    processes = study.Processes(tmp_path, time.monotonic() + 40)
     processes.longest = 100.0
     assert not processes.run([job_of(tmp_path, "ar")], parallel=2)
     assert "ar: no time left" in capsys.readouterr().out
