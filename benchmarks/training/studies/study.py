@@ -146,9 +146,6 @@ def run_seed(options: dict[str, str], names: Sequence[str]) -> int:
     known = [Path(options["known"]), results]
     left = [name for name in names if not any(is_whole(record_path(one, seed, name)) for one in known)]
     has_base = (folder / BASE / TRAINED).is_file()
-    if left and not has_base and BASE in names and left[0] != BASE:
-        # Its record is known, but arms need its checkpoint.
-        left.insert(0, BASE)
     if left and not has_base and left[0] != BASE:
         raise UserError(
             "IDLM-0107",
@@ -187,8 +184,8 @@ def rehearsal(job: Job) -> Job:
 
 
 def rehearse(processes: Processes, jobs: Sequence[Job], *, base: Path) -> None:
-    """Begin rehearsals, `REHEARSED_AT_ONCE` at a time, once that of the base has trained, until the file `base`
-    is there; returns before they end.
+    """Begin rehearsals, `REHEARSED_AT_ONCE` at a time, once that of the base has trained, until the file
+    `base` is there; returns before they end.
     """
     short = [rehearsal(job) for job in jobs]
     for chain in CHAINS:

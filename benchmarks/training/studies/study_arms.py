@@ -95,7 +95,7 @@ FIXED = tuple(
     )
     for cell in (AR[0], COLDS[0], BRANCHES[0])
 )
-"""Greedy answers of the base and of the gated LoRA on it, in passes whose bits do not depend on their shape."""
+"""Greedy answers of the base and of the gated LoRA on it; the bits of a row do not depend on its pass."""
 BLOCKS = (
     *_both("sequential", "block", strategy="sequential"),
     *_both(f"threshold_{THRESHOLD}", "block", strategy="low_confidence_dynamic", threshold=THRESHOLD),
