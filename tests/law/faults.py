@@ -248,19 +248,6 @@ def temperature_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceState, "admit", admit)
 
 
-@fault("law", "alternate")
-def drafts_left_out_by_what_they_are(patch: pytest.MonkeyPatch) -> None:
-    """How many drafts a pass tests may follow the past alone: here, not the first draft itself."""
-    original = IsdDecoder.plan
-
-    def plan(self: IsdDecoder, table: SequenceState, batch: Batch) -> StepPlan:
-        is_left_out_Z = self.drafts_ZJ[:, 0] < 2
-        self.draft_buffer_Z.masked_fill_(is_left_out_Z, 0)
-        return original(self, table, batch)
-
-    patch.setattr(IsdDecoder, "plan", plan)
-
-
 @fault("greedy")
 def verify_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def verify(op: Any, *args: Any, first_rows_B: Tensor, **columns: Any) -> Verdict:
