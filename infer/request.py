@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
 
 
+MAX_RECENT_DRAFTS = 256
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A sequence in the engine. `lane` is its row in the device tables, None while it waits.
@@ -28,9 +31,11 @@ class Request:
     `max_length` bounds prompt and answer together; a pass feeds `num_canvases` of them (full diffusion),
     each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
-    `tested` count drafts by position. `has_other_drafts`: its drafts are not from masks, but from rows that
-    verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the second one
-    on, as far as they are known. `grammar` is that of a constraint, after the tokens of the answer.
+    `tested` count drafts by position, `recent_accepted` and `recent_tested` all of late: after
+    `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts are not from masks,
+    but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
+    second one on, as far as they are known. `grammar` is that of a constraint, after the tokens of the
+    answer.
     """
 
     request_id: str
@@ -54,6 +59,8 @@ class Request:
     num_steps: int = 0
     accepted: list[int] = field(default_factory=list)
     tested: list[int] = field(default_factory=list)
+    recent_accepted: float = 0.0
+    recent_tested: float = 0.0
     has_other_drafts: bool = False
     finish_reason: str | None = None
     grammar: Grammar | None = None
@@ -132,6 +139,11 @@ class Request:
         for position in range(num_tested):
             self.tested[position] += 1
             self.accepted[position] += position < num_accepted
+        if self.recent_tested >= MAX_RECENT_DRAFTS:
+            self.recent_tested /= 2
+            self.recent_accepted /= 2
+        self.recent_tested += num_tested
+        self.recent_accepted += num_accepted
 
     def complete(self, text: str, exactness: str, *, error: UserError | None = None) -> Completion:
         """The completion of a finished request; with `error` it holds the tokens emitted so far."""

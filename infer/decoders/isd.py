@@ -38,12 +38,14 @@ from idlm.kernels.sampling import (
 )
 from idlm.semantics import MAX_STRIDE, Semantics
 
-ADAPTIVE_STRIDES = (2, 3, 4, 8)
+ALTERNATE_STRIDES, PARTIAL_STRIDES = (2, 3, 4), (3, 5)
+"""Strides below the decoder's own at which `alternate` and `branch_2` are modes of `adaptive`."""
+MAX_BRANCH_STRIDE = 4
+"""Beyond it `branch_3` is a mode instead of `branch`, whose last groups cost more than they gain."""
 NUM_CANDIDATES = 16
 """Draws for each draft of a sequence with a grammar. If q gives the allowed tokens a fifth of its mass, none
 of them fits in 3 % of the cases.
 """
-PARTIAL_BRANCHES = ((4, "branch_2"), (8, "branch_2"), (8, "branch_3"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +109,14 @@ class IsdDecoder(Decoder):
     def _choices(self, config: IsdConfig) -> tuple[StrideMode, ...]:
         if not config.adaptive:
             return (StrideMode(stride=self.stride, strategy=config.rejection_strategy),)
-        strides = {*(stride for stride in ADAPTIVE_STRIDES if stride < self.stride), self.stride} - {1}
-        strategies = dict.fromkeys((config.rejection_strategy, "branch"))
-        # Between the two in rows and in tokens.
-        partial = [(s, name) for s, name in PARTIAL_BRANCHES if s in strides and name not in strategies]
-        return (
-            StrideMode(stride=1, strategy="cold"),
-            *(StrideMode(stride=s, strategy=name) for s in sorted(strides) for name in strategies),
-            *(StrideMode(stride=s, strategy=name) for s, name in partial),
-        )
+        last, widest = self.stride, "branch" if self.stride <= MAX_BRANCH_STRIDE else "branch_3"
+        modes = [
+            (1, "cold"),
+            *((stride, "alternate") for stride in (*ALTERNATE_STRIDES, last) if 1 < stride <= last),
+            *((stride, "branch_2") for stride in (*PARTIAL_STRIDES, last) if 2 < stride <= last),
+            *((last, name) for name in (config.rejection_strategy, widest) if last > 1),
+        ]
+        return tuple(StrideMode(stride=stride, strategy=name) for stride, name in dict.fromkeys(modes))
 
     def _check(self, config: IsdConfig, semantics: Semantics) -> None:
         check_causal(semantics, self.name)

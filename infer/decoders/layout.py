@@ -98,7 +98,6 @@ class DraftLayout:
     def __init__(self, layouts: list[RowLayout], device: torch.device) -> None:
         self.layouts = layouts
         self.max_width = max(layout.width for layout in layouts)
-        self.num_masks = layouts[0].num_masks
         max_drafts = len(layouts) // 2
         # Of all modes that sequences may come from.
         self.max_stride = max_drafts + 1

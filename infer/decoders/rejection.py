@@ -1,21 +1,28 @@
-"""What happens after a rejection: three strategies, all exact, as row layouts.
+"""What happens after a rejection: strategies, all exact, as row layouts.
 
 A rejection makes the drafts after it void. `cold` (arXiv 2604.11035, Algorithm 1) spends the next pass on
 masks alone. `tree` draws drafts for that pass from the distributions that the rejected pass had already
 computed further on, with the masks on a branch that does not see them. `branch` hangs a group of masks on
 every possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1; `branch_K`
-hangs K groups, on the pending token, on the last draft and evenly between them. Any
+hangs K groups, on the pending token, on the last draft and evenly between them. `alternate` saves rows where
+they are dear: a pass that verifies feeds no masks, and the next one only drafts, for N rows. Any
 distribution that is known exactly when the draft is drawn is a valid q, hence all three emit the AR law. So
 does leaving out drafts by a choice that does not look at them, which is how the stride changes.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.acceptance import (
+    cumulative_acceptance,
+    tokens_per_forward_branch,
+    tokens_per_forward_cold,
+)
 from idlm.infer.decoders.layout import DraftBuffer, RowLayout, draft_buffers, mask_rows
 from idlm.registry import Registry
 
@@ -57,14 +64,39 @@ class Cold(RejectionStrategy):
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """Verify and propose. Drafts from verification rows are dropped: masks after them would see them."""
-        num_drafts = 0 if draft_buffer.from_verify_rows else min(draft_buffer.num_drafts, num_masks)
-        return RowLayout(
-            num_drafts=num_drafts,
-            num_masks=num_masks,
-            mask_parents=(num_drafts,),
-            draft_rows=((),) * num_drafts + (mask_rows(num_drafts, num_masks, 0),),
-            next_buffers=(DraftBuffer(0),) * num_drafts + (DraftBuffer(num_masks),),
-        )
+        num_drafts = _num_chained(draft_buffer, num_masks)
+        return _one_group(num_drafts, num_masks)
+
+
+@STRATEGIES.register("alternate")
+class Alternate(RejectionStrategy):
+    """Propose in one pass and verify in the next: masks only fill rows that no draft takes.
+    TPF 1 + (P_1 + .. + P_{N-1}) / 2, for N rows.
+    """
+
+    def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
+        """Fewer drafts than masks come from another mode; masks behind the last one fill the other rows."""
+        num_drafts = _num_chained(draft_buffer, num_masks)
+        return _one_group(num_drafts, num_masks - num_drafts)
+
+    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
+        """The mean of a pass that proposes, which emits one token, and of one that verifies."""
+        return (1.0 + tokens_per_forward_branch(acceptance_J)) / 2
+
+
+def _num_chained(draft_buffer: DraftBuffer, most: int) -> int:
+    return 0 if draft_buffer.from_verify_rows else min(draft_buffer.num_drafts, most)
+
+
+def _one_group(num_drafts: int, num_masks: int) -> RowLayout:
+    """Masks behind the last draft alone; after a rejection there are no drafts."""
+    return RowLayout(
+        num_drafts=num_drafts,
+        num_masks=num_masks,
+        mask_parents=(num_drafts,),
+        draft_rows=((),) * num_drafts + (mask_rows(num_drafts, num_masks, 0),),
+        next_buffers=(DraftBuffer(0),) * num_drafts + (DraftBuffer(num_masks),),
+    )
 
 
 @STRATEGIES.register("tree")
@@ -146,16 +178,23 @@ class Branch(RejectionStrategy):
         num_masks = len(acceptance_J)
         if self._num_groups is None or self._num_groups > num_masks:
             return tokens_per_forward_branch(acceptance_J)
-        shares, tokens = [0.0] * num_masks + [1.0], 0.0
-        for _ in range(NUM_ITERATIONS):
-            following, tokens = [0.0] * (num_masks + 1), 0.0
-            for num_drafts, share in enumerate(shares):
-                parents, reached = self._parents(num_drafts), share
-                for a in range(num_drafts + 1):
-                    rejected = 1.0 if a == num_drafts else 1.0 - acceptance_J[a]
-                    lost = a - max(parent for parent in parents if parent <= a)
-                    following[max(0, num_masks - lost)] += reached * rejected
-                    tokens += reached * rejected * (a + 1)
-                    reached *= 1.0 - rejected
-            shares = following
-        return tokens
+        reached = [1.0, *cumulative_acceptance(acceptance_J)]
+        emitted = list(itertools.accumulate(reached))
+        shares, following = [0.0] * num_masks + [1.0], _num_following(self._num_groups, num_masks)
+        for _ in range(NUM_ITERATIONS - 1):
+            before, shares = shares, [0.0] * (num_masks + 1)
+            for num_drafts, share in enumerate(before):
+                for a, num_left in enumerate(following[num_drafts]):
+                    later = reached[a + 1] if a < num_drafts else 0.0
+                    shares[num_left] += share * (reached[a] - later)
+        return sum(share * tokens for share, tokens in zip(shares, emitted, strict=True))
+
+
+@functools.cache
+def _num_following(num_groups: int, num_masks: int) -> list[list[int]]:
+    """By numbers of drafts of a pass and of accepted ones: drafts of the next pass."""
+    branch = Branch(num_groups)
+    return [
+        [buffer.num_drafts for buffer in branch.layout(DraftBuffer(num_drafts), num_masks).next_buffers]
+        for num_drafts in range(num_masks + 1)
+    ]

@@ -11,24 +11,16 @@ similar numbers of rows and every mode that looks best is tried.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from idlm.infer.decoders.base import StrideMode
+from idlm.infer.runtime.draft_acceptance import PRIOR_ACCEPTANCE, DraftAcceptance
 from idlm.infer.runtime.graphs.step_times import StepTimes
 from idlm.infer.state.batch import Schedule
 
-PRIOR_ACCEPTANCE = 0.85
-"""Assumed acceptance of a draft that nothing is known of; it weighs as much as `PRIOR_WEIGHT` tests."""
-PRIOR_WEIGHT = 16
-MAX_REMEMBERED_DRAFTS = 4096
-"""After this many tests of a draft position, the older ones are halved."""
-REQUEST_WEIGHT = 32
-"""A request counts as an average one as much as so many of its own tests."""
-LOG_ODDS_STEP, MAX_LOG_ODDS_STEPS = 0.25, 20
-"""Requests are sorted into classes of acceptance."""
 NUM_KEPT_TIMES = 8
 MAX_TIME_AGE = 24
 """Times of a mode are dropped after this many timed steps without it: under load a GPU slows down by 15 %
@@ -39,6 +31,10 @@ MAX_AWAITED_STEPS = 16
 """Results of a trial are read at most so many steps later, else it is repeated."""
 EXPLORATION_BUDGET = 0.002
 """Fraction of the passes that retrying one slower mode may cost: what loses more is retried less."""
+TESTING_BUDGET = 0.005
+"""The same for testing drafts while the best mode has none: only tests show that acceptance changes."""
+MAX_EXPLORATION, MAX_DEBT = 0.006, 4.0
+"""What all of these trials may cost together, beside so many passes at once."""
 FIRST_BUDGET, FIRST_DOUBT = 0.06, 0.03
 """The same for all modes together that a warm-up has measured and traffic has not, if they look as fast as
 the best; by e times less for every such share by which they look slower.
@@ -59,14 +55,14 @@ OOM_MEMORY_STEPS = 1000
 class Load:
     """What a step has to do whatever its mode: `num_sequences`, of which `num_decoding` decode (None: all),
     `num_prompt_rows` of the others, and `num_slots` of context in all. `drafts`: accepted and tested drafts
-    of decoding sequences so far (empty: they are average ones).
+    of decoding sequences of late (empty: they are average ones).
     """
 
     num_sequences: int
     num_decoding: int | None = None
     num_prompt_rows: int = 0
     num_slots: int = 0
-    drafts: Sequence[tuple[int, int]] = ()
+    drafts: Sequence[tuple[float, float]] = ()
 
     @classmethod
     def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> Load:
@@ -77,7 +73,7 @@ class Load:
             num_prompt_rows=sum(schedule.num_feed) - len(schedule.requests),
             num_slots=sum(schedule.num_known),
             drafts=[
-                (sum(request.accepted), sum(request.tested))
+                (request.recent_accepted, request.recent_tested)
                 for request, samples in zip(schedule.requests, schedule.samples, strict=True)
                 if samples and has_drafts
             ],
@@ -109,26 +105,6 @@ class _Timing:
         return min(self.ratios)
 
 
-@dataclass(slots=True)
-class _Drafts:
-    """Numbers of tested and of accepted drafts; after many tests the older ones count half."""
-
-    tested: float = 0.0
-    accepted: float = 0.0
-
-    def add(self, accepted: int, tested: int) -> None:
-        """Count further drafts."""
-        if self.tested >= MAX_REMEMBERED_DRAFTS:
-            self.tested /= 2
-            self.accepted /= 2
-        self.tested += tested
-        self.accepted += accepted
-
-    def acceptance(self, expected: float) -> float:
-        """The accepted share, close to `expected` while few are tested."""
-        return (self.accepted + PRIOR_WEIGHT * expected) / (self.tested + PRIOR_WEIGHT)
-
-
 class StrideController:
     """Compares modes by expected tokens, from measured acceptance, per measured or estimated second.
 
@@ -147,15 +123,14 @@ class StrideController:
         self._modes, self._widths = modes, widths
         self._tokens_per_forward = lru_cache(maxsize=4096)(tokens_per_forward)
         num_drafts = max(mode.stride for mode in modes) - 1
-        self._prior = [*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts]
-        self._drafts, self._drafts_from_masks = _Drafts(), [_Drafts() for _ in range(num_drafts)]
+        self._acceptance = DraftAcceptance([*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts])
         self.times = times
         self._timings: dict[tuple[int, int], _Timing] = {}
         self._leaders: dict[int, int] = {}
         self._drifts: dict[int, float] = {}
         self._prompt_factor = 1.0
         self._num_steps = self._num_timed = self._last_oom = self._last_rows = self._last_trial = 0
-        self._trial = (0, 0)
+        self._last_tested, self._debt, self._trial = 0, 0.0, (0, 0)
         self._narrowest = min(range(len(widths)), key=widths.__getitem__)
         self._most_rows: float = math.inf
 
@@ -170,6 +145,9 @@ class StrideController:
         timing = self._timings.get((load.size, number))
         if timing is not None:
             timing.last_chosen = self._num_steps
+        if self._modes[number].stride > 1:
+            self._last_tested = self._num_steps
+        self._debt = max(0.0, self._debt - MAX_EXPLORATION)
         self._last_rows = load.num_sequences * self._widths[number]
         return number
 
@@ -180,21 +158,27 @@ class StrideController:
         if since > OOM_MEMORY_STEPS:
             self._most_rows = math.inf
         fitting = [n for n, width in enumerate(self._widths) if load.num_sequences * width <= self._most_rows]
+        if not fitting:
+            return self._narrowest
         tokens = self._tokens(load.drafts)
         seconds = {number: self.seconds(number, load) for number in fitting}
-        rates = {number: tokens[number] / seconds[number] for number in fitting}
-        if not rates:
-            return self._narrowest
-        if self._narrowest in rates:
-            rates[self._narrowest] *= 1 + NARROW_MARGIN
-        if not load.num_prompt_rows:
-            return self._best_or_trial(load.size, rates, tokens)
-        # Prompts are stored whatever the mode: a mode gains its tokens, and costs the time that it adds.
-        best = max(rates.values())
-        return max(
-            fitting,
-            key=lambda n: tokens[n] - best * (seconds[n] + self._prompt_seconds(n, load)),
-        )
+        worth = {number: tokens[number] for number in fitting}
+        if self._narrowest in worth:
+            worth[self._narrowest] *= 1 + NARROW_MARGIN
+        price = max(worth[number] / seconds[number] for number in fitting)
+        if load.num_prompt_rows:
+            # Prompts are stored whatever the mode: a mode gains its tokens, and costs the time that it adds.
+            for number in fitting:
+                seconds[number] += self._prompt_seconds(number, load)
+        best = max(fitting, key=lambda number: worth[number] - price * seconds[number])
+        if load.num_prompt_rows and self.times is None:
+            return best
+        pass_seconds = worth[best] / price
+        ratios = {
+            number: (tokens[number] / tokens[best], 1 + (seconds[number] - seconds[best]) / pass_seconds)
+            for number in fitting
+        }
+        return self._best_or_trial(load.size, best, ratios)
 
     def observe_out_of_memory(self) -> None:
         """Record that the step chosen last ran out of memory."""
@@ -235,43 +219,22 @@ class StrideController:
             timing.correction = timing.least() / self._drift(size)
 
     def observe_drafts(self, num_accepted: int, num_tested: int, *, from_masks: bool = True) -> None:
-        """Record drafts of one sequence: tested in order, the first `num_accepted` accepted. Those that are
-        not from masks pass less often, and say nothing of what other modes would accept.
-        """
-        self._drafts.add(num_accepted, num_tested)
-        for position in range(num_tested if from_masks else 0):
-            self._drafts_from_masks[position].add(position < num_accepted, 1)
+        """Record drafts of one sequence; see `DraftAcceptance.observe`."""
+        self._acceptance.observe(num_accepted, num_tested, from_masks=from_masks)
 
     def acceptance(self, position: int) -> float:
-        """Acceptance probability of the draft at `position`, given that those before it were accepted. Few
-        tests of a position count together with those of all positions.
-        """
-        tested = sum(drafts.tested for drafts in self._drafts_from_masks)
-        accepted = sum(drafts.accepted for drafts in self._drafts_from_masks)
-        shift = _log_odds(_Drafts(tested, accepted).acceptance(self._prior[0])) - _log_odds(self._prior[0])
-        return self._drafts_from_masks[position].acceptance(_shifted(self._prior[position], shift))
+        """Acceptance probability of the draft at `position`, given that those before it were accepted."""
+        return self._acceptance.average()[position]
 
-    def tokens(self, number: int, log_odds: float = 0.0) -> float:
-        """Expected tokens per sequence and step in mode `number`, as the decoder computes them. `log_odds`:
-        by how much the sequence's drafts are accepted more often than all.
+    def _tokens(self, drafts: Sequence[tuple[float, float]]) -> list[float]:
+        """Expected tokens of a sequence and pass by mode, as the decoder computes them: the mean over
+        sequences.
         """
-        mode = self._modes[number]
-        chances = [self.acceptance(position) for position in range(mode.stride - 1)]
-        return self._tokens_per_forward(_rounded(chances, log_odds), mode)
-
-    def _tokens(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
-        """Mean of `tokens` over sequences, by mode. Between two passes there is a millisecond for it, so that
-        acceptance is shifted once for all modes.
-        """
-        mean = self._drafts.acceptance(self._prior[0])
-        mean_odds = _log_odds(mean)
-        classes = Counter(_class_of(*own, mean, mean_odds) for own in drafts) or {0: 1}
-        total, sums = sum(classes.values()), [0.0] * len(self._modes)
-        average = [self.acceptance(position) for position in range(len(self._prior))]
-        for steps, count in classes.items():
-            chances = _rounded(average, LOG_ODDS_STEP * steps)
+        classes, sums = self._acceptance.classes(drafts), [0.0] * len(self._modes)
+        for chances, count in classes.items():
             for number, mode in enumerate(self._modes):
                 sums[number] += count * self._tokens_per_forward(chances[: mode.stride - 1], mode)
+        total = sum(classes.values())
         return [value / total for value in sums]
 
     def seconds(self, number: int, load: Load) -> float:
@@ -295,10 +258,9 @@ class StrideController:
 
     def _drift(self, size: int) -> float:
         """Factor of all modes at this size, else at the nearest one."""
-        nearest = min(
-            self._drifts, key=lambda other: abs(other.bit_length() - size.bit_length()), default=None
-        )
-        return 1.0 if nearest is None else self._drifts[nearest]
+        if size in self._drifts or not self._drifts:
+            return self._drifts.get(size, 1.0)
+        return self._drifts[min(self._drifts, key=lambda other: abs(other.bit_length() - size.bit_length()))]
 
     def _prompt_seconds(self, mode: int, load: Load) -> float:
         """What the prompt rows add to a step."""
@@ -324,36 +286,44 @@ class StrideController:
         rows, seconds = more[0] if more else (fewer[-1][0] + FREE_ROWS, fewer[-1][1])
         return max(seconds * num_rows / rows, fewer[-1][1] if fewer else 0.0)
 
-    def _best_or_trial(self, size: int, rates: Mapping[int, float], tokens: Sequence[float]) -> int:
-        """The fastest mode, or one whose trial goes on or is due. A trial tests the drafts of its own first
-        pass, and no single disturbed step decides it.
+    def _best_or_trial(self, size: int, best: int, ratios: Mapping[int, tuple[float, float]]) -> int:
+        """The best mode, or one whose trial goes on or is due. `ratios`: tokens and time of a pass over those
+        of the best mode. A trial tests the drafts of its own first pass, and no single disturbed step decides
+        it.
         """
         since_trial, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
-        if since_trial < TRIAL_PASSES and trial_size == size and tried in rates:
+        if since_trial < TRIAL_PASSES and trial_size == size and tried in ratios:
             return tried
-        best = max(rates, key=rates.__getitem__)
         if self.times is None and not self._is_timed(size, best):
             is_awaited = self._trial == (size, best) and since_trial <= MAX_AWAITED_STEPS
             if is_awaited and size * self._widths[best] > FREE_ROWS:
-                timed = [number for number in rates if self._is_timed(size, number)]
-                return max(timed, key=rates.__getitem__, default=self._narrowest)
+                timed = [number for number in ratios if self._is_timed(size, number)]
+                return max(timed, key=lambda n: ratios[n][0] / ratios[n][1], default=self._narrowest)
             return self._start_trial(size, best)
-        for number, rate in rates.items():
-            emits = tokens[number] / tokens[best]
-            cost = _trial_cost(emits, emits * rates[best] / rate)
+        costs = {number: _trial_cost(*ratio) for number, ratio in ratios.items() if number != best}
+        for number, cost in costs.items():
             timing = self._timings.get((size, number))
             if timing is not None:
-                since = self._num_steps - timing.last_chosen
-                is_due = since > MIN_STEPS_BETWEEN_TRIALS and since * EXPLORATION_BUDGET > cost
+                is_due = self._may_explore(self._num_steps - timing.last_chosen, EXPLORATION_BUDGET, cost)
             else:
-                hope = math.exp((rate / rates[best] - 1) / FIRST_DOUBT)
+                emits, takes = ratios[number]
+                hope = math.exp((emits / takes - 1) / FIRST_DOUBT)
                 is_due = self.times is not None and since_trial * FIRST_BUDGET * hope > cost
-            if is_due and number != best:
-                return self._start_trial(size, number)
+            if is_due:
+                return self._start_trial(size, number, cost)
+        if costs and self._modes[best].stride == 1:
+            number = min(costs, key=costs.__getitem__)
+            if self._may_explore(self._num_steps - self._last_tested, TESTING_BUDGET, costs[number]):
+                return self._start_trial(size, number, costs[number])
         return best
 
-    def _start_trial(self, size: int, number: int) -> int:
+    def _may_explore(self, since: int, budget: float, cost: float) -> bool:
+        """Whether a trial of such a cost is due so many passes after the last one of its kind."""
+        return since > MIN_STEPS_BETWEEN_TRIALS and since * budget > cost and self._debt + cost <= MAX_DEBT
+
+    def _start_trial(self, size: int, number: int, cost: float = 0.0) -> int:
         self._last_trial, self._trial = self._num_steps, (size, number)
+        self._debt += max(0.0, cost)
         return number
 
     def _is_timed(self, size: int, number: int) -> bool:
@@ -365,24 +335,3 @@ def _trial_cost(emits: float, takes: float) -> float:
     first pass of the wider one of both lacks drafts: it emits what the narrower one does.
     """
     return TRIAL_PASSES * takes + 1 - (TRIAL_PASSES - 1) * emits - 2 * min(1.0, emits)
-
-
-def _class_of(accepted: int, tested: int, mean: float, mean_odds: float) -> int:
-    """By how many steps of log-odds a sequence's acceptance differs from the mean, whose odds are given."""
-    own = (accepted + REQUEST_WEIGHT * mean) / (tested + REQUEST_WEIGHT)
-    steps = round((_log_odds(own) - mean_odds) / LOG_ODDS_STEP)
-    return max(-MAX_LOG_ODDS_STEPS, min(MAX_LOG_ODDS_STEPS, steps))
-
-
-def _rounded(chances: Sequence[float], log_odds: float) -> tuple[float, ...]:
-    """Shifted, and rounded, so that a value that was computed serves while acceptance hardly changes."""
-    return tuple(round(256 * _shifted(chance, log_odds)) / 256 for chance in chances)
-
-
-def _log_odds(chance: float) -> float:
-    chance = min(1 - 1e-4, max(1e-4, chance))
-    return math.log(chance / (1 - chance))
-
-
-def _shifted(chance: float, log_odds: float) -> float:
-    return chance if log_odds == 0 else 1 / (1 + math.exp(-_log_odds(chance) - log_odds))

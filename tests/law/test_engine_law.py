@@ -43,7 +43,7 @@ from idlm.infer.runtime.worker import InflightStep
 STRIDES = (2, 3, 4)
 FULL, REDUCED, MIXED = 200_000, 20_000, 8_000
 FAMILY_LEVEL = 1e-6
-NUM_TESTS = 64
+NUM_TESTS = 80
 """At least the number of chi-square tests of this file; each gets an equal part of the family's level."""
 LEVEL = FAMILY_LEVEL / NUM_TESTS
 DEFAULT = (4, "tree")

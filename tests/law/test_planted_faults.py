@@ -12,7 +12,10 @@ import pytest
 
 from benchmarks.quality.law_harness import NEUTRAL, PROMPT, Setting, build_engine, fits, misfits, sample
 from idlm.contracts import SamplingParams
+from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
+from idlm.infer.state.batch import Batch, StepPlan
+from idlm.infer.state.sequence_state import SequenceState
 from tests.contracts.engines import (
     CYCLE,
     MASK_ID,
@@ -24,7 +27,7 @@ from tests.contracts.engines import (
 )
 from tests.contracts.engines import build_engine as build_small_engine
 from tests.contracts.test_layouts import assert_rows_see_their_prefix
-from tests.law.faults import FAULTS, Fault
+from tests.law.faults import FAULTS, Fault, fault
 
 STRIDE = 4
 LEVEL = 1e-8
@@ -36,6 +39,19 @@ SETTINGS: tuple[Setting, ...] = (
 LOOKS = 1_000, 6_000
 """Draws of each setting. Most faults show in few; only what passes those is drawn in full."""
 CHECKS = ("law", "greedy", "repeat", "preempt", "layout")
+
+
+@fault("law", "alternate")
+def drafts_left_out_by_what_they_are(patch: pytest.MonkeyPatch) -> None:
+    """How many drafts a pass tests may follow the past alone: here, not the first draft itself."""
+    original = IsdDecoder.plan
+
+    def plan(self: IsdDecoder, table: SequenceState, batch: Batch) -> StepPlan:
+        is_left_out_Z = self.drafts_ZJ[:, 0] < 2
+        self.draft_buffer_Z.masked_fill_(is_left_out_Z, 0)
+        return original(self, table, batch)
+
+    patch.setattr(IsdDecoder, "plan", plan)
 
 
 @pytest.fixture(scope="session")
@@ -117,9 +133,9 @@ def test_the_engine_as_it_is_passes(check: str, strategy: str, law_toy: Path, fo
     assert _passes(check, strategy, law_toy, foreseeing)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
 def test_the_fault_is_caught(
-    fault: Fault, law_toy: Path, foreseeing: Path, monkeypatch: pytest.MonkeyPatch
+    planted: Fault, law_toy: Path, foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault.plant(monkeypatch)
-    assert not _passes(fault.check, fault.strategy, law_toy, foreseeing)
+    planted.plant(monkeypatch)
+    assert not _passes(planted.check, planted.strategy, law_toy, foreseeing)

@@ -22,10 +22,10 @@ from benchmarks.engine.decoding.harness import (
 )
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.profile import print_profiles
-from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
+from idlm.infer.decoders.rejection import strategy_of
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
 ADAPTER_RANK = 128
@@ -33,7 +33,6 @@ ADAPTED = (1, 2, 4, 8, 16, 64)
 """Numbers of sequences at which an adapter is measured; its share of a step shrinks beyond these."""
 BRANCH_ROWS = 512
 """Branch passes of more rows are not measured: they are bound by arithmetic long before."""
-FORMULAS = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}
 PUBLISHED_STRIDE = 4
 OURS = Arm(name="ours", strategy="branch", stride=PUBLISHED_STRIDE)
 TOGGLED = (
@@ -212,11 +211,11 @@ def _over_ar(bench: Bench, measured: Measured, ar: Measured) -> None:
 
 
 def _over_formula(bench: Bench, measured: Measured) -> None:
-    """Compare tokens per forward with eq. 3, or 1 + p + .. for `branch`, at the trace's acceptance."""
+    """Compare tokens per forward with what the strategy expects at the trace's acceptance."""
     arm = measured.arm
-    if arm.adaptive or arm.strategy not in FORMULAS:
+    if arm.adaptive:
         return
-    predicted = FORMULAS[arm.strategy](bench.traces[arm.stride].acceptance())
+    predicted = strategy_of(arm.strategy).tokens_per_forward(bench.traces[arm.stride].acceptance())
     case = {"strategy": arm.strategy, "stride": arm.stride, "concurrency": measured.load.concurrency}
     bench.add(case, "tokens_per_forward", measured.tokens_per_forward(), "tokens", baseline=predicted)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,13 +68,11 @@ class StepTimes:
 
 def _interpolated(points: list[Point], at: float) -> float:
     """Linear between the points, constant outside."""
-    before, seconds = points[0]
-    for place, value in points:
-        if place >= at:
-            share = (at - before) / (place - before) if place > before else 1.0
-            return seconds + max(0.0, share) * (value - seconds)
-        before, seconds = place, value
-    return seconds
+    number = bisect_left(points, (at,))
+    if number in (0, len(points)):
+        return points[min(number, len(points) - 1)][1]
+    (before, low), (after, high) = points[number - 1], points[number]
+    return low + (at - before) / (after - before) * (high - low)
 
 
 def cache_file(said: Mapping[str, Any]) -> Path:

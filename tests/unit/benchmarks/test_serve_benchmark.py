@@ -37,7 +37,7 @@ def test_both_decoders_answer_the_load_and_leave_rows(tmp_path: Path) -> None:
 def test_regret_compares_arms_at_the_same_places_of_the_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A controller that always takes mode 6 emits what mode 6 does, in every round."""
+    """A controller that always takes mode 7, `branch`, emits what mode 7 does, in every round."""
     found: list[tuple[int, float]] = []
     timed = serve._timed
 
@@ -47,13 +47,13 @@ def test_regret_compares_arms_at_the_same_places_of_the_trace(
         return found[-1]
 
     monkeypatch.setattr(serve, "_timed", recorded)
-    monkeypatch.setattr(StrideController, "choose", lambda *_: 6)
+    monkeypatch.setattr(StrideController, "choose", lambda *_: 7)
     arguments = ["decoders=isd", "parts=regret", "concurrency=2", f"results={tmp_path}"]
     assert serve.measure([*SMALL, *arguments]) == 0
     turns = found[2::2]
     assert len(turns) == serve.REGRET_ROUNDS * (1 + NUM_MODES)
     rounds = [turns[start : start + 1 + NUM_MODES] for start in range(0, len(turns), 1 + NUM_MODES)]
-    assert all(own == fixed[6] for own, *fixed in rounds)
+    assert all(own == fixed[7] for own, *fixed in rounds)
     assert all(fixed[0][0] < own[0] for own, *fixed in rounds), "AR emits less"
     [row] = read_rows("serve", results=tmp_path)[-1:]
     assert row["metric"] == "controller_regret" and row["value"] == 0
