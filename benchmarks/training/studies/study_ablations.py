@@ -5,9 +5,9 @@ decides than the other, as a share: the mean over the cells that ISD decodes (`c
 temperatures, short and long chains) of a seed. `match_gain` is the same for exact match, as a difference.
 An option becomes the default if three seeds or more have all these cells and
 
-- the mean of `forward_gain` is `LEAST_GAIN` or more, and more than two of its standard errors over seeds,
+- the mean of `forward_gain` is `MIN_GAIN` or more, and more than two of its standard errors over seeds,
 - no seed loses tokens per forward,
-- the mean of `match_gain` is not below -`MOST_LOSS`.
+- the mean of `match_gain` is not below -`MAX_LOSS`.
 
 Of two options that exclude each other and both pass, the one with the larger gain becomes the default. All
 arms have the same FLOPs, so that what an option costs is in its gain.
@@ -31,8 +31,8 @@ BENCH = "study_ablations"
 OPTIONS = {"random_phase": "idlm_4", "lora_kl": "lora_4", "lora_overlap": "lora_4"}
 """Arms whose options may become defaults, and the arm without."""
 ABLATIONS = OPTIONS | {"no_balance": "idlm_4", "no_curriculum": "idlm_4"}
-LEAST_GAIN, MOST_LOSS = 0.01, 0.005
-LEAST_SEEDS = 3
+MIN_GAIN, MAX_LOSS = 0.01, 0.005
+MIN_SEEDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +47,14 @@ class Gain:
     @property
     def problems(self) -> list[str]:
         """Why the option does not become the default; empty if it does."""
-        if len(self.forwards) < LEAST_SEEDS:
-            return [f"{len(self.forwards)} seeds of {LEAST_SEEDS}"]
+        if len(self.forwards) < MIN_SEEDS:
+            return [f"{len(self.forwards)} seeds of {MIN_SEEDS}"]
         mean, error = mean_and_error(self.forwards)
         checks = {
-            f"it gains less than {LEAST_GAIN:.0%}": mean < LEAST_GAIN,
+            f"it gains less than {MIN_GAIN:.0%}": mean < MIN_GAIN,
             "the gain is within two standard errors": mean <= 2 * error,
             "a seed loses": min(self.forwards) < 0,
-            f"it loses more than {100 * MOST_LOSS:g} points": statistics.fmean(self.matches) < -MOST_LOSS,
+            f"it loses more than {100 * MAX_LOSS:g} points": statistics.fmean(self.matches) < -MAX_LOSS,
         }
         return [problem for problem, is_found in checks.items() if is_found]
 

@@ -254,7 +254,7 @@ def goals(measured: dict[Key, Measured]) -> list[str]:
         if value is not None:
             is_met = value >= goal if is_least else value <= goal
             lines.append(
-                f"{'met' if is_met else 'NOT':<4} {name}, {key[3]} T={key[2]:g}: {value:.3f} (goal {goal:g})"
+                f"{'met' if is_met else 'NOT':<4} {name}, {key[3]} T={key[2]:g}: {value:.4f} (goal {goal:g})"
             )
 
     for key, cell in measured.items():
@@ -263,7 +263,7 @@ def goals(measured: dict[Key, Measured]) -> list[str]:
             say("AR base answers", key, cell.exact_match, 0.97)
         if key[:2] == ("idlm_4", COLD) and control is not None:
             say("I-DLM N=4 less than AR", key, -cell.difference(control)[0], 0.015, is_least=False)
-        if key[0] == "lora_4" and key[1].endswith(DETERMINISTIC):
+        if key[0] == "lora_4" and key[1] in (f"{COLD}_{DETERMINISTIC}", f"{BRANCH}_{DETERMINISTIC}"):
             say(f"R-ISD equals its base, {key[1]}", key, cell.equal_to_ar, 1.0)
         if key[0] == "idlm_4" and key[1] in FORMULAS:
             say(f"alpha of {key[1]}", key, cell.acceptance_rate, 0.9)
