@@ -111,7 +111,13 @@ class Arm:
     stride: int = 1
 
 
-def _strided(stride: int, cells: tuple[Cell, ...], *overrides: str, stages: str | None = None) -> Arm:
+def _strided(
+    stride: int,
+    cells: tuple[Cell, ...],
+    *overrides: str,
+    stages: str | None = None,
+    phase: str = "response",
+) -> Arm:
     """An I-DLM: the stages of recipe tiny (strides in turn, the last one balanced), or `stages`."""
     if stages is None:
         before = [one for one in (2, 3, 4) if one < stride]
@@ -119,16 +125,15 @@ def _strided(stride: int, cells: tuple[Cell, ...], *overrides: str, stages: str 
         listed = [f"{{stride: {one}, fraction: {share}, clean_weight: 0.2}}" for one in before]
         rest = round(1 - share * len(before), 3)
         stages = ", ".join([*listed, f"{{stride: {stride}, fraction: {rest}, clean_weight: auto}}"])
-    return Arm(
-        overrides=("objective=idlm", f"train.stages=[{stages}]", *overrides), cells=cells, stride=stride
-    )
+    common = ("objective=idlm", f"train.stages=[{stages}]", f"train.phase={phase}")
+    return Arm(overrides=(*common, *overrides), cells=cells, stride=stride)
 
 
-def _drafting(*overrides: str, cells: tuple[Cell, ...] = ()) -> Arm:
+def _drafting(distill: str = "none", *, cells: tuple[Cell, ...] = ()) -> Arm:
     """R-ISD: a gated LoRA, whose clean rows are the base's and have no loss."""
     stages = "{stride: 2, fraction: 0.25}, {stride: 3, fraction: 0.25}, {stride: 4, fraction: 0.5}"
-    adapter = ("adapter.rank=64", "adapter.alpha=128", "train.learning_rate=3e-3")
-    return _strided(4, (AR[0], *STRIDED, *cells), *adapter, *overrides, stages=stages)
+    adapter = ("adapter.rank=64", "adapter.alpha=128", "train.learning_rate=3e-3", f"train.distill={distill}")
+    return _strided(4, (AR[0], *STRIDED, *cells), *adapter, stages=stages)
 
 
 _FIXED = ", ".join(
@@ -150,9 +155,9 @@ ARMS = {
     # Ablations of idlm_4, and of lora_4.
     "no_balance": _strided(4, STRIDED, stages=_FIXED),
     "no_curriculum": _strided(4, STRIDED, stages="{stride: 4, fraction: 1.0, clean_weight: auto}"),
-    "random_phase": _strided(4, STRIDED, "train.phase=random"),
-    "lora_kl": _drafting("train.distill=kl"),
-    "lora_overlap": _drafting("train.distill=overlap"),
+    "random_phase": _strided(4, STRIDED, phase="random"),
+    "lora_kl": _drafting("kl"),
+    "lora_overlap": _drafting("overlap"),
 }
 
 

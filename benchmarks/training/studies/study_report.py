@@ -1,12 +1,12 @@
 """Records of the study as result rows, a table and plots: means over seeds, and what the goals are.
 
 `exact_match_se` is the standard error over seeds where there are three or more, else that of the share of all
-problems. `paired_difference` is to the arm `ar` on the same problems and seeds, with its error over problems.
+problems. `paired_difference` is to the arm `ar` on the same problems, seeds and bases, with its error.
 `tokens_per_forward` leaves out prompt passes and their tokens, as eq. 3 of arXiv 2604.11035 does; `eq3_ratio`
 is what was measured over the closed form of the strategy at the measured acceptance of each draft.
 
 Plots: exact match of every arm, and tokens per forward by stride with eq. 3. study_paper.py has what stands
-beside the paper's tables and figures.
+beside the paper's tables and figures, study_ablations.py the rule by which options become defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 
 from benchmarks.figures import save_svg
 from benchmarks.results import check_row, result_row
-from benchmarks.training.studies.study_arms import ARMS, BASE, BRANCH, CHAINS, COLD, CONTROL
+from benchmarks.training.studies.study_ablations import BENCH as ABLATIONS_BENCH
+from benchmarks.training.studies.study_ablations import ablation_rows, decisions
+from benchmarks.training.studies.study_arms import ARMS, BASE, BRANCH, CHAINS, COLD, CONTROL, DETERMINISTIC
 from benchmarks.training.studies.study_paper import beside_paper, draw_efficiency
 from benchmarks.training.studies.study_worker import MACHINE, marks_of
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -48,8 +50,18 @@ class Measured:
     """A cell over all seeds that have it."""
 
     def __init__(self, key: Key, cells: dict[int, dict[str, Any]], num: int) -> None:
+        """`cells`: what a record says by seed, with the `base` of the record."""
         self.key, self.cells, self.num = key, cells, num
         self.marks = {seed: marks_of(cell["marks"], num) for seed, cell in cells.items()}
+
+    def of(self, seed: int) -> Measured:
+        """The cell of one seed."""
+        return Measured(self.key, {seed: self.cells[seed]}, self.num)
+
+    def seeds_beside(self, other: Measured) -> set[int]:
+        """Seeds in which both arms start from the same base."""
+        both = self.cells.keys() & other.cells.keys()
+        return {seed for seed in both if self.cells[seed]["base"] == other.cells[seed]["base"]}
 
     def total(self, name: str) -> float:
         """Sum of a count over seeds."""
@@ -104,7 +116,7 @@ class Measured:
         """
         by_seed = [
             [mine - theirs for mine, theirs in zip(self.marks[seed], other.marks[seed], strict=True)]
-            for seed in self.marks.keys() & other.marks.keys()
+            for seed in sorted(self.seeds_beside(other))
         ]
         if len(by_seed) >= SEEDS_FOR_ERROR:
             means = [statistics.fmean(pairs) for pairs in by_seed]
@@ -121,19 +133,19 @@ def collect(records: Sequence[Record]) -> dict[Key, Measured]:
     for record in records:
         for cell in record["cells"] if record["num"] == num else ():
             key = (record["name"], cell["strategy"], cell["temperature"], cell["task"])
-            cells.setdefault(key, {})[record["seed"]] = cell
+            # Records of the first study do not name their base.
+            cells.setdefault(key, {})[record["seed"]] = cell | {"base": record.get("base")}
     return {key: Measured(key, by_seed, num) for key, by_seed in cells.items()}
 
 
 def control_of(key: Key, measured: dict[Key, Measured]) -> Measured | None:
-    """AR continued at the same temperature on the same chains; None where no seed has both."""
+    """AR continued at the same temperature on the same chains; None where no seed has both on one base."""
     control = measured.get((CONTROL, "ar", *key[2:]))
-    return None if control is None or not control.marks.keys() & measured[key].marks.keys() else control
+    return None if control is None or not control.seeds_beside(measured[key]) else control
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Result rows with the machine and commit of the last record."""
-    machine = max((record["machine"] for record in records), key=lambda one: one["date"])
+    """Result rows of all cells."""
     measured, out = collect(records), []
     for key, cell in measured.items():
         arm, strategy, temperature, chain = key
@@ -147,20 +159,30 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "seeds": len(cell.cells),
         }
         for metric, value, unit, baseline in metrics(cell, control_of(key, measured)):
-            row = result_row(
-                BENCH,
-                case,
-                metric,
-                value,
-                unit,
-                baseline=baseline,
-                exactness=first["exactness"],
-                command="python -m benchmarks.study",
+            out.append(
+                result_row(
+                    BENCH,
+                    case,
+                    metric,
+                    value,
+                    unit,
+                    baseline=baseline,
+                    exactness=first["exactness"],
+                    command="python -m benchmarks.study",
+                )
             )
-            row |= {name: machine[name] for name in MACHINE}
-            check_row(row)
-            out.append(row)
     return out
+
+
+def write_rows(records: Sequence[Record], results: Path) -> None:
+    """Replace the rows of earlier records, with the machine and commit of the last record."""
+    machine = max((record["machine"] for record in records), key=lambda one: one["date"])
+    for bench, found in ((BENCH, rows(records)), (ABLATIONS_BENCH, ablation_rows(collect(records)))):
+        stamped = [row | {name: machine[name] for name in MACHINE} for row in found]
+        for row in stamped:
+            check_row(row)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in stamped)
+        (results / f"{bench}.jsonl").write_text(text, encoding="utf-8")
 
 
 def metrics(cell: Measured, control: Measured | None) -> list[tuple[str, float, str, float | None]]:
@@ -186,12 +208,11 @@ def report(records: Sequence[Record], *, results: Path | None = None, plots: Pat
     if not records:
         return "there are no records"
     if results is not None:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(records))
-        (results / f"{BENCH}.jsonl").write_text(text, encoding="utf-8")
+        write_rows(records, results)
     measured = collect(records)
     if plots is not None:
         draw(measured, plots)
-    lines = [*table(records, measured), "", *goals(measured)]
+    lines = [*table(records, measured), "", *goals(measured), "", *decisions(measured)]
     if plots is not None:
         lines += ["", beside_paper(measured)]
     return "\n".join(lines)
@@ -233,7 +254,7 @@ def goals(measured: dict[Key, Measured]) -> list[str]:
         if value is not None:
             is_met = value >= goal if is_least else value <= goal
             lines.append(
-                f"{'met' if is_met else 'NOT':<4} {name}, {key[3]} T={key[2]:g}: {value:.3f} (goal {goal:g})"
+                f"{'met' if is_met else 'NOT':<4} {name}, {key[3]} T={key[2]:g}: {value:.4f} (goal {goal:g})"
             )
 
     for key, cell in measured.items():
@@ -242,8 +263,8 @@ def goals(measured: dict[Key, Measured]) -> list[str]:
             say("AR base answers", key, cell.exact_match, 0.97)
         if key[:2] == ("idlm_4", COLD) and control is not None:
             say("I-DLM N=4 less than AR", key, -cell.difference(control)[0], 0.015, is_least=False)
-        if key[:2] == ("lora_4", COLD):
-            say("R-ISD equals its base", key, cell.equal_to_ar, 1.0)
+        if key[0] == "lora_4" and key[1] in (f"{COLD}_{DETERMINISTIC}", f"{BRANCH}_{DETERMINISTIC}"):
+            say(f"R-ISD equals its base, {key[1]}", key, cell.equal_to_ar, 1.0)
         if key[0] == "idlm_4" and key[1] in FORMULAS:
             say(f"alpha of {key[1]}", key, cell.acceptance_rate, 0.9)
             say(f"TPF of {key[1]}", key, cell.tokens_per_forward, {COLD: 2.6, BRANCH: 3.2}[key[1]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from benchmarks.training.studies.study_arms import (
     ARMS,
     BASE,
     CHAINS,
+    COLDS,
     CONTROL,
+    DETERMINISTIC,
+    FIXED,
     SIZES,
     chosen_arms,
     flops_per_step,
@@ -155,6 +159,59 @@ def test_no_arm_begins_that_cannot_end(tmp_path: Path, capsys: pytest.CaptureFix
     processes.longest = 100.0
     assert not processes.run([job_of(tmp_path, "ar")], parallel=2)
     assert "ar: no time left" in capsys.readouterr().out
+
+
+def test_an_arm_begins_that_fits_beside_fewer_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arm takes the longer the more share the GPU."""
+    monkeypatch.setattr(study, "WORKER", ("-c", WORKER))
+    (tmp_path / "0").mkdir()
+    processes = study.Processes(tmp_path / "0", time.monotonic() + 70)
+    processes.longest = 100.0
+    starts: list[tuple[str, int]] = []
+    begin = processes.begin
+
+    def seen(job: Job, *, is_rehearsal: bool = False) -> None:
+        starts.append((job.name, len(processes.running)))
+        begin(job, is_rehearsal=is_rehearsal)
+
+    monkeypatch.setattr(processes, "begin", seen)
+    assert processes.run([job_of(tmp_path, name) for name in ("ar", "idlm_4")], parallel=2)
+    assert starts == [("ar", 0), ("idlm_4", 0)]
+    assert "no time left" not in capsys.readouterr().out
+
+
+def test_few_rehearsals_run_at_a_time_and_none_begins_beside_a_trained_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "WORKER", ("-c", "import time; time.sleep(600)"))
+    processes, base = study.Processes(tmp_path, math.inf), tmp_path / "base"
+    for name in ("idlm_2", "idlm_4"):
+        assert processes.wait_for_room(2, until=base)
+        processes.begin(job_of(tmp_path, name), is_rehearsal=True)
+    monkeypatch.setattr(processes, "_collect", base.touch)
+    assert not processes.wait_for_room(2, until=base)
+    assert not processes.wait_for_room(3, until=base)
+    processes.stop()
+
+
+def test_only_a_gpu_decodes_deterministically_and_the_base_is_asked_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, str, Any]] = []
+
+    def from_pretrained(path: Path, decoder: str, **settings: Any) -> None:
+        asked.append((path, decoder, settings.get(DETERMINISTIC)))
+
+    monkeypatch.setattr(study_worker.Engine, "from_pretrained", from_pretrained)
+    own, base = tmp_path / "0" / "lora_4", tmp_path / "0" / BASE
+    for device in ("cuda", "cpu"):
+        job = replace(job_of(tmp_path, "lora_4"), device=device)
+        for cell in (COLDS[0], *FIXED):
+            study_worker.engine_of(job, cell)
+    ways = [(own, "isd", None), (base, "ar", True), (own, "isd", True), (own, "isd", True)]
+    assert asked == [*ways, *((path, decoder, None) for path, decoder, _ in ways)]
 
 
 def test_arms_have_equal_flops(tmp_path: Path) -> None:

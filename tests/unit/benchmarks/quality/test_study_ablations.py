@@ -1,0 +1,125 @@
+"""Which options of training become defaults: gains on the same base, seed by seed, and the rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results import read_rows
+from benchmarks.table import section
+from benchmarks.training.studies.study_ablations import OPTIONS, chosen, decisions, gains
+from benchmarks.training.studies.study_arms import ARMS, CHAINS, STRIDED
+from benchmarks.training.studies.study_report import collect, report
+from benchmarks.training.studies.study_worker import marks_text
+
+NUM = 1000
+
+
+def record_of(
+    name: str, seed: int, forwards: float, *, right: int = NUM, base: str = "b", cells: int = 8
+) -> dict[str, Any]:
+    """An arm that decides so many tokens in each of 1,000 passes, and answers `right` problems."""
+    found = [
+        {
+            "task": chain,
+            "decoder": "isd",
+            "strategy": cell.label,
+            "temperature": cell.temperature,
+            "stride": 4,
+            "exactness": "exact",
+            "marks": marks_text([True] * right + [False] * (NUM - right)),
+            "num_tokens": round(1000 * forwards) + 10,
+            "num_forwards": 1010,
+            "num_prompt_passes": 10,
+            "accepted": [900, 800, 700],
+            "tested": [1000, 900, 800],
+            "seconds": 1.0,
+            "num_failed": 0,
+            "equal_to_ar": None,
+        }
+        for cell in STRIDED
+        for chain in CHAINS
+    ]
+    machine = {"gpu": "G", "num_gpus": 1, "torch": "2", "triton": None, "commit": None, "date": "2026-1-1"}
+    return {
+        "name": name,
+        "seed": seed,
+        "base": base,
+        "size": "toy",
+        "steps": 5,
+        "flops": 1.0,
+        "num": NUM,
+        "trained": {"seconds": 1.5},
+        "is_whole": True,
+        "machine": machine,
+        "cells": found[:cells],
+    }
+
+
+def pair(arm: str, forwards: tuple[float, ...], **changes: Any) -> list[dict[str, Any]]:
+    """The arm with these tokens per forward by seed, and the one without its option with 3."""
+    over = OPTIONS[arm]
+    return [
+        *(record_of(over, seed, 3.0) for seed in range(len(forwards))),
+        *(record_of(arm, seed, each, **changes) for seed, each in enumerate(forwards)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("forwards", "changes", "said"),
+    [
+        ((3.06, 3.09, 3.12), {}, "BECOMES THE DEFAULT"),
+        ((3.006, 3.009, 3.012), {}, "no default: it gains less than 1%"),
+        ((3.001, 3.001, 3.3), {}, "no default: the gain is within two standard errors"),
+        ((2.997, 3.3, 3.3), {}, "within two standard errors, a seed loses"),
+        ((3.06, 3.09, 3.12), {"right": NUM - 6}, "no default: it loses more than 0.5 points"),
+        ((3.06, 3.09, 3.12), {"right": NUM - 4}, "BECOMES THE DEFAULT"),
+        ((3.06, 3.09), {}, "no default: 2 seeds of 3"),
+    ],
+)
+def test_an_option_becomes_the_default_by_the_rule(
+    forwards: tuple[float, ...], changes: dict[str, Any], said: str
+) -> None:
+    [line] = decisions(collect(pair("random_phase", forwards, **changes)))
+    assert line.endswith(said)
+
+
+def test_the_gain_is_that_of_pairs_on_one_base() -> None:
+    [gain] = gains(collect(pair("random_phase", (3.06, 3.12, 2.94), right=NUM - 1)))
+    assert gain.forwards == pytest.approx((0.02, 0.04, -0.02))
+    assert gain.matches == pytest.approx((-0.001,) * 3)
+    assert not gains(collect(pair("random_phase", (3.06, 3.09, 3.12), base="another")))
+    # An arm that was cut off says nothing yet.
+    assert not gains(collect(pair("random_phase", (3.06, 3.09, 3.12), cells=7)))
+
+
+def test_of_two_ways_of_distillation_the_better_one_is_chosen() -> None:
+    better = pair("lora_overlap", (3.12, 3.15, 3.18))
+    records = [*pair("lora_kl", (3.06, 3.09, 3.12)), *(one for one in better if one["name"] != "lora_4")]
+    measured = collect(records)
+    assert [gain.arm for gain in chosen(gains(measured)).values()] == ["lora_overlap"]
+    first, second = decisions(measured)
+    assert first.startswith("lora_kl") and first.endswith("no default: lora_overlap gains more")
+    assert second.startswith("lora_overlap") and second.endswith("BECOMES THE DEFAULT")
+
+
+def test_gains_are_rows_of_a_table(tmp_path: Path) -> None:
+    text = report(pair("random_phase", (3.06, 3.09, 3.12)), results=tmp_path)
+    assert "random_phase over idlm_4, 3 seeds: tokens per forward +3.00 +- 0.58 %" in text
+    found = {row["metric"]: row["value"] for row in read_rows("study_ablations", results=tmp_path)}
+    assert found["forward_gain"] == pytest.approx(0.03)
+    assert found["forward_gain_least"] == pytest.approx(0.02)
+    assert "3.0 %" in section("study_ablations", tmp_path)
+
+
+def test_arms_keep_their_options_when_defaults_change() -> None:
+    """`idlm_4` and `lora_4` are without the options that the study may make defaults."""
+    for name, arm in ARMS.items():
+        if "objective=idlm" in arm.overrides:
+            phase = "random" if name == "random_phase" else "response"
+            assert f"train.phase={phase}" in arm.overrides, name
+        if name.startswith("lora"):
+            distill = {"lora_kl": "kl", "lora_overlap": "overlap"}.get(name, "none")
+            assert f"train.distill={distill}" in arm.overrides, name
