@@ -40,8 +40,8 @@ class _Deferred:
             signal.signal(number, self.handlers[number])
 
     def deliver(self, error: BaseException | None = None) -> None:
-        """Call the handlers: to raise a signal again would wake an asyncio loop a second time. What they raise
-        has `error`, which ended the block, as its cause.
+        """Call the handlers: to raise a signal again would wake an asyncio loop a second time. `error`, which
+        ended the block, is the cause of what they raise.
         """
         while self._waiting:
             number = self._waiting.pop(0)

@@ -41,8 +41,8 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
         print(f"error {error}", file=sys.stderr)
         return USER_ERROR_STATUS
     except KeyboardInterrupt as signalled:
-        is_terminated, error = isinstance(signalled, Terminated), signalled.__cause__
-        reason = "" if error is None else f", after {type(error).__name__}: {error}"
+        is_terminated, cause = isinstance(signalled, Terminated), signalled.__cause__
+        reason = "" if cause is None else f", after {type(cause).__name__}: {cause}"
         print(f"{'terminated' if is_terminated else 'interrupted'}{reason}", file=sys.stderr)
         return TERMINATED_STATUS if is_terminated else INTERRUPTED_STATUS
     except BrokenPipeError:

@@ -186,8 +186,8 @@ class _Work:
 
 
 def _needs_times(parts: EngineParts) -> bool:
-    """Whether a stride controller can use the times of passes without sequences. Padding reaches no expert, so
-    such passes of a model with experts take about the same time at every size.
+    """Whether a stride controller can use the times of passes without sequences. Padding reaches no expert,
+    so with experts such passes take about the same time at every size.
     """
     return parts.stride_controller is not None and parts.model.local.moe is None
 
