@@ -39,11 +39,16 @@ class _Deferred:
         if signal.getsignal(number) == self.note:
             signal.signal(number, self.handlers[number])
 
-    def deliver(self) -> None:
-        """Call the handlers: to raise a signal again would wake an asyncio loop a second time."""
+    def deliver(self, error: BaseException | None = None) -> None:
+        """Call the handlers: to raise a signal again would wake an asyncio loop a second time. `error`, which
+        ended the block, is the cause of what they raise.
+        """
         while self._waiting:
             number = self._waiting.pop(0)
-            self.handlers[number](number, None)
+            try:
+                self.handlers[number](number, None)
+            except BaseException as raised:
+                raise raised from error
 
 
 @contextmanager
@@ -60,7 +65,7 @@ def uninterrupted() -> Iterator[None]:
     deferred = _Deferred()
     # A handler that raises stops none of the callbacks; they run in reverse order.
     with ExitStack() as end:
-        end.callback(deferred.deliver)
+        end.push(lambda _, error, __: deferred.deliver(error))
         end.callback(_close)
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)

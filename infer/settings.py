@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from idlm.config.schema import option
+from idlm.contracts import LARGEST_NUMBER
 from idlm.errors import UserError
 
 NO_NAMES = ("", "none", "null", "off", "false")
@@ -84,14 +85,11 @@ class EngineSettings:
     )
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)} must be >= {least}"
-            for name, least in (
-                *(("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("page_size", 1), ("num_pages", 1)),
-                *(("tensor_parallel", 1), ("num_inflight_steps", 0), ("max_length", 2)),
-            )
-            if getattr(self, name) is not None and getattr(self, name) < least
-        ]
+        problems = below_least(
+            self,
+            *(("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("page_size", 1), ("num_pages", 1)),
+            *(("tensor_parallel", 1), ("num_inflight_steps", 0), ("max_length", 2)),
+        )
         if self.deterministic and self.tensor_parallel not in (1, 2):
             problems.append(
                 f"deterministic=true with tensor_parallel={self.tensor_parallel}: the order of sums over "
@@ -143,6 +141,19 @@ class EngineSettings:
         """The settings as keywords of `Engine.from_pretrained`."""
         names = [field.name for field in dataclasses.fields(EngineSettings)]
         return {name: getattr(self, name) for name in names} | {"accelerators": self.accelerator_options}
+
+
+def below_least(settings: object, *bounds: tuple[str, float]) -> list[str]:
+    """A sentence for each setting, by name, that is not null and below its least value or not finite. A list
+    is checked item by item.
+    """
+    given = [(name, getattr(settings, name), least) for name, least in bounds]
+    return [
+        f"{name}={value} must be >= {least:g}"
+        for name, values, least in given
+        for value in (values if isinstance(values, list) else [values])
+        if value is not None and not least <= value <= LARGEST_NUMBER
+    ]
 
 
 def as_options(given: Any) -> dict[str, dict[str, Any]]:

@@ -269,7 +269,8 @@ def running_server(path: str, *settings: str) -> Iterator[Server]:
 
 def host(words: list[str]) -> int:
     """Serve, print the port, and print what this process holds for each line that comes in."""
-    from idlm.infer.cli.config import ServeConfig, read_arguments
+    from idlm.infer.cli.config import read_arguments
+    from idlm.infer.server.config import ServeConfig
     from idlm.infer.server.run import FrontEnd, listen
 
     front = FrontEnd(*read_arguments("serve", ServeConfig, words))

@@ -40,12 +40,11 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
     except UserError as error:
         print(f"error {error}", file=sys.stderr)
         return USER_ERROR_STATUS
-    except Terminated:
-        print("terminated", file=sys.stderr)
-        return TERMINATED_STATUS
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED_STATUS
+    except KeyboardInterrupt as signalled:
+        is_terminated, cause = isinstance(signalled, Terminated), signalled.__cause__
+        reason = "" if cause is None else f", after {type(cause).__name__}: {cause}"
+        print(f"{'terminated' if is_terminated else 'interrupted'}{reason}", file=sys.stderr)
+        return TERMINATED_STATUS if is_terminated else INTERRUPTED_STATUS
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has enough; the interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,7 +14,7 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import TaskSample, Verdict
+from idlm.tasks.base import TaskSample
 from idlm.tasks.ledger_check import check_ledger
 from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
 
@@ -238,6 +238,7 @@ class Ledger(GeneratedTask[Story]):
     name: ClassVar[str] = "ledger"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     LEXICON: ClassVar[Lexicon] = LEXICON
+    check = staticmethod(check_ledger)
 
     def draw(self, rng: Random) -> Story:
         """Draw numbers of entities and steps and starts uniformly, then legal events."""
@@ -267,10 +268,6 @@ class Ledger(GeneratedTask[Story]):
             prompt=render_prompt(problem, names, item, verbs),
             response=render_response(problem, names, item, forms=forms, restate=self.config.restate),
         )
-
-    def check(self, prompt: str, response: str) -> Verdict:
-        """Judge a response by re-executing the prompt's text."""
-        return check_ledger(prompt, response)
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

@@ -21,7 +21,7 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict
+from idlm.tasks.base import Split, TaskSample
 from idlm.tasks.recall_check import check_recall
 from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names, skeleton, split_of_skeleton
 
@@ -104,6 +104,7 @@ class Recall(GeneratedTask[Records]):
     shares_vocabulary: ClassVar[bool] = False
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     LEXICON: ClassVar[Lexicon] = LEXICON
+    check = staticmethod(check_recall)
     config: Config
 
     def sample(self, index: int, split: str) -> TaskSample:
@@ -165,10 +166,6 @@ class Recall(GeneratedTask[Records]):
         pairs = "".join(f" {keys[idx]} {problem.values[idx]}" for idx in problem.asked)
         question = _question([keys[idx] for idx in problem.asked])
         return TaskSample(prompt="".join(parts) + question, response=f":{pairs}.")
-
-    def check(self, prompt: str, response: str) -> Verdict:
-        """Judge a response by looking up the prompt's text."""
-        return check_recall(prompt, response)
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

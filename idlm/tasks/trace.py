@@ -13,7 +13,7 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import TaskSample, Verdict
+from idlm.tasks.base import TaskSample
 from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
 from idlm.tasks.trace_check import check_trace
 
@@ -107,6 +107,7 @@ class Trace(GeneratedTask[Program]):
     name: ClassVar[str] = "trace"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     LEXICON: ClassVar[Lexicon] = LEXICON
+    check = staticmethod(check_trace)
 
     def draw(self, rng: Random) -> Program:
         """Draw sizes and first values uniformly, then legal assignments by rejection."""
@@ -148,10 +149,6 @@ class Trace(GeneratedTask[Program]):
         return TaskSample(
             prompt=render_prompt(problem, names), response=render_response(problem, names, forms=forms)
         )
-
-    def check(self, prompt: str, response: str) -> Verdict:
-        """Judge a response by re-executing the prompt's text."""
-        return check_trace(prompt, response)
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Arguments of the commands that build an engine: their typed configuration, and the engine that they ask
-for. Those of `idlm-chat` and `idlm-bench` are in `idlm.infer.clients`.
+"""Arguments of the commands that build an engine: what all of them share, and those of `idlm-generate`. The
+others have a `config.py` in `idlm.infer.evaluation`, `idlm.infer.server` and `idlm.infer.clients`.
 
 Decoders and accelerators own their options, so no schema here names them.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from idlm.config.compose import compose, parse_value
 from idlm.config.schema import option
-from idlm.contracts import LARGEST_NUMBER, SamplingParams
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.progress import loading
 from idlm.infer.settings import EngineSettings, as_options
@@ -62,104 +62,6 @@ class GenerateConfig(EngineSettings):
     system: str | None = option("system prompt of text prompts, and of messages without one", None)
     stats: bool = option("show progress, tokens per forward, acceptance and speed on stderr", True)
     sampling: SamplingParams = field(default_factory=SamplingParams)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(EngineSettings):
-    """`idlm-eval`: answers a task of idlm.tasks or of a file, with a baseline for comparison."""
-
-    model: str | None = option("checkpoint directory", None)
-    task: str = option(
-        "a generated task (ledger, trace, recall), or one whose problems are in data= (gsm8k, math500, "
-        "humaneval, mbpp)",
-        "ledger",
-    )
-    data: str | None = option("the task's problems, as published: JSON lines (or .gz) or a JSON list", None)
-    harness: Literal["idlm", "lm_eval"] = option(
-        "lm_eval runs a task of lm-eval on the file data=, with its own prompts and metrics (extra: eval)",
-        "idlm",
-    )
-    fewshot_data: str | None = option(
-        "harness=lm_eval: the file of the examples in a prompt; null is none, unless the task writes them",
-        None,
-    )
-    allow_code: bool = option("run programs that the model writes, in a sandbox (humaneval, mbpp)", False)
-    level: str = option("level of a generated task", "tiny")
-    split: str = option("train, validation or test, of a generated task", "test")
-    num: int | None = option("prompts; null: 200 of a generated task, all of a file", None)
-    baseline: str | None = option(
-        "decoder to compare with; auto is one token per step (ar, or block with strategy=sequential for a "
-        "block-causal checkpoint), null is none",
-        "auto",
-    )
-    compare: list[str] = option("more decoders, each with options: NAME:OPTION:VALUE", [])
-    output: str | None = option("JSON lines with every completion and whether it is correct", None)
-    overwrite: bool = option("replace an existing output file", False)
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig(EngineSettings):
-    """`idlm-serve`. Raises UserError IDLM-0705 that names every number out of range."""
-
-    warmup: Literal["auto", "full", "off"] = option(
-        "CUDA graphs captured before the first request: auto, as many as 20 s allow; full, all; off, none",
-        "auto",
-    )
-    model: str | None = option("checkpoint directory", None)
-    served_model_name: str | None = option("the model's name for clients; null is the directory's", None)
-    host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")
-    port: int = option("port to listen on; 0 takes a free one", 8000)
-    api_key: str | None = option(
-        "key that clients send; other users of this machine can read command lines, so prefer the "
-        "environment variable IDLM_API_KEY",
-        None,
-    )
-    enable_thinking: bool | None = option(
-        "passed to the chat template unless a request sets it; null leaves it to the template", None
-    )
-    reasoning_parser: Literal["auto", "none", "think"] = option(
-        "what makes reasoning_content of a chat's answer: its <think> tags; auto if the template knows them",
-        "auto",
-    )
-    tool_parser: Literal["auto", "none", "hermes"] = option(
-        "how answers call tools: hermes is JSON in <tool_call> tags; auto if the template says so", "auto"
-    )
-    max_waiting: int | None = option(
-        "answers that may wait for a lane before requests get status 429; null is 16 for each lane", None
-    )
-    max_n: int = option("largest n of a request", 16)
-    max_prompts: int = option("prompts of a request to /v1/completions", 64)
-    max_body: int = option("bytes of a request's body", 4 << 20)
-    max_header: int = option("bytes of a request's line and headers", 16 << 10)
-    drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
-    engine_timeout: float = option(
-        "seconds without an answer after which an engine that has work is started again; loading does not "
-        "count, compiling a kernel does",
-        600.0,
-    )
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-
-    def __post_init__(self) -> None:
-        EngineSettings.__post_init__(self)
-        bounds = {
-            "port": (0, 65535),
-            "max_waiting": (0, None),
-            "max_n": (1, None),
-            "max_prompts": (1, None),
-            "max_body": (1, None),
-            "max_header": (1024, None),
-            "drain_seconds": (0, None),
-            "engine_timeout": (1, None),
-        }
-        problems = [
-            f"{name}={value} must be {f'in [{least}, {most}]' if most else f'>= {least}'}"
-            for name, (least, most) in bounds.items()
-            if (value := getattr(self, name)) is not None
-            and not least <= value <= (LARGEST_NUMBER if most is None else most)
-        ]
-        if problems:
-            raise UserError("IDLM-0705", "; ".join(problems), fix="correct the settings named")
 
 
 AnyConfig = TypeVar("AnyConfig", bound=EngineSettings)
@@ -248,21 +150,16 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
     from idlm.infer.accelerators.base import ACCELERATORS
 
     chosen: dict[str, dict[str, Any]] = settings["accelerators"]
-    sides = {name: ACCELERATORS.get(name).side for name in (*chosen, *options)}
     idle = [name for name in options if name not in chosen]
     if idle:
-        kept = [name for name in chosen if sides[name] not in {sides[other] for other in idle}]
-        lost = [name for name in chosen if name not in kept]
-        written = f"accelerators=[{','.join([*kept, *idle])}]"
+        sides = {ACCELERATORS.get(name).side for name in idle}
+        lost = [name for name in chosen if ACCELERATORS.get(name).side in sides]
+        kept = [name for name in chosen if name not in lost]
+        instead = f" in place of {', '.join(lost)} (one of each side is allowed)" if lost else ""
         raise UserError(
             "IDLM-0461",
             f"options of {', '.join(idle)} are given, and accelerators=[{','.join(chosen)}]",
-            fix=(
-                f"write {written} in place of {', '.join(lost)} (one of each side is allowed)"
-                if lost
-                else f"write {written}"
-            )
-            + ", or leave the options out",
+            fix=f"write accelerators=[{','.join([*kept, *idle])}]{instead}, or leave the options out",
         )
     return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
 

@@ -28,15 +28,8 @@ from idlm.text.tokenizer import TOKENIZER_FILES
 
 SPEED_ONLY_KEYS = (
     *("device", "tensor_parallel", "attention", "graphs", "warmup", "num_inflight_steps", "deterministic"),
-    *(
-        "memory",
-        "memory_arena",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "page_size",
-        "num_pages",
-        "prefix_cache",
-    ),
+    *("memory", "memory_arena", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"),
+    "prefix_cache",
 )
 """Where and how fast the model runs: a resumed run may change these."""
 EXCLUDED_KEYS = ("base", "accelerators")

@@ -10,7 +10,8 @@ import sys
 
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.infer.cli.config import ServeConfig, read_arguments
+from idlm.infer.cli.config import read_arguments
+from idlm.infer.server.config import ServeConfig
 
 
 def main() -> int:

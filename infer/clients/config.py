@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from idlm.config.schema import option
-from idlm.contracts import LARGEST_NUMBER, SamplingParams
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.settings import EngineSettings
+from idlm.infer.settings import EngineSettings, below_least
 
 MODEL = (
     "checkpoint directory, which is loaded here; with url=, the server's name of the model (null: its first)"
@@ -92,18 +92,11 @@ class BenchConfig(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
-        whole = ("scale", "input_tokens", "output_tokens", "num_requests")
-        checked: list[tuple[str, float | None, float]] = [
-            *(("concurrency", each, 1) for each in self.concurrency),
-            *(("rate", each, 1e-6) for each in self.rate),
-            *((name, getattr(self, name), 1) for name in whole),
-            *(("vocab_size", self.vocab_size, 4), ("timeout", self.timeout, 1e-3)),
-        ]
-        problems = [
-            f"{name}={value} must be >= {least:g}"
-            for name, value, least in checked
-            if value is not None and not least <= value <= LARGEST_NUMBER
-        ]
+        problems = below_least(
+            self,
+            *(("concurrency", 1), ("rate", 1e-6), ("scale", 1), ("input_tokens", 1), ("output_tokens", 1)),
+            *(("num_requests", 1), ("vocab_size", 4), ("timeout", 1e-3)),
+        )
         if not (self.concurrency or self.rate):
             problems.append("concurrency=[] has no load")
         if self.peer and self.url:

@@ -212,7 +212,8 @@ class DriverWorker(Worker):
     def launch(self, schedule: Schedule) -> StepResult:
         """Send the pass to the other ranks, then run it.
 
-        The engine lets no SIGINT or SIGTERM in, because ranks that are out of step cannot be brought back.
+        The engine lets no SIGINT or SIGTERM in, because ranks that are out of step cannot be brought back. A
+        second Ctrl-C does not wait: it ends the ranks, and with them a pass that hangs.
         """
         message = step_message(schedule, self.parts.pool.unwritten)
         with self.group.translating_failures():

@@ -10,10 +10,11 @@ from typing import Any
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, EvaluateConfig
+from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.output import answer_file
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.arms import run_arms
+from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.requests import EngineRequests
 from idlm.infer.evaluation.statistics import paired_difference, share_interval
 

@@ -24,24 +24,9 @@ SYS_PIVOT_ROOT, SYS_CAPSET, SYS_MOUNT_SETATTR, SYS_CLONE, SYS_CLONE3 = 155, 126,
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 EPERM, ENOSYS, SIGKILL = 1, 38, 9
 DENIED = (
-    *(
-        101,
-        310,
-        311,
-        312,
-        438,
-        434,
-    ),  # ptrace, process_vm_{readv,writev}, kcmp, pidfd_{getfd,open}
+    *(101, 310, 311, 312, 438, 434),  # ptrace, process_vm_{readv,writev}, kcmp, pidfd_{getfd,open}
     *(165, 166, 155, 161, 272, 308),  # mount, umount2, pivot_root, chroot, unshare, setns
-    *(
-        428,
-        429,
-        430,
-        431,
-        432,
-        433,
-        442,
-    ),  # the new mount interface
+    *(428, 429, 430, 431, 432, 433, 442),  # the new mount interface
     *(321, 323, 298, 425, 426, 427),  # bpf, userfaultfd, perf_event_open, io_uring_{setup,enter,register}
     *(248, 249, 250, 303, 304),  # add_key, request_key, keyctl, name_to_handle_at, open_by_handle_at
     *(

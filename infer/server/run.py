@@ -17,8 +17,9 @@ from types import FrameType
 import uvicorn
 
 from idlm.errors import UserError
-from idlm.infer.cli.config import KEY_VARIABLE, EngineArguments, ServeConfig
+from idlm.infer.cli.config import KEY_VARIABLE, EngineArguments
 from idlm.infer.server.app import create_app
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient
 from idlm.infer.server.guard import TimedProtocol
 from idlm.infer.server.metrics import Metrics

@@ -15,17 +15,12 @@ from typing import Any
 from idlm import __version__
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import ServeConfig
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.parsers.answer import (
-    AnswerParser,
-    parses_calls,
-    parses_reasoning,
-    template_text,
-)
+from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning, template_text
 from idlm.infer.server.parsers.think import BEGIN as BEGIN_THINK
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts

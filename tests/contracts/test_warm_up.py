@@ -30,6 +30,7 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.unit.models.test_family_loading import write as write_family
 
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 PER_ROW = 1e-4
@@ -236,6 +237,16 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
     assert changed is not None
     assert changed.times is not None
     assert changed.times.decoding(0, 8) == 1.0, "other modes have times of their own"
+
+
+def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches none, so that a pass without sequences takes as long at every size."""
+    monkeypatch.setattr(StaticStep, "seconds", lambda *_: pytest.fail("a pass without experts was timed"))
+    path = write_family(tmp_path / "experts", "Qwen3MoeForCausalLM", max_position_embeddings=128)
+    engine = build_engine(path, "isd", stride=2, adaptive=True, graphs="on", warmup="full", mask_token_id=9)
+    assert engine.metrics()["graphs_captured_ahead"] > 0
+    assert engine._stride_controller is not None
+    assert engine._stride_controller.times is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"seconds": [[0, 1]]}', '{"seconds": [[0, 1, -1.0]]}'])

@@ -20,7 +20,8 @@ import pytest
 import yaml
 
 from idlm.errors import UserError
-from idlm.infer.cli.config import ServeConfig, read_arguments
+from idlm.infer.cli.config import read_arguments
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.run import KEY_VARIABLE, check_address
 from tests.repo.test_readme_and_recipes import tracked

@@ -21,13 +21,7 @@ from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
-from idlm.train.config.schema import (
-    TASK_TOKENIZER,
-    StageConfig,
-    TrainConfig,
-    missing_keys,
-    refuse_problems,
-)
+from idlm.train.config.schema import TASK_TOKENIZER, StageConfig, TrainConfig, missing_keys, refuse_problems
 from idlm.train.config.unused import FILE_SOURCES, objective_has, unused_options, value_of
 from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD

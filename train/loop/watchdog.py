@@ -1,6 +1,6 @@
 """Ends all ranks when one of them dies, fails or hangs, and reports which one.
 
-Every rank writes a heartbeat with its position into a store (train/distributed/store.py) each second. A
+Every rank writes a heartbeat with its position into a store each second. A
 thread on every rank reads the heartbeats of the others:
 
 - A process that ended on the same host is found within seconds.
@@ -16,8 +16,10 @@ deepspeed also end all ranks when one exits, but do not report why. The exit sta
 from __future__ import annotations
 
 import contextlib
+import datetime
 import faulthandler
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,14 +31,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import distributed as dist
+from torch.distributed import TCPStore
 from transformers import TrainerCallback, TrainerState
 
 from idlm.errors import UserError
-from idlm.train.distributed.collectives import barrier, is_distributed
-from idlm.train.distributed.store import STORE_SECONDS, open_store
+from idlm.train.distributed.collectives import barrier, from_rank_zero, gather_objects, is_distributed
 from idlm.train.loop.liveness import progress_count
 
+log = logging.getLogger(__name__)
 STATUS = 75
+STORE_SECONDS = 10.0
+"""How long a call of the store waits for rank 0."""
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 40.0
 LINGER_SECONDS = 3.0
@@ -246,7 +251,7 @@ def watching(hang_seconds: float, *, launcher: int | None = None) -> Iterator[Wa
     other ranks get the message of an exception that is raised inside.
     """
     watchdog = Watchdog(
-        open_store() if is_distributed() else None,
+        _open_store() if is_distributed() else None,
         rank=dist.get_rank() if is_distributed() else 0,
         world_size=dist.get_world_size() if is_distributed() else 1,
         hang_seconds=hang_seconds,
@@ -265,6 +270,30 @@ def watching(hang_seconds: float, *, launcher: int | None = None) -> Iterator[Wa
         watchdog.end(failure_message=f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     watchdog.end()
+
+
+def _open_store() -> TCPStore | None:
+    """Open this rank's client of a store on rank 0, which needs no collective calls; None on all ranks if one
+    cannot reach it. Collective.
+    """
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    timeout = datetime.timedelta(seconds=STORE_SECONDS)
+    held: list[TCPStore] = []
+
+    def hold() -> int:
+        held.append(TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout))
+        return held[0].port
+
+    port = from_rank_zero(hold)
+    store = held[0] if held else None
+    with contextlib.suppress(RuntimeError):
+        store = store or TCPStore(host, port, is_master=False, timeout=timeout)
+    unreachable = [rank for rank, reached in enumerate(gather_objects(store is not None)) if not reached]
+    if unreachable:
+        log.warning(
+            "ranks %s cannot reach %s:%d: a rank that dies or hangs is not named", unreachable, host, port
+        )
+    return None if unreachable else store
 
 
 def _host() -> str:

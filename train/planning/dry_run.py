@@ -30,13 +30,7 @@ from idlm.train.model.checks import mask_token
 from idlm.train.model.files import read_generation_config
 from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.planning.estimate import (
-    Estimate,
-    estimate_run,
-    gpu_name,
-    num_gpus,
-    remedies,
-)
+from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
 from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text

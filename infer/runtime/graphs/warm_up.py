@@ -77,7 +77,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
-    path = None if parts.stride_controller is None else cache_file(_said(parts))
+    path = cache_file(_said(parts)) if _needs_times(parts) else None
     known = read_times(path) if path is not None and is_alone else {}
     work = _Work(parts=parts, step=step, is_alone=is_alone, least_memory=free // 2, times=dict(known))
     if on_meta is not None:
@@ -156,7 +156,7 @@ class _Work:
             if parts.drops_rows
             else shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)
         )[:MAX_CUDA_GRAPHS]
-        self.timed = {} if parts.stride_controller is None else timed_shapes(parts.decoder, *self._limits())
+        self.timed = timed_shapes(parts.decoder, *self._limits()) if _needs_times(parts) else {}
         for key, shape in self.timed.items():
             if shape.all_rows > step.eager_rows and key not in self.times and self._may_go_on():
                 self.times[key] = step.seconds(shape)
@@ -183,6 +183,13 @@ class _Work:
         return prompt_shapes(
             self.parts.decoder, *self._limits(), self.step.eager_rows, most_prompt_rows=num_rows
         )
+
+
+def _needs_times(parts: EngineParts) -> bool:
+    """Whether a stride controller can use the times of passes without sequences. Padding reaches no expert,
+    so with experts such passes take about the same time at every size.
+    """
+    return parts.stride_controller is not None and parts.model.local.moe is None
 
 
 def _launch_seconds(step: StaticStep, shape: PassShape) -> float:

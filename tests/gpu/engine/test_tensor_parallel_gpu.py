@@ -105,7 +105,7 @@ def _is_clear(
     _, is_clear = answers_and_margins(
         _one(path, decoder, **place, **options), prompts, greedy(max_tokens=max_tokens)
     )
-    assert sum(is_clear) >= 0.6 * len(prompts), "too few answers are free of near ties"
+    assert sum(is_clear) >= len(prompts) - 1, "answers with near ties are not compared: give other prompts"
     return is_clear
 
 

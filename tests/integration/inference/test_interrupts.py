@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from idlm.cli import command
+from idlm.errors import UserError
 from idlm.infer import engine as engine_module
 from idlm.infer import scheduler as scheduler_module
 from idlm.infer.cli import answers, batch
@@ -152,9 +153,22 @@ def test_a_second_signal_breaks_through() -> None:
 
 def test_it_replaces_an_error_that_it_caused() -> None:
     """A compiler that the terminal's Ctrl-C has ended too."""
-    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt), uninterrupted():
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt) as stopped, uninterrupted():
         _ctrl_c()
         raise RuntimeError("the compiler has ended")
+    assert isinstance(stopped.value.__cause__, RuntimeError)
+
+
+def test_a_command_names_the_error_that_an_interrupt_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(arguments: list[str]) -> int:
+        with uninterrupted():
+            _ctrl_c()
+            raise UserError("IDLM-0428", "the disk is full", fix="free some space")
+
+    with ctrl_c_raises():
+        assert command.run(fail, []) == command.INTERRUPTED_STATUS
+    assert "interrupted, after UserError: " in (said := capsys.readouterr().err)
+    assert "the disk is full" in said
 
 
 def test_sigterm_waits_and_an_ignored_signal_stays_ignored() -> None:

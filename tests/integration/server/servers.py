@@ -16,8 +16,9 @@ from typing import Any
 
 import httpx
 
-from idlm.infer.cli.config import ServeConfig, read_arguments
+from idlm.infer.cli.config import read_arguments
 from idlm.infer.engine import Engine
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.run import FrontEnd, listen
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"

@@ -17,13 +17,14 @@ import pytest
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import ServeConfig, read_arguments
+from idlm.infer.cli.config import read_arguments
 from idlm.infer.clients.answers import Answerer, EngineAnswerer, Piece, ServerAnswerer
 from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program
 from idlm.infer.clients.bench import bench, check_gate, make_loads, measure, plan_arms
 from idlm.infer.clients.chat import Chat, chat
 from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.http import Server
+from idlm.infer.server.config import ServeConfig
 from idlm.text.tokenizer import encode_messages
 from tests.contracts.engines import clear_answers
 from tests.integration.server.servers import (

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from idlm.infer.cli.config import ServeConfig, read_arguments
+from idlm.infer.cli.config import read_arguments
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.run import FrontEnd
 from tests.integration.server.servers import PATIENCE, PROMPT, Client, Running, checkpoint, running
 

@@ -19,7 +19,7 @@ from idlm.config.schema import lookup, suggest_key
 from idlm.config.suggest import ALIASES
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
-from idlm.infer.cli.config import EvaluateConfig, GenerateConfig, ServeConfig
+from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.help import from_registry, from_sources, plugins_of
@@ -27,6 +27,8 @@ from idlm.infer.cli.serve import serve
 from idlm.infer.clients.bench import bench
 from idlm.infer.clients.chat import chat
 from idlm.infer.decoders.base import DECODERS
+from idlm.infer.evaluation.config import EvaluateConfig
+from idlm.infer.server.config import ServeConfig
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig
 

@@ -1,0 +1,68 @@
+"""Arguments of `idlm-serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from idlm.config.schema import option
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.settings import EngineSettings, below_least
+
+MAX_PORT = 65_535
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineSettings):
+    """`idlm-serve`. Raises UserError IDLM-0705 that names every number out of range."""
+
+    warmup: Literal["auto", "full", "off"] = option(
+        "CUDA graphs captured before the first request: auto, as many as 20 s allow; full, all; off, none",
+        "auto",
+    )
+    model: str | None = option("checkpoint directory", None)
+    served_model_name: str | None = option("the model's name for clients; null is the directory's", None)
+    host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")
+    port: int = option("port to listen on; 0 takes a free one", 8000)
+    api_key: str | None = option(
+        "key that clients send; other users of this machine can read command lines, so prefer the "
+        "environment variable IDLM_API_KEY",
+        None,
+    )
+    enable_thinking: bool | None = option(
+        "passed to the chat template unless a request sets it; null leaves it to the template", None
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = option(
+        "what makes reasoning_content of a chat's answer: its <think> tags; auto if the template knows them",
+        "auto",
+    )
+    tool_parser: Literal["auto", "none", "hermes"] = option(
+        "how answers call tools: hermes is JSON in <tool_call> tags; auto if the template says so", "auto"
+    )
+    max_waiting: int | None = option(
+        "answers that may wait for a lane before requests get status 429; null is 16 for each lane", None
+    )
+    max_n: int = option("largest n of a request", 16)
+    max_prompts: int = option("prompts of a request to /v1/completions", 64)
+    max_body: int = option("bytes of a request's body", 4 << 20)
+    max_header: int = option("bytes of a request's line and headers", 16 << 10)
+    drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
+    engine_timeout: float = option(
+        "seconds without an answer after which an engine that has work is started again; loading does not "
+        "count, compiling a kernel does",
+        600.0,
+    )
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)
+        problems = below_least(
+            self,
+            *(("port", 0), ("max_waiting", 0), ("max_n", 1), ("max_prompts", 1), ("max_body", 1)),
+            *(("max_header", 1024), ("drain_seconds", 0), ("engine_timeout", 1)),
+        )
+        if self.port > MAX_PORT:
+            problems.append(f"port={self.port} must be <= {MAX_PORT}")
+        if problems:
+            raise UserError("IDLM-0705", "; ".join(problems), fix="correct the settings named")
