@@ -94,16 +94,16 @@ class SteadyContexts(SteadyBlocks):
             if self.arm.name != "exact_unsplit" or not torch.cuda.is_available():
                 yield
                 return
-            from idlm.kernels.paged_attention import launch
+            from idlm.kernels.paged_attention import planning
 
-            chosen = launch.choose_launch
-            launch.choose_launch = lambda *given, **named: replace(
+            chosen = planning.choose_launch
+            planning.choose_launch = lambda *given, **named: replace(
                 chosen(*given, **named), min_blocks=NO_SPLITS
             )
             try:
                 yield
             finally:
-                launch.choose_launch = chosen
+                planning.choose_launch = chosen
 
 
 def steady_contexts(model: LoadedModel, arm: SparseArm, load: Load, *, num_blocks: int) -> SteadyContexts:

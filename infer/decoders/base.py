@@ -262,6 +262,7 @@ def plan_rows(
         samples_B=packed.samples_B,
         advances_B=packed.advances_B,
         max_rows=batch.max_feed - 1 + width,
+        decoding_rows=width,
         # An earlier pass, in a wider mode, may have gone past the end of a sequence.
         max_slots=batch.max_known - 1 + max(width, layout.max_stride),
     )

@@ -261,6 +261,7 @@ class Runner:
             branch_starts_R=plan.branch_starts_R,
             max_rows=plan.max_rows,
             usual_rows=plan.usual_rows,
+            few_rows=plan.decoding_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
             starts_B=None if lists is None else lists.starts_B,
             listed_B=None if lists is None else lists.listed_B,

@@ -251,7 +251,8 @@ class StepPlan:
     sequence decodes in this pass; the wanted rows of the others are ignored. `advances_B` (bool): its fed
     tokens become computed ones; False for a sequence that has its full length. `active`: block diffusion
     only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
-    upper bounds known to the host; most sequences have no more than `usual_rows`, if that is known.
+    upper bounds known to the host; most sequences have no more than `usual_rows`, if that is known, and one
+    that feeds no prompt no more than `decoding_rows`, if prompts are to be attended apart from such.
     `takes_best`: the decoder first asks for `WantedRows.best`, and for logits
     only if there is none.
 
@@ -281,6 +282,7 @@ class StepPlan:
     first_slots_B: Tensor | None = None
     logit_group: int = 1
     usual_rows: int | None = None
+    decoding_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,11 @@ SHORT_BLOCK_TILES, TWO_PROGRAM_TILES = 2, 8
 """Tiles for each multiprocessor from which short blocks are loaded ahead, and from which two programs run at
 a time: 8 % and 11 % less time at 64 and 256 sequences of 1,024 slots (README.md).
 """
+APART_BLOCKS = 64
+"""Blocks of slots for each multiprocessor from which sequences that decode walk apart from prompts. A tile of
+128 packed rows takes 0.4 us longer for a block than one of 16, and another launch takes 5 us: 15.8 and 9.9 ms
+in 36 layers at 256 sequences (one H200). The host knows twice to four times the slots that there are.
+"""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -126,6 +131,22 @@ def choose_launch(
         early=(block_m == 16 and not is_wide) or (is_tall and not is_long_block),
         two_groups=is_long_block and shape.head_dim == 128,
     )
+
+
+def walks_apart(
+    shape: HeadShape,
+    narrow: Launch,
+    wide: Launch,
+    *,
+    max_slots: int,
+    num_sequences: int,
+    multiprocessors: int,
+) -> bool:
+    """Whether a second launch is worth it in a pass whose sequences suit `narrow`, but for at least one of
+    many rows, which suits `wide`.
+    """
+    num_blocks = (num_sequences - 1) * shape.num_kv_heads * triton.cdiv(max_slots, wide.block_n)
+    return narrow.block_m < wide.block_m and num_blocks >= APART_BLOCKS * multiprocessors
 
 
 def _slots_of_block(block_h: int, *, is_wide: bool) -> int:

@@ -2,7 +2,7 @@
 
 A tile is up to ROWS rows of one sequence times the G query heads of one KV head, packed as the BLOCK_M rows
 of the matrix products, so that keys and values are read once for all of them. An item is a share of a
-tile's blocks, a part the result of one split of them. README.md has the reasons, launch.py the records.
+tile's blocks, a part the result of one split of them. README.md has the reasons, planning.py the records.
 
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """

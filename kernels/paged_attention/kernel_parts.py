@@ -1,7 +1,7 @@
 """Parts of walks that several items share: the function that writes one, and the kernel that adds them.
 
 A part is the result of a share of a tile's walk, for each packed row: the weighted sum of values, the sum of
-weights, and the maximum that both are relative to. README.md has the reasons, launch.py the records.
+weights, and the maximum that both are relative to. README.md has the reasons, planning.py the records.
 
 N query heads, K KV heads, G = N / K, H head dim.
 """

@@ -4,6 +4,7 @@ variants Triton would compile, and a driver that has no GPU takes the place of C
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -26,12 +27,13 @@ from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.kernels.backend import has_gluon, has_pdl, only_compiled
-from idlm.kernels.paged_attention.launch import num_multiprocessors
+from idlm.kernels.paged_attention.planning import num_multiprocessors
 from idlm.semantics import Semantics
 
 triton = pytest.importorskip("triton")
 DEVICE = 63
 """A number that no GPU has, so that what is noted for it is used by nothing else."""
+CONTEXTS, MIXED_SIZES = (1024, 2048, 4096), (1, 4, 16, 32, 40, 64, 136, 256)
 LIMITS, EAGER_ROWS, PROMPT_ROWS = (256, 4096), 512, 8192
 
 
@@ -111,7 +113,7 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
 
 @pytest.mark.parametrize(
     ("name", "options", "most"),
-    [("ar", {}, 38), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 54)],
+    [("ar", {}, 43), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 56)],
     ids=str,
 )
 def test_few_passes_tell_all_variants_that_a_warm_up_needs(
@@ -134,6 +136,13 @@ def _check_variants(parts: EngineParts, most: int, compiled: Counter[str]) -> No
     shapes: list[PassShape] = warm_up.shapes_ahead(decoder, *LIMITS, EAGER_ROWS)
     compile_ahead(step, shapes[:: 1 if decoder.name == "ar" else 5])
     assert compiled == ahead, "a capture would compile"
+    mixed = [
+        replace(warm_up._shape(decoder, mode, size, LIMITS[1], context, False), num_prompt_rows=num_rows)
+        for mode in {0, len(decoder.modes) - 1}
+        for context, size, num_rows in itertools.product(CONTEXTS, MIXED_SIZES, (640, 1408, 4096))
+    ]
+    compile_ahead(step, mixed)
+    assert compiled == ahead, "prompts beside decoding would compile"
 
 
 def test_a_variant_that_does_not_compile_stops_no_later_one() -> None:

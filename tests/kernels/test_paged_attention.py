@@ -21,6 +21,7 @@ import torch
 
 from idlm.kernels.paged_attention import (
     BACKENDS,
+    AttentionRows,
     HeadShape,
     paged_attention,
     paged_attention_reference,
@@ -95,7 +96,7 @@ def test_the_walk_compiles_for_hopper(
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel
     from idlm.kernels.paged_attention.choice import choose_launch
-    from idlm.kernels.paged_attention.launch import RECORD
+    from idlm.kernels.paged_attention.planning import RECORD
 
     launch = choose_launch(QWEN3_8B, max_rows=max_rows, max_slots=max_slots, deterministic=deterministic)
     is_tall = max_rows == 32
@@ -153,10 +154,49 @@ def test_the_tile_is_that_of_the_rows_that_most_sequences_have() -> None:
     assert len({(one.block_m, one.block_n, one.split_slots, one.octave, one.warps) for one in fixed}) == 1
 
 
+@pytest.mark.parametrize(
+    ("few_rows", "num_sequences", "context", "block_m"),
+    [
+        *((1, 256, 4096, 16), (7, 256, 4096, 32), (16, 64, 4096, 64), (1, 16, 32768, 16)),
+        *((64, 64, 4096, None), (1, 1, 131072, None), (1, 4, 4096, None)),
+    ],
+)
+def test_decoding_sequences_keep_their_tile_beside_a_prompt(
+    few_rows: int, num_sequences: int, context: int, block_m: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: they walk in the prompt's tiles, because theirs are no smaller, or there is little to walk."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention import planning
+
+    monkeypatch.setattr(planning, "num_multiprocessors", lambda device: 132)
+    num_rows = num_sequences * few_rows + 1024
+    empty_R = torch.empty(num_rows, dtype=torch.int64)
+    rows = AttentionRows(
+        cu_rows=torch.empty(num_sequences + 1, dtype=torch.int64),
+        block_table=torch.empty(num_sequences, context // 16, dtype=torch.int64),
+        page_size=16,
+        own_slots_R=empty_R,
+        limits_R=empty_R,
+        branch_starts_R=empty_R,
+        max_rows=1024 + few_rows,
+        few_rows=few_rows,
+        max_slots=context,
+    )
+    launch, narrow, most_rows = planning.choose_launches(rows, QWEN3_8B)
+    assert launch.block_m == 128
+    assert (None if narrow is None else narrow.block_m) == block_m
+    if narrow is not None:
+        alone = replace(rows, max_rows=few_rows, own_slots_R=empty_R[: num_sequences * few_rows])
+        assert narrow == planning.choose_launches(alone, QWEN3_8B)[0], (
+            "its kernels are those of decoding alone"
+        )
+        assert most_rows * QWEN3_8B.group == narrow.block_m
+
+
 def test_planning_and_combining_compile_for_hopper() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel_parts, kernel_plan
-    from idlm.kernels.paged_attention.launch import RECORD
+    from idlm.kernels.paged_attention.planning import RECORD
 
     heads = {"K": 8, "G": 4, "H": 128, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False, "PDL": True}
     heads |= {"BEFORE": True}
@@ -182,7 +222,7 @@ def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
     """Nothing spills, and products are not serialized."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel_hopper
-    from idlm.kernels.paged_attention.launch import RECORD
+    from idlm.kernels.paged_attention.planning import RECORD
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "PDL": True}

@@ -25,6 +25,7 @@ from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.buckets import (
     FED_BLOCK_BUCKETS,
+    MIN_SLOTS,
     PROMPT_STEP,
     bucket,
     padded_sequences,
@@ -323,18 +324,18 @@ def prompt_shapes(
     """Shapes of passes with prompts, the largest first, that between them need all kernels of such passes."""
     if decoder.kv_policy.kind != "append":
         return []
-    context = _contexts(max_length)[0]
-    sizes, rows = (
-        {1, padded_sequences(-(-most_sequences // 8)), padded_sequences(most_sequences)},
-        [PROMPT_STEP],
-    )
+    context, rows = _contexts(max_length)[0], [PROMPT_STEP]
+    sizes = {1, *(padded_sequences(-(-most_sequences // part)) for part in (8, 4, 1))}
     while rows[-1] < most_prompt_rows:
         rows.append(min(4 * rows[-1], -(-most_prompt_rows // PROMPT_STEP) * PROMPT_STEP))
+    bounds = [(context, num_rows) for num_rows in rows]
+    # Where all contexts are short, attention has other kernels.
+    bounds += [(short, rows[0]) for short in (MIN_SLOTS, 2 * MIN_SLOTS) if short < context]
     shapes = [
-        replace(_shape(decoder, mode, size, max_length, context, filters=False), num_prompt_rows=num_rows)
+        replace(_shape(decoder, mode, size, max_length, bound, filters=False), num_prompt_rows=num_rows)
         for mode in {0, len(decoder.modes) - 1}
         for size in sizes
-        for num_rows in rows
+        for bound, num_rows in bounds
         if num_rows + size * decoder.num_rows(mode, max_length) <= most_prompt_rows + eager_rows
     ]
     return sorted(shapes, key=lambda shape: -shape.all_rows)

@@ -161,6 +161,28 @@ def test_tiles_for_the_rows_that_most_sequences_have(usual_rows: int | None) -> 
     assert error_ratio(case, found) <= 2
 
 
+@pytest.mark.parametrize("few_rows", [1, 7, 16])
+@pytest.mark.parametrize("longest", [1300, 9000])
+def test_decoding_sequences_walk_apart_from_prompts(few_rows: int, longest: int) -> None:
+    """Also in layers that follow one another, of which each waits for the one before in its own kernels."""
+    dice = random.Random(1)
+    decoding = {1: lambda start: causal(start, 1), 7: tree, 16: branch}[few_rows]
+    sequences = [decoding(dice.randrange(900, longest)) for _ in range(72)]
+    sequences[5], sequences[40], sequences[41] = causal(0, 700), causal(1000, 300), []
+    sequences[60], sequences[61] = causal(500, 3), causal(20, 30)
+    case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=100, spare_slots=500)
+    plan = plan_attention(replace(case.rows, few_rows=few_rows), case.shape, backend="triton")
+    assert getattr(plan, "others", None) is not None, "what this test is about"
+    caches = case.k_cache_SKH, case.v_cache_SKH
+    alone = paged_attention(case.q_RNH, *caches, plan, scale=SCALE)
+    assert error_ratio(case, alone) <= 2
+    torch.cuda.synchronize()
+    layers = [case.q_RNH * factor for factor in (0.5, 2.0, 1.0, 1.0)]
+    outs = [paged_attention(q_RNH, *caches, plan, scale=SCALE) for q_RNH in layers]
+    assert torch.equal(outs[2], alone) and torch.equal(outs[3], alone)
+    assert not torch.equal(outs[0], alone) and not torch.equal(outs[1], alone)
+
+
 def fixed_content(case: Case, b: int) -> Case:
     """The step with content of sequence b that depends on its logical slots only."""
     generator = torch.Generator().manual_seed(99)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from idlm.kernels.paged_attention import HeadShape, launch, paged_attention, plan_attention
+from idlm.kernels.paged_attention import HeadShape, choice, paged_attention, plan_attention, planning
 from idlm.kernels.paged_attention.choice import Launch
-from idlm.kernels.paged_attention.launch import TritonPlan
+from idlm.kernels.paged_attention.planning import TritonPlan
 from tests.kernels.cases.paged_attention import (
     SCALE,
     Case,
@@ -39,6 +39,7 @@ from tests.kernels.cases.paged_attention import (
 )
 
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+HALF_SMALL = replace(SMALL, dtype=torch.float16)
 TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
 FIXED = replace(TINY, split_slots=16, octave=2)
 MANY = replace(TINY, programs_per_sm=40, combine_parts=4)
@@ -86,6 +87,52 @@ def test_a_mixed_step(tunables: Launch) -> None:
 def test_sequences_with_more_rows_than_is_usual_take_more_tiles(usual_rows: int) -> None:
     case = build(MIXED, SMALL)
     check(replace(case, rows=replace(case.rows, usual_rows=usual_rows)))
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences with few rows walk apart however short the walks are."""
+    monkeypatch.setattr(choice, "APART_BLOCKS", 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "few_rows", "most_rows", "page_size", "padding"),
+    [
+        (HALF_SMALL, 1, 8, 4, 3),
+        (HALF_SMALL, 10, 16, 16, 0),
+        (HeadShape(num_heads=14, num_kv_heads=2, head_dim=24, dtype=torch.float16), 1, 2, 5, 9),
+    ],
+)
+def test_sequences_with_few_rows_walk_apart_from_prompts(
+    shape: HeadShape, few_rows: int, most_rows: int, page_size: int, padding: int, apart: None
+) -> None:
+    """Every row is walked once, in any order of sequences, and the padding by the tiles of prompts."""
+    sequences = [causal(20, 300), causal(37, 1), [], tree(45), causal(3, 17), causal(90, 4), steady(60)]
+    sequences += [[], causal(0, 1), branch(31), causal(0, 2)]
+    case = build(sequences, shape, page_size=page_size, padding=padding, spare_slots=400)
+    case = replace(case, rows=replace(case.rows, few_rows=few_rows))
+    plan = plan_of(case)
+    assert plan.others is not None and plan.launch.block_m < plan.others.launch.block_m
+    cu_rows, lengths, fed = case.rows.cu_rows.tolist(), [len(rows) for rows in sequences], []
+    for walk in plan.walks:
+        for b, row, count in (tile[:3] for tile in walk.tiles.tolist() if tile[2] > 0):
+            is_wide = b == len(sequences) or lengths[b] > most_rows
+            assert is_wide == (walk is plan.others) and cu_rows[b] <= row
+            fed += range(row, row + count)
+    assert sorted(fed) == list(range(case.rows.own_slots_R.shape[0]))
+    check(case)
+
+
+def test_without_prompts_beside_them_or_with_fixed_splits_sequences_walk_together(apart: None) -> None:
+    """The bounds say that there is no prompt, or the result of a row would depend on the rows beside it."""
+    case = build([causal(37, 1), causal(9, 1), causal(3, 1)], HALF_SMALL, spare_slots=400)
+    rows = replace(case.rows, few_rows=1)
+    assert plan_of(replace(case, rows=rows)).others is None
+    mixed = build([causal(37, 1), causal(9, 60), causal(3, 1)], HALF_SMALL, spare_slots=400)
+    rows = replace(mixed.rows, few_rows=1)
+    assert plan_of(replace(mixed, rows=rows)).others is not None
+    fixed = plan_attention(rows, HALF_SMALL, backend="triton", deterministic=True)
+    assert isinstance(fixed, TritonPlan) and fixed.others is None
 
 
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
@@ -140,7 +187,7 @@ def test_any_number_of_splits(programs_per_sm: int) -> None:
     case = build([causal(130, 2)], SMALL)
     tunables = replace(TINY, programs_per_sm=programs_per_sm)
     plan = plan_of(case, tunables)
-    wanted = max(1, launch.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
+    wanted = max(1, planning.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
     used = plan.items[:, 2] > 0
     split = plan.items[0, 15].item()
     assert split == min(wanted, 9), "132 slots are 9 blocks of 16"
@@ -194,7 +241,7 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
         shares = [place for item in mine for place in range(item[10], item[11])]
         length = num_below + end_block - branch_block
         if tunables.split_slots:
-            assert shares == list(range(launch.most_fixed_splits(tunables, end_block * tunables.block_n)))
+            assert shares == list(range(planning.most_fixed_splits(tunables, end_block * tunables.block_n)))
             written = [*mine[0][16:17], *(item[16] + s for item in mine[1:] for s in range(*item[10:12]))]
         else:
             assert shares == list(range(length))
@@ -279,7 +326,7 @@ def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
 def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: int) -> None:
     tunables = replace(FIXED, octave=octave)
     for num_blocks in (1, 2, 3, 7, 16, 33, 100, 1000):
-        count = launch.most_fixed_splits(tunables, num_blocks * tunables.block_n)
+        count = planning.most_fixed_splits(tunables, num_blocks * tunables.block_n)
         starts = [((s - o * octave) << o) for s in range(count + 1) if (o := max(s // octave - 1, 0)) >= 0]
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         assert starts[0] == 0 and starts[-2] < num_blocks <= starts[-1], f"{num_blocks=}"
@@ -298,7 +345,7 @@ def test_a_plan_serves_every_layer_and_writes_to_out() -> None:
 
 
 @pytest.mark.parametrize("has_scales", [False, True])
-def test_an_fp8_cache_and_its_scales(has_scales: bool) -> None:
+def test_an_fp8_cache_and_its_scales(has_scales: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(SMALL, dtype=torch.float16)
     case = build([steady(40), causal(5, 9)], shape)
     factors = torch.tensor([[0.5, 2.0], [4.0, 0.25]]) if has_scales else torch.ones(2, 2)
@@ -312,3 +359,8 @@ def test_an_fp8_cache_and_its_scales(has_scales: bool) -> None:
     scales = {"k_scale_K": factors[0], "v_scale_K": factors[1]} if has_scales else {}
     o_RNH = run(scaled, TINY, **scales)
     assert error_ratio(plain, o_RNH) <= 2
+    if has_scales:
+        monkeypatch.setattr(choice, "APART_BLOCKS", 0)
+        mixed = replace(scaled, rows=replace(scaled.rows, few_rows=1, max_slots=400))
+        assert plan_of(mixed).others is not None
+        assert error_ratio(plain, run(mixed, **scales)) <= 2

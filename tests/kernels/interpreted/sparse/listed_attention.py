@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.kernels.paged_attention import HeadShape, paged_attention, plan_attention
+from idlm.kernels.paged_attention import HeadShape, choice, paged_attention, plan_attention
 from idlm.kernels.paged_attention.choice import Launch
+from idlm.kernels.paged_attention.planning import TritonPlan
 from tests.kernels.cases.paged_attention import SCALE, causal, steady
 from tests.kernels.cases.sparse.listed_attention import (
     ListedCase,
@@ -47,8 +48,8 @@ def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def check(listed: ListedCase, tunables: Launch) -> Tensor:
-    case, is_fixed = listed.case, tunables.split_slots > 0
+def check(listed: ListedCase, tunables: Launch | None) -> Tensor:
+    case, is_fixed = listed.case, tunables is not None and tunables.split_slots > 0
     plan = plan_attention(case.rows, case.shape, backend="triton", launch=tunables, deterministic=is_fixed)
     arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan
     before = empty_before(listed)
@@ -74,6 +75,24 @@ def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     ]
     is_tiny = tunables is TINY
     check(build_listed(sequences, SMALL, num_listed=40 if is_tiny else 21, full=is_tiny), tunables)
+
+
+@pytest.mark.parametrize("num_listed", [0, 21])
+def test_blocks_walk_apart_from_a_prompt(num_listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short blocks, and tall tiles of a prompt and of a block with more clean rows before it."""
+    monkeypatch.setattr(choice, "APART_BLOCKS", 0)
+    sequences = [
+        causal(3, 70),
+        Work(start=45, places=(0, 1, 2, 3), size=4, listed=num_listed > 0),
+        [],
+        Work(start=37, places=(0, 3, 6), size=8, listed=False),
+        Work(start=70, places=tuple(range(4)), size=4, num_clean=28, listed=num_listed > 0),
+    ]
+    listed = build_listed(sequences, SMALL, num_listed=num_listed, spare_slots=400)
+    listed = replace(listed, case=replace(listed.case, rows=replace(listed.rows, few_rows=4)))
+    plan = plan_attention(listed.rows, SMALL, backend="triton")
+    assert isinstance(plan, TritonPlan) and plan.others is not None
+    check(listed, None)
 
 
 @pytest.mark.parametrize("start", [1, 15, 16, 17, 31, 32, 33])
