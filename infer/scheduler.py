@@ -27,8 +27,8 @@ from idlm.infer.state.page_pool import PagePool
 STEPS_TO_RESTORE = 16
 PROMPT_SHARE = 2.0
 """Prompt rows beside sequences that decode take at most this times as long as those: gaps between tokens are
-three times the usual one. By a simulation of `benchmarks.serve parts=mixed` at 256 sequences (Qwen3-8B, H200),
-p99 over median is 2.7, and 5.4 without a bound, for 0.8 % of the throughput.
+three times the usual one. By a simulation of `benchmarks.serve parts=mixed` at 256 sequences of Qwen3-8B on
+an H200, p99 over median is 2.7, and 5.4 without a bound, for 0.8 % of the throughput.
 """
 MIN_PROMPT_ROWS = 512
 """Fewer rows are read for rather than computed, and a first token waits for several passes."""
