@@ -40,7 +40,7 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.planning.canvas import canvas_shape
 from idlm.infer.runtime.canvas_runner import CanvasRunner
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.graphs.pass_shape import most_stored_rows
+from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, most_stored_rows
 from idlm.infer.runtime.model_runner import (
     EagerStep,
     PassRunner,
@@ -51,7 +51,7 @@ from idlm.infer.runtime.model_runner import (
     set_deterministic,
 )
 from idlm.infer.runtime.stride_controller import StrideController
-from idlm.infer.scheduler import Scheduler
+from idlm.infer.scheduler import PassCosts, Scheduler
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
 from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy
@@ -235,12 +235,32 @@ def _assemble(
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
             decodes_again=stack is not None and stack.decodes_again,
+            costs=_pass_costs(model, decoder, sizes),
         ),
         stride_controller=_stride_controller(decoder, max_length, model.semantics.acceptance),
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
         grammars=functools.cache(lambda: GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids)),
+    )
+
+
+def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCosts | None:
+    """Costs of passes that decode; None for decoders of whole canvases, which have no prompts beside those.
+
+    With several modes the narrowest counts, which many sequences use. Passes read nearly all experts, and
+    compute few for each row.
+    """
+    if decoder.kv_policy.kind == "none":
+        return None
+    local, experts = model.local, model.local.moe
+    weight_rows = STREAMED_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
+    slot_bytes = 2 * local.num_layers * local.num_kv_heads * local.head_dim * sizes.kv_dtype.itemsize
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.trunk.parameters())
+    return PassCosts(
+        weight_rows=weight_rows,
+        slot_rows=weight_rows * slot_bytes / max(1, weight_bytes),
+        sequence_rows=min(rows_by_mode(decoder, sizes.max_length)),
     )
 
 

@@ -83,6 +83,9 @@ def attend_kernel(
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    if (count == 0) & (item > 0):
+        # Of the items that the bounds allow, most may be empty. The first one waits for the kernels before.
+        return
     walk, ends, low_limit, end_block = read_walk(record)
     low, high = tl.load(record + 10), tl.load(record + 11)
     num_items, my_part = tl.load(record + 15), tl.load(record + 16)

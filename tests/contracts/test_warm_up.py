@@ -257,7 +257,7 @@ def test_a_broken_file_of_times_is_no_file(tmp_path: Path, text: str) -> None:
 
 
 def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_prompts = 1 + 3  # Before the warm-up and each of its passes with prompts.
+    num_prompts = 1 + 4  # Before the warm-up and each of its passes with prompts.
     free = itertools.chain([100] * num_prompts, [100, 90, 60, 60, 40], itertools.repeat(40))
     monkeypatch.setattr(warm_up, "memory_bytes", lambda _: (next(free), 100))
     engine = build_engine(checkpoint, "ar", graphs="on", warmup="full")
