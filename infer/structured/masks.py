@@ -71,6 +71,7 @@ class PassGrammars:
         compute_masks(rows, bits_MAW.view(-1, shape[2]))
         for _, each in open_:
             each.go_on()
+            each.look_ahead()
         return bits_MAW
 
     @torch.inference_mode()
