@@ -76,9 +76,9 @@ class Follower:
     may be more than the answer has (`committed`).
 
     `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
-    token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch.
-    `read`: the same once it is read. `is_over`: nothing can follow. `firsts`: the first candidates for the
-    next drafts, of which that at place `_refused` does not fit. `_forced`: what the grammar forces after the
+    token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch;
+    `read` once that is read. `is_over`: nothing can follow. `firsts`: the first candidates for the next
+    drafts, of which that at place `_refused` does not fit. `_forced`: what the grammar forces after the
     drafts, or, once their outcome is read, after what was emitted.
     """
 
@@ -94,7 +94,7 @@ class Follower:
         self.read: tuple[Any, int] | None = None
         self.is_over = False
         self._forced: list[int] = []
-        self._refused = -1
+        self._refused = 0
 
     def _restart(self) -> Grammar:
         """The grammar before the drafts."""
@@ -125,9 +125,20 @@ class Follower:
             matcher.rollback(len(drafts) - num_accepted)
         elif forced[: len(new)] == new:
             self._forced = forced[len(new) :]
-        self.is_over = not matcher.consume_tokens(new) or matcher.is_stopped()
-        self._refused = -1
-        return not self.is_over and self.take_firsts() < len(self.firsts)
+        # One question for what was emitted and what may follow.
+        num_taken: int = matcher.try_consume_tokens([*new, *self.firsts])
+        if num_taken < len(new):
+            # A stop token is no question; and candidates may be too hard for a grammar.
+            if matcher.is_error():
+                self.ahead = self._restart()
+                matcher = self.ahead.matcher
+            else:
+                matcher.consume_tokens(new[num_taken:])
+            num_taken = len(new)
+        self._refused = num_fitting = num_taken - len(new)
+        self.is_over = num_fitting == 0 and bool(matcher.is_stopped())
+        self.drafts, self.only = self.firsts[:num_fitting], [-1] * num_fitting
+        return not self.is_over and num_fitting < len(self.firsts)
 
     def extend(self) -> bool:
         """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits
