@@ -79,7 +79,7 @@ SUMMARY = (
     *("eager_passes", "graph_host_ms", "controller_regret"),
     *("eager_host_ms", "graph_device_ms", "eager_device_ms", "device_busy"),
     *("structured_over_unconstrained", "structured_pass_speed", "pass_ms"),
-    *("wait_ms", "choice_ms", "bits_ms", "bits_wait_ms"),
+    *("wait_ms", "choice_ms", "choice_wait_ms", "bits_ms", "bits_wait_ms", "decide_ms"),
 )
 
 
@@ -249,7 +249,7 @@ def _structured(bench: Bench, engine: Engine, concurrency: int) -> None:
         bench.add(own, "tokens_per_forward", speed.tokens_per_pass, "tokens")
         bench.add(own, "pass_ms", 1e3 * speed.pass_s, "ms")
         bench.add(own, "graphs_captured_in_traffic", speed.num_captured, "graphs")
-        for metric, value in speed.host_ms.items():
+        for metric, value in speed.times_ms.items():
             bench.add(own, metric, value, "ms")
     is_complete = all(speed.is_complete for speed in found.values())
     free, structured = found["free"], found["structured"]

@@ -6,32 +6,29 @@ number and a list of short texts, so that all answers have the length that was a
 about half of its tokens and leaves few to choose from for a third. Each load runs twice, and the second run
 counts: its graphs are captured. Prompts count too, which both loads share.
 
-A trace replaces the verdicts on drafts, which fit the schema: both loads accept alike, the ratio is that of
-the speed of passes, and says nothing about how well drafts fit. It is a hard case for the host: hardly a
-candidate of random weights fits where the schema prescribes the text.
+A trace replaces the verdicts on drafts, which fit the schema. Both loads thus accept alike: every pass has as
+many drafts, and each lane reads its part of one trace (`tokens_per_forward` of both says whether they did).
+So `structured_over_unconstrained` compares equal acceptance; it says what a schema costs the speed of passes,
+and nothing about how well a model's drafts fit. It is a hard case for the host: hardly a candidate of random
+weights fits where the schema prescribes the text. `structured_pass_speed` leaves out what is left of the
+difference in acceptance.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import random
 import string
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
+from benchmarks.serving.structured_times import pass_times
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.clients.generator import Record, run_on_engine
 from idlm.infer.clients.loads import Load, make_jobs
 from idlm.infer.clients.stats import aggregate
 from idlm.infer.engine import Engine
-from idlm.infer.structured.masks import PassGrammars
 
 PROMPT, ANSWER = 256, 192
 """Tokens of a request."""
@@ -81,7 +78,7 @@ def write_vocabulary(path: Path, vocab_size: int) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """Output tokens per second, tokens of a sequence per pass, seconds of a pass (which counts for all its
-    sequences), whether all answers are complete, and the graphs captured meanwhile. `host_ms`: `_host_times`.
+    sequences), whether all answers are complete, and the graphs captured meanwhile. `times_ms`: `pass_times`.
     """
 
     rate: float
@@ -89,7 +86,7 @@ class Speed:
     pass_s: float
     is_complete: bool
     num_captured: float
-    host_ms: dict[str, float]
+    times_ms: dict[str, float]
 
 
 def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
@@ -101,7 +98,7 @@ def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
     lengths = max(1, PROMPT // scale), max(8, ANSWER // scale)
     for name, one in [*settings.items(), *settings.items()]:
         load, before = _load(engine, one, concurrency, lengths), engine.metrics()
-        with _host_times() as host_ms:
+        with pass_times() as times_ms:
             records = run_on_engine(engine, load, streams=False)
         rate = aggregate(records, load)["mean_output_throughput_tokens_per_s"]
         tokens_per_pass = _tokens_per_pass(records)
@@ -112,40 +109,9 @@ def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
             pass_s=concurrency * tokens_per_pass / rate,
             is_complete=_is_complete(records, load),
             num_captured=engine.metrics()[captured] - before[captured],
-            host_ms=host_ms,
+            times_ms=times_ms,
         )
     return found
-
-
-@contextlib.contextmanager
-def _host_times() -> Iterator[dict[str, float]]:
-    """Means over passes with grammars, filled in at the end: the host waits for what a pass tells
-    (`wait_ms`), then the device for the choice of drafts (`choice_ms`); while that runs the host computes
-    bits (`bits_ms`).
-    """
-    seconds, found, num_passes = defaultdict[str, float](float), dict[str, float](), 0
-    choose, bits = PassGrammars.choose_drafts, PassGrammars.bits
-
-    def timed(name: str, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        start = time.perf_counter()
-        result = call(*values, **named)
-        seconds[name] += time.perf_counter() - start
-        return result
-
-    def choose_after_waiting(self: PassGrammars, num_drafts: int) -> list[list[int]]:
-        nonlocal num_passes
-        num_passes += 1
-        told = [each.told[0] for each in self._followers.values() if each.told is not None]
-        timed("wait_ms", lambda: [one._array for one in told])
-        found: list[list[int]] = timed("choice_ms", choose, self, num_drafts)
-        return found
-
-    with (
-        mock.patch.object(PassGrammars, "choose_drafts", choose_after_waiting),
-        mock.patch.object(PassGrammars, "bits", lambda *values: timed("bits_ms", bits, *values)),
-    ):
-        yield found
-    found.update({name: 1e3 * total / num_passes for name, total in seconds.items()})
 
 
 def _load(engine: Engine, params: SamplingParams, concurrency: int, lengths: tuple[int, int]) -> Load:

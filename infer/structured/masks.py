@@ -43,18 +43,20 @@ class PassGrammars:
 
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
         """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests, at most
-        so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are not
-        all first candidates.
+        so many of a sequence. Returns the lanes, places and tokens of drafts that are not the first
+        candidates, three lists.
         """
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
         choose_drafts([follower for _, follower in open_])
-        return [
-            [lane, place, token_id]
+        chosen = [
+            (lane, place, token_id)
             for lane, follower in open_
-            for place, token_id in enumerate(follower.drafts)
+            for place, (token_id, first) in enumerate(zip(follower.drafts, follower.firsts, strict=False))
+            if token_id != first
         ]
+        return [list(column) for column in zip(*chosen, strict=True)]
 
     def bits(self, device: torch.device) -> Tensor:
         """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] in memory of
@@ -71,6 +73,7 @@ class PassGrammars:
         compute_masks(rows, bits_MAW.view(-1, shape[2]))
         for _, each in open_:
             each.go_on()
+            each.look_ahead()
         return bits_MAW
 
     @torch.inference_mode()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from idlm.contracts import Constraint, SamplingParams
 from idlm.infer import build
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
@@ -23,6 +24,7 @@ from idlm.infer.state.batch import RowRoom
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     CYCLE,
+    answers,
     assert_idle,
     build_engine,
     clear_answers,
@@ -30,9 +32,11 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.toy import write_spelling_toy
 from tests.unit.models.test_family_loading import write as write_family
 
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
+LETTERS = Constraint(kind="regex", text="(foo|bar)+[0-9]{3,8}")
 PER_ROW = 1e-4
 """Seconds per row of the clock that stands for the GPU's."""
 
@@ -41,13 +45,17 @@ class _Graph:
     """What stands for a captured graph."""
 
     def __init__(self, step: StaticStep, shape: PassShape) -> None:
-        self.graph, self.columns, self.result = self, None, None
+        self.graph, self.columns, self.result, self.fed = self, None, None, None
         self.columns_3B: Tensor = step._no_sequences(shape)
         self._step, self._shape = step, shape
 
     def replay(self) -> None:
         """Run the pass of the shape on the columns as they are now."""
-        self.result = self._step._step(self._step._batch(self._shape, self.columns_3B))
+        batch = self._step._batch(self._shape, self.columns_3B)
+        if self._shape.decides:
+            self.result = self._step._step(batch)
+        else:
+            self.fed = self._step._step.feed(batch)
 
 
 class _Stream:
@@ -164,6 +172,22 @@ def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
         named = set(head_buckets(num_sequences, block_size))
         taken = {head_bucket(num, num_sequences, block_size) for num in range(num_sequences * block_size + 1)}
         assert named == taken | {None}
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.8, "logprobs": 1}], ids=str)
+def test_passes_with_grammars_have_graphs_too(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Those end with hidden states, whatever is asked of the logits."""
+    path = write_spelling_toy(tmp_path)
+    options: dict[str, Any] = {"stride": 4, "rejection_strategy": "tree"}
+    params = SamplingParams(max_tokens=20, seed=3, constraint=LETTERS, **{"temperature": 0, **settings})
+    plain = build_engine(path, "isd", graphs="off", **options)
+    engine = build_engine(path, "isd", graphs="on", warmup="full", max_num_seqs=4, **options)
+    step, before = _step(engine), set(_step(engine)._graphs)
+    assert sum(not shape.decides for shape in before) >= 3
+    prompts = prompts_of([1, 7, 3], vocab_size=40)
+    assert answers(engine.generate(prompts, params)) == answers(plain.generate(prompts, params))
+    assert set(step._graphs) == before and engine.metrics()["graphs_captured_in_traffic"] == 0
+    assert not any(shape.num_prompt_rows == 0 for shape in step._num_eager)
 
 
 def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(

@@ -67,6 +67,12 @@ def test_structured_output_is_compared_with_free_answers(tmp_path: Path) -> None
     assert ratio["value"] > 0 and ratio["gate_passed"] and ratio["case"]["concurrency"] == 2
     loads = [row["case"]["load"] for row in rows if row["metric"] == "output_tokens_per_s"]
     assert loads == ["free", "structured"]
+    times = {row["metric"]: row["value"] for row in rows if row["case"].get("load") == "structured"}
+    assert times["decide_ms"] > times["bits_ms"] > 0 and times["choice_ms"] > 0
+    free = {row["metric"] for row in rows if row["case"].get("load") == "free"}
+    assert not free & {"decide_ms", "bits_ms", "choice_ms", "wait_ms"}
+    [drafted, undrafted] = [row["value"] for row in rows if row["metric"] == "tokens_per_forward"]
+    assert drafted == pytest.approx(undrafted, rel=0.1)
 
 
 def test_what_grammars_cost_the_host(tmp_path: Path) -> None:
