@@ -30,7 +30,6 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
-from tests.unit.models.test_family_loading import write as write_family
 
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 PER_ROW = 1e-4
@@ -241,6 +240,8 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
 
 def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches none, so that a pass without sequences takes as long at every size."""
+    from tests.unit.models.test_family_loading import write as write_family
+
     monkeypatch.setattr(StaticStep, "seconds", lambda *_: pytest.fail("a pass without experts was timed"))
     path = write_family(tmp_path / "experts", "Qwen3MoeForCausalLM", max_position_embeddings=128)
     engine = build_engine(path, "isd", stride=2, adaptive=True, graphs="on", warmup="full", mask_token_id=9)
