@@ -55,7 +55,7 @@ class Constraint:
         if not isinstance(self.text, str) or len(self.text) > MAX_CONSTRAINT:
             return f"text must be text of at most {MAX_CONSTRAINT} characters"
         if any("\ud800" <= char <= "\udfff" for char in self.text):
-            return "text has half a surrogate pair, which is no character"
+            return "text has half a surrogate pair, which is not a character"
         if (self.kind == "json_object") != (not self.text):
             return f"kind={self.kind} takes {'no' if self.text else 'a'} text"
         if self.kind not in ("json_schema", "choice"):

@@ -162,7 +162,7 @@ def _recipe_layers(path: Path, conf_dir: Path, *above: Path) -> list[dict[str, A
         if found is None:
             raise UserError(
                 "IDLM-0105",
-                f"{path}: `defaults` names {name!r}, which is no other recipe",
+                f"{path}: `defaults` names {name!r}, which is not another recipe",
                 fix="correct the file",
             )
         layers += _recipe_layers(found, conf_dir, *known)

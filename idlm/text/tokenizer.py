@@ -56,7 +56,7 @@ def load_tokenizer(path: Path | str) -> Any:
     if special:
         raise UserError(
             "IDLM-0203",
-            f"the tokenizer files in {directory} cannot be loaded: {', '.join(special)} is no regular file",
+            f"the tokenizer files in {directory} cannot be loaded: {', '.join(special)} is not a plain file",
             fix="copy the original checkpoint's tokenizer files again",
         )
 

@@ -1,7 +1,7 @@
 """Base of kv-side accelerators that rank the slots before a block once, by the attention of the block's
 queries to them, and keep the best of them per layer and KV head for the block's other passes.
 
-All layers are ranked at once behind the last one, by `kernels/prefix_ranking`: attention leaves each row's
+All layers are ranked at once after the last one, by `kernels/prefix_ranking`: attention leaves each row's
 softmax sums over the slots before its block, and the pass keeps the queries of blocks. Lists hold logical
 slots, so they stay right when the prefix cache swaps a page.
 B sequences, R rows, W places of a block, S physical slots, C listed slots, N query heads, K KV heads, H head
@@ -28,8 +28,8 @@ from idlm.kernels.row_compaction import gather_rows
 EVERYTHING = 1 << 30
 """A budget above the length of any prefix."""
 KEPT_ROWS = 512
-"""A pass of at most so many rows keeps the fused product of each sparse layer until its end. A larger one
-copies the rows of blocks: a launch a layer, but a fraction of the memory, as prompts have most of its rows.
+"""A pass of at most this many rows keeps the fused product of each sparse layer until its end. A larger one
+copies the rows of blocks, which costs a launch a layer but little memory: most of its rows are prompts.
 """
 
 

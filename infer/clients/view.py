@@ -41,7 +41,7 @@ class View(Protocol):
         ...
 
     def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """Say something that is no answer."""
+        """Print something that is not part of an answer."""
 
 
 @dataclass(slots=True)

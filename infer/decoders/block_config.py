@@ -39,7 +39,7 @@ class BlockConfig:
     `max_edit_passes` such passes; None: that of the mode, else no edits (as with 1). `mode`: LLaDA2.1's
     "quality" (0.7, edits 0.5) or "speed" (0.5, edits 0).
 
-    `sub_block_size`: masks are decided in parts of so many positions, left to right (Fast-dLLM v2: 8).
+    `sub_block_size`: masks are decided in parts of this many positions, left to right (Fast-dLLM v2: 8).
     `dual_cache` (lossy): a part's first pass computes the whole block, the later ones that part alone, with
     outdated keys and values of the others. `fused_commit`: store a clean block in the pass that begins the
     next one. Requests may set `threshold`, `edit_threshold`, `entropy_bound` and `steps`.

@@ -29,7 +29,7 @@ NO_FACTOR = 0.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullConfig:
     """`order`: which masks a pass decides; None: entropy for a checkpoint with shifted logits (Dream), else
-    low_confidence (LLaDA). `block_length`: the answer is decided in blocks of so many places, left to right,
+    low_confidence (LLaDA). `block_length`: the answer is decided in blocks of this length, left to right,
     while every row sees the whole canvas; None: all at once. `steps`: passes for the whole answer; None: one
     for each token. `threshold`: decide every mask whose score is above it, and at least one, in place of the
     quota of `steps`; `factor`: decide the n most confident ones, c_n the least confident of them, for the
@@ -41,8 +41,8 @@ class FullConfig:
     is decided at once. `forbid_eos`: no stop token is drawn. `guidance`: draw from the logits of a second
     canvas whose prompt is masked, plus (1 + guidance) times what the prompt adds to them (LLaDA's
     `cfg_scale`; 0: off); a pass then feeds twice the rows. `cache`: keys and values that passes read of
-    earlier ones (`full_rows.py`; lossy); `cache_refresh`: with cache=delayed, the first of every so many
-    passes over a block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor`,
+    earlier ones (`full_rows.py`; lossy); `cache_refresh`: with cache=delayed, one in this many passes over a
+    block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor`,
     `order_temperature` and `guidance`.
     """
 

@@ -24,7 +24,7 @@ GRACE_SECONDS = 20.0
 """Beyond the program's own time, before everything is killed from outside."""
 MAX_REPORT = 1 << 16
 PROBE_SECONDS = 60.0
-"""For the empty program: a busy machine is no reason to refuse."""
+"""For the empty program: long, so that a busy machine is not taken for one without a sandbox."""
 MIN_LINUX = [5, 14]
 """Since it, RLIMIT_NPROC counts within a user namespace."""
 

@@ -24,7 +24,7 @@ SEQUENCES: dict[str, Any] = {
     "iterator": iter,
 }
 OBJECTS: list[Any] = []
-"""What is no plain data stays here; the checker holds its number and can only give it back."""
+"""Objects that are not plain data stay here; the checker holds their numbers and can only give them back."""
 
 
 class Handle:

@@ -78,8 +78,8 @@ def plan_forward(
     min_rows: int = MIN_CHUNK_ROWS,
     group: int = 1,
 ) -> Plan:
-    """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits, in
-    groups of `group` rows that no chunk divides: one of each of so many canvases.
+    """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits. A group
+    has one row of each of `group` canvases, and no chunk divides it.
 
     Raises UserError IDLM-0466 if it needs more than `capacity` bytes however it is chunked.
     """
@@ -140,8 +140,8 @@ def max_length(
     min_rows: int = MIN_CHUNK_ROWS,
     group: int = 1,
 ) -> int:
-    """Return L_max: the longest canvas that fits `capacity` bytes, by bisection, or so many of them as
-    `group` says, each of that length; 0 if none does.
+    """Return L_max, by bisection: the greatest length at which `group` canvases fit `capacity` bytes; 0 if
+    none does.
 
     `wanted_share` of the rows, rounded up, are wanted.
     """

@@ -1,9 +1,9 @@
-"""Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and of passes
-that may drop rows (`RowRoom`) also those that are embedded and those that are left behind the drop.
+"""Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and in passes
+that may drop rows (`RowRoom`) also those that are embedded and those that are left after the drop.
 
-How many a pass needs is known on the device alone. The host reserves the mean of recent passes and a margin
-of their spread; a sequence that finds no room waits for the next pass, and its answer stays what it would
-have been (`Batch.num_wanted`, `Batch.room`).
+Only the device knows how many rows a pass needs. The host reserves the mean of recent passes and a margin
+that follows their spread. A sequence that finds no room waits for the next pass, which does not change its
+answer (`Batch.num_wanted`, `Batch.room`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dataclasses import dataclass, replace
 from idlm.infer.state.batch import RowRoom, Schedule
 
 NUM_PASSES = 64
-"""Passes that are remembered: those of about four blocks, so that sequences in step do not surprise, and a
-choice that a graph was captured for stays."""
+"""Passes that are remembered, about four blocks: sequences that begin their blocks together do not move the
+mean, and a choice that a graph was captured for stays."""
 MIN_PASSES = 4
 MARGIN = 2.5
-"""Standard deviations above the mean that have room."""
+"""Room is this many standard deviations above the mean."""
 KEPT_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
-"""The same for rows behind a drop, which nearly all layers compute: padding costs more than a wait there. It
-begins with the first, and grows with the share of (sequence, pass) pairs that wait beyond `WAITS`.
+"""The same for rows after a drop, which nearly all layers compute: there padding costs more than a wait. The
+margin begins at the first number and grows when more than the share `WAITS` of (sequence, pass) pairs wait.
 """
 WAITS, GAIN = 0.008, 25.0
-"""The share to aim at, and what the margin grows by for each pair beyond it. In a simulation of 32 sequences
+"""The share to aim at, and how much each pair beyond it adds to the margin. In a simulation of 32 sequences
 with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %.
 """
 STEADY = 0.97
-"""A choice stays until less than this part of it is needed: each number of rows is a graph of its own."""
+"""A choice stays until less than this share of it is needed: each number of rows takes another graph."""
 MIN_PLACES = 256
-"""Up to so many places the head is bound by its weights, so that all have room."""
+"""Places up to which reading its weights takes all the time of the head, so that all places have room."""
 PARTS = 8
 """Room grows by this part of all places: each size in use is a graph of its own. Passes that drop rows have
 finer room (`HEAD_STEPS`): few of their places ask for logits.
@@ -40,15 +40,15 @@ finer room (`HEAD_STEPS`): few of their places ask for logits.
 STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 """Below the first number, rows that are kept are rounded up to a multiple of the second."""
 FED_STEPS, HEAD_STEPS = 4, 2
-"""Embedded rows and rows of the head are rounded up to so many of these steps: few layers compute them."""
+"""Embedded rows, and rows of the head, are rounded up to this many of these steps: few layers have them."""
 NONE = RowRoom(fed=0, kept=0, head=0)
 AHEAD_PARTS = ((3 / 8, 8), (math.inf, 4))
-"""Rooms that graphs are captured of ahead of traffic: below the first share of all places rows that are kept
-grow by one in so many. What traffic uses all the time gets a graph of its own when its padding is worth it.
+"""Rooms whose graphs are captured before traffic: from one to the next, the rows that are kept grow by 1/8
+below 3/8 of all places, and by 1/4 above. A room that traffic uses often gets its own graph later.
 """
 AHEAD_FED, AHEAD_HEAD, AHEAD_STORED = 3.25, 0.75, 1.25
-"""Rows that such rooms have for each row that is kept: embedded ones, and those of the head (2.9 and 0.55 in
-the trace of `benchmarks.eviction`); and embedded rows for each place where all of the block are.
+"""For each row that is kept, such rooms have this many embedded rows and rows of the head (2.9 and 0.55 in
+the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each place.
 """
 
 
@@ -208,7 +208,7 @@ def rooms_ahead(num_sequences: int, block_size: int, num_rows: int) -> list[RowR
 
 
 def _rounded_up(num_rows: int, num_steps: int) -> int:
-    """To a multiple of so many steps."""
+    """Rounded up to a multiple of `num_steps` steps."""
     step = num_steps * next(step for bound, step in STEPS if num_rows < bound)
     return -(-num_rows // step) * step
 

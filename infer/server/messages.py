@@ -35,7 +35,7 @@ TokenEntry = tuple[int, float | None, list[tuple[int, float]]]
 MAX_MESSAGE = 1 << 28
 RECEIVE_BYTES = 1 << 18
 FAULT = "internal_error"
-"""Code of a refusal that is no fault of the request."""
+"""Code of a refusal that the request did not cause."""
 MAX_INTEGER = 2**63 - 1
 """Largest integer that a request may hold; msgpack has 64 bits."""
 

@@ -40,8 +40,8 @@ def run_server(config: ServeConfig, arguments: EngineArguments) -> None:
 
 
 class FrontEnd(uvicorn.Server):
-    """The HTTP server of one model. It finishes requests before it stops listening, and a signal that ends it
-    is no failure.
+    """The HTTP server of one model. It finishes requests before it stops listening. A signal that ends it is
+    not a failure.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
 The runner's side of `accelerators/base.py`. The rest of the engine knows rows as the decoder laid them out;
-here they are numbered anew when some are dropped. The host has chosen all shapes before the pass (`RowRoom`)
-and nothing waits for the device: what is left has padding rows at the end, and a sequence whose rows find no
-room drops out of the denoising part of the pass and has room first in the next. Only passes of exactly their
-rows (graphs=off) read how many are left.
+here they get new numbers when some are dropped. The host has chosen all shapes before the pass (`RowRoom`),
+so nothing waits for the device. The rows that are left end with padding. A sequence whose rows find no room
+decides nothing in this pass and has room first in the next. Only with graphs=off the host reads how many rows
+are left.
 Attention is one launch a layer: layers without lists share one plan, those with lists another.
 B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows, H rows of the
 head (and head dim), N query heads, K KV heads, C listed slots.
@@ -27,7 +27,7 @@ from idlm.kernels.paged_attention import Plan
 from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, keep_wanted
 
 USUAL = 1.25
-"""Of the rows that are left of a sequence on average, so many times: most sequences have no more."""
+"""Most sequences have at most this many times the mean number of rows that are left of a sequence."""
 
 
 class SparseKV:
@@ -46,7 +46,7 @@ class SparseKV:
         self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
         self._kv, self._rows, self._make_plan = kv, rows, make_plan
         self._origin_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
-        """The row of the decoder's plan that each row is; their number for padding."""
+        """Each row's number in the decoder's plan; for padding, the number of rows of that plan."""
         self._plans: dict[int, Plan] = {}
         """By the number of listed slots; 0: the plan of layers without lists."""
         self._asked_B = self._num_fed_B = plan.cu_rows_B1.diff()
@@ -184,7 +184,7 @@ class SparseKV:
         return left.numbers_I
 
     def _plan(self, num_listed: int) -> Plan:
-        """The plan of attention over lists of so many slots, until rows are dropped."""
+        """The plan of attention over lists of `num_listed` slots, until rows are dropped."""
         if num_listed not in self._plans:
             lists = None
             if num_listed:

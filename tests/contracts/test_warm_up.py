@@ -33,7 +33,6 @@ from tests.contracts.engines import (
     write_foreseeing_toy,
 )
 from tests.toy import write_spelling_toy
-from tests.unit.models.test_family_loading import write as write_family
 
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 LETTERS = Constraint(kind="regex", text="(foo|bar)+[0-9]{3,8}")
@@ -265,6 +264,8 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
 
 def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches none, so that a pass without sequences takes as long at every size."""
+    from tests.unit.models.test_family_loading import write as write_family
+
     monkeypatch.setattr(StaticStep, "seconds", lambda *_: pytest.fail("a pass without experts was timed"))
     path = write_family(tmp_path / "experts", "Qwen3MoeForCausalLM", max_position_embeddings=128)
     engine = build_engine(path, "isd", stride=2, adaptive=True, graphs="on", warmup="full", mask_token_id=9)

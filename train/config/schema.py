@@ -100,7 +100,7 @@ class LoopConfig:
     max_length: int = option("longest sample in tokens", 4096)
     row_length: int | None = option("rows of a packed row; null: what the longest sample needs", None)
     max_padding: int = option(
-        "objective=full: after an answer come 0 to so many stop tokens, which fill the canvas", 128
+        "objective=full: at most this many stop tokens follow an answer, to fill the canvas", 128
     )
     overlong: str = option(
         "samples longer than max_length: error, drop, truncate, or split into parts", "error"
@@ -131,7 +131,7 @@ class LoopConfig:
         "sync",
     )
     max_minutes: float | None = option(
-        "save and end with status 85 before so many minutes since the start are over; null: no limit", None
+        "save and end with status 85 within this many minutes of the start; null: no limit", None
     )
     zero_stage: int | None = option(
         "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
-"""A sequence may feed a block of rows, of which six bind a step's matrix products by their rows: up to 32
-sequences padding adds at most a twenty-fifth.
+"""Numbers of sequences. A sequence may feed a block of rows, and six blocks are enough to make the time of a
+step's matrix products follow the rows: up to 32 sequences padding adds at most a twenty-fifth.
 """
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
-"""Prompt rows beside the decoding rows."""
+"""Prompt rows next to the decoding rows."""
 PROMPT_STEP = 64
-"""The same of passes that need no graph: Triton compiles for numbers that are multiples of 16, and others."""
+"""The same for passes without a graph: Triton compiles apart for multiples of 16 and for other numbers."""
 FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """The same in blocks, including clean blocks of answers."""
 MIN_SLOTS = 1024
@@ -32,7 +32,7 @@ def padded_sequences(num_sequences: int) -> int:
 
 
 def slots_bucket(num_slots: int) -> int:
-    """`PassShape.max_known` of so many tokens."""
+    """`PassShape.max_known` that holds `num_slots` tokens."""
     if num_slots <= DOUBLED_SLOTS:
         return max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
     step = 1 << (num_slots.bit_length() - 3)

@@ -36,17 +36,17 @@ Columns = list[list[int]]
 MAX_CUDA_GRAPHS = 512
 """Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
 MAX_EAGER_PASSES = 32
-"""After so many eager decoding passes of one shape its graph is captured even in traffic: without it they
-have taken longer than a capture does (a pass of launches, and the graph's creation).
+"""Eager decoding passes of one shape after which its graph is captured even in traffic: they have then taken
+longer than a capture does (a pass of launches, and the graph's creation).
 """
 TIMED_PASSES = 3
 CAPTURE_PASSES, PASSES_PER_GRAPH, FREE_PADDING = 16, 0.5, 0.03
-"""A capture takes as long as the first number of passes with blocks. It comes after as much padding, or
-without a warm-up after the second number for each graph while there are few. Padding up to the third part of
-a pass does not count.
+"""For passes with blocks. A capture takes as long as `CAPTURE_PASSES` passes, so it comes once padding has
+cost as much; without a warm-up, once it has cost `PASSES_PER_GRAPH` for each graph, while there are few.
+Padding below the share `FREE_PADDING` of a pass does not count.
 """
 MISSED_PASSES = 1.0
-"""Padding, in passes, from which on a shape is captured while no request waits."""
+"""Padding, in passes, after which a shape is captured when no request waits."""
 
 
 class StaticStep:

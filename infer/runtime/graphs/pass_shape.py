@@ -22,9 +22,9 @@ from idlm.infer.state.batch import RowRoom, Schedule
 from idlm.infer.state.kv_cache import KVWritePolicy
 
 STREAMED_ROWS = 128
-"""Up to so many rows a pass takes as long as reading the weights does."""
+"""Rows up to which a pass takes as long as reading the weights does."""
 FEW_LAYERS = 16
-"""Rows of the first layers alone, or of the head, take a part of this of what other rows do."""
+"""A row of the first layers only, or of the head only, costs one part in this many of another row."""
 CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
 """Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
 and block size the values that passes take, first the one that fits all (None), for graphs to be captured

@@ -67,8 +67,8 @@ class HermesParser:
 
 
 def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
-    """The text before the end of a call, the end, and what follows. An end in a string of JSON is none,
-    unless there is no call otherwise.
+    """The text before the end of a call, the end, and what follows. An end tag inside a JSON string does not
+    count, unless nothing else ends the call.
     """
     if END not in text and not is_last:
         return text, "", ""
