@@ -110,7 +110,7 @@ class TrainingStep:
         self.guard.begin(step + 1, num_micro_batches=len(batches))
         stage, is_logged = self.curriculum.stage_of_step(step), self.is_logged(step + 1)
         per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
-        counts = torch.stack(per_batch).sum(dim=0).to(device)
+        counts = torch.stack(per_batch).sum(dim=0).to(device, non_blocking=True)
         all_reduce(counts)
         self.losses = StepLosses(
             stage=stage,
@@ -135,7 +135,8 @@ class TrainingStep:
         compute for the step. With balance=previous the losses of the step before are used, at no cost.
         """
         if not self.objective.needs_means(step.stage):
-            step.weights = self.objective.weights(step.stage, None).to(step.sums.device)
+            weights = self.objective.weights(step.stage, None)
+            step.weights = weights.to(step.sums.device, non_blocking=True)
         elif self.previous is not None and self.previous.means is not None:
             step.weights = self.objective.weights(step.stage, self.previous.means)
         elif len(batches) > 1:

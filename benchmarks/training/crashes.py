@@ -46,7 +46,7 @@ def start(
 ) -> list[int]:
     """Fork one process per rank that runs `idlm-train argv`; returns their ids."""
     assert threading.active_count() == 1, "a fork copies no thread"
-    port = _free_port()
+    port = free_port()
     trace.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(world_size):
@@ -115,7 +115,7 @@ def _child(
         from idlm.train import cli
 
         directory = next(item.partition("=")[2] for item in argv if item.startswith("output_dir="))
-        _record_items(trace, rank)
+        record_items(trace, rank)
         _record_saves(trace, rank)
         if plan is not None and plan.rank == rank:
             _plan_death(plan, Path(directory).resolve(), trace)
@@ -126,7 +126,7 @@ def _child(
         os._exit(status)
 
 
-def _record_items(trace: Path, rank: int) -> None:
+def record_items(trace: Path, rank: int) -> None:
     """Append {"step", "micro_batch", "items"} for every micro-batch that is trained on."""
     from idlm.train.loop.trainer import IdlmTrainer
 
@@ -269,7 +269,7 @@ def _wrap_writers(counter: _Counter) -> None:
     publishing._exchange = exchanged
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

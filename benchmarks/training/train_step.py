@@ -39,7 +39,6 @@ MASK_TOKEN_ID = 151_669
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
 OPTIONS |= {"record": "false", "results": str(RESULTS)}
-LORA_ACCUMULATION = 4
 HEAD_DIM, KV_HEADS = 128, 8
 COMMON: dict[str, Any] = {
     "model_type": "qwen3",
@@ -49,6 +48,8 @@ COMMON: dict[str, Any] = {
     "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
     "vocab_size": VOCAB_SIZE,
 }
+MODES = {"gated_lora": "gated_lora", "gated_lora_in_parts": "gated_lora", "ungated_lora": "ungated_lora"}
+"""What an arm trains, if not all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class Shape:
     tied: bool
     recipe: str
     accumulation: int
-    lora_batch: int
+    lora: tuple[int, int]
+    """Packed rows of a micro-batch and micro-batches of a step of gated LoRA."""
 
     def config(self) -> list[str]:
         values = COMMON | {
@@ -73,6 +75,16 @@ class Shape:
             "tie_word_embeddings": str(self.tied).lower(),
         }
         return [f"+model.config.{key}={value}" for key, value in values.items()]
+
+    def batches(self, arm: str) -> list[str]:
+        """How an arm divides a step; the recipe has the micro-batch of arms without LoRA."""
+        if arm not in MODES:
+            return [f"train.accumulation={self.accumulation}"]
+        batch_size, accumulation = self.lora
+        if MODES[arm] == "ungated_lora":
+            # It keeps clean rows too for the backward pass.
+            batch_size, accumulation = batch_size // 2, 2 * accumulation
+        return [f"train.batch_size={batch_size}", f"train.accumulation={accumulation}"]
 
     def flops_per_token(self, mode: str) -> float:
         """Needed FLOPs per data token of `[x_t | x_0]` where every token is supervised.
@@ -105,10 +117,10 @@ SHAPES = {
         tied=False,
         recipe="qwen3_8b",
         accumulation=4,
-        lora_batch=2,
+        lora=(2, 4),
     ),
     "qwen3_4b": Shape(
-        width=2560, ffn=9728, layers=36, heads=32, tied=True, recipe="qwen3_8b", accumulation=4, lora_batch=2
+        width=2560, ffn=9728, layers=36, heads=32, tied=True, recipe="qwen3_8b", accumulation=4, lora=(2, 4)
     ),
     "qwen3_0_6b": Shape(
         width=1024,
@@ -118,7 +130,7 @@ SHAPES = {
         tied=True,
         recipe="qwen3_0_6b",
         accumulation=8,
-        lora_batch=4,
+        lora=(8, 2),
     ),
 }
 ARMS: dict[str, tuple[str, ...]] = {
@@ -142,8 +154,6 @@ ENVIRONMENTS = {
 }
 LOSS_TOLERANCE = 0.02
 """Between arms that train the same weights; their bfloat16 sums differ in order."""
-MODES = {"gated_lora": "gated_lora", "gated_lora_in_parts": "gated_lora", "ungated_lora": "ungated_lora"}
-"""What an arm trains, if not all weights."""
 
 
 def main() -> int:
@@ -209,8 +219,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            f"train.accumulation={LORA_ACCUMULATION if arm in MODES else shape.accumulation}",
-            *([f"train.batch_size={shape.lora_batch}"] if arm in MODES else []),
+            *shape.batches(arm),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
@@ -276,7 +285,7 @@ def _rows_of_arm(
         ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
         ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
     ]
-    if result["planned_peak"]:
+    if result["planned_peak"] and result["peak_allocated"]:
         measured.append(
             ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
         )

@@ -70,6 +70,11 @@ class CheckpointWriter:
         """Whether `wait` would raise; a running save has not failed yet."""
         return self._failure is not None
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether the thread of this rank is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
     def begin(self) -> None:
         """Wait for the save before, and raise its error. Collective."""
         self._began = time.monotonic()

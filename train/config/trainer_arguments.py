@@ -68,6 +68,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         deepspeed=deepspeed,
         ddp_find_unused_parameters=False,
         dataloader_num_workers=loop.workers,
+        # Otherwise each tensor of a batch waits until the step before has ended on the device.
+        accelerator_config={"non_blocking": on_gpu},
     )
     if args.n_gpu > 1:
         raise UserError(

@@ -216,7 +216,8 @@ class TimeLimit:
 class StopRequests(TrainerCallback):
     """Ends the run after the current step, on all ranks: by the error of a save in a thread, and after saving
     when a signal has arrived inside `listening()` (`received` is its number) or the time of
-    `limit` is over. A second signal ends the process at once.
+    `limit` is over. A signal that arrives while a save runs ends the run with that save: another one takes as
+    long as the training that it keeps, of a launcher's patience. A second signal ends the process at once.
 
     One keystroke can arrive twice, from the terminal and from the launcher, so a second signal counts only
     `ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed after 30 s,
@@ -267,14 +268,24 @@ class StopRequests(TrainerCallback):
         self.is_time_up = agreed == TIME_UP
         # A signal that has arrived meanwhile is for the next step.
         if agreed > TIME_UP:
-            if self.received is None:
-                # Its own signal may still come, as an echo.
-                self._heard_at = time.monotonic()
-            self.received = agreed
-        if agreed:
-            control.should_save = True
-            control.should_training_stop = True
+            self._stop(agreed, control)
+            is_saving = self.writer is not None and self.writer.is_saving
+            control.should_save = control.should_save or not highest(int(is_saving))
+        elif agreed:
+            control.should_save = control.should_training_stop = True
         return control
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        """A signal that has arrived while training waited for this save."""
+        if agreed := highest(self.received or 0):
+            self._stop(agreed, control)
+        return control
+
+    def _stop(self, number: int, control: Any) -> None:
+        if self.received is None:
+            # Its own signal may still come, as an echo.
+            self._heard_at = time.monotonic()
+        self.received, control.should_training_stop = number, True
 
 
 def seconds_since_start() -> float:
