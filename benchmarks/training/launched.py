@@ -13,6 +13,7 @@ items traced.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ from typing import Any
 from benchmarks.results import append_rows, result_row
 from benchmarks.training import crashes
 from idlm.errors import UserError
+from idlm.train.checkpoint.writer import SAVE_MODES
 
 STEPS, SAVED_STEP = 4, 2
 BYTES_PER_WEIGHT = 14
@@ -162,20 +164,20 @@ class Verdict:
 
 
 def verdicts(
-    runs: Launched, cases: list[tuple[str, str]], outcome: Outcome, *, together: int
+    runs: Launched, cases: list[tuple[str, ...]], outcome: Outcome, *, together: int
 ) -> Iterator[Verdict]:
     """The verdict of each (launcher, writer), `together` at a time; the run left alone goes beside them."""
     with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(together) as pool:
         expected = alone.submit(runs.reference, outcome)
 
-        def judge(case: tuple[str, str]) -> Verdict:
-            start = time.monotonic()
-            told = runs.stop_in_a_save(*case)
+        def judge(case: tuple[str, ...]) -> Verdict:
+            start, (launcher, writer) = time.monotonic(), case
+            told = runs.stop_in_a_save(launcher, writer)
             complaint = "no save was met" if not told else ""
             if told:
                 # First, so that the disk need not hold this run's checkpoint too.
                 wanted = expected.result()
-                found = runs.resumed(*case, outcome)
+                found = runs.resumed(launcher, writer, outcome)
                 wrong = [key for key, value in wanted.items() if found.get(key) != value]
                 complaint = f"{wrong} differ: {found}" if wrong else ""
             seconds = time.monotonic() - start
@@ -186,18 +188,14 @@ def verdicts(
 
 def measure(options: dict[str, str], outcome: Outcome) -> int:
     """Stop and resume the runs of all launchers and writers; returns 1 if one is not bitwise equal."""
-    launchers, writers = (options[name].split(",") for name in ("launchers", "writers"))
-    if options["shape"] not in SHAPES or set(launchers) - LAUNCHERS.keys():
+    cases = [tuple(stop.split(":")) for stop in options["stops"].split(",")]
+    known = set(itertools.product(LAUNCHERS, SAVE_MODES))
+    if options["shape"] not in SHAPES or set(cases) - known:
         raise UserError(
             "IDLM-0107",
-            f"shape={options['shape']} launchers={options['launchers']}",
-            fix=f"shapes are {', '.join(SHAPES)}; launchers are {', '.join(LAUNCHERS)}",
+            f"shape={options['shape']} stops={options['stops']}",
+            fix=f"shapes are {', '.join(SHAPES)}; stops are {', '.join(sorted(map(':'.join, known)))}",
         )
-    cases = [
-        (launcher, writers[(place + turn) % len(writers)])
-        for turn in range(len(writers))
-        for place, launcher in enumerate(launchers)
-    ]
     is_equal = True
     with tempfile.TemporaryDirectory(prefix="idlm-resume-", dir=options["place"] or None) as temporary:
         runs = Launched(
@@ -272,7 +270,7 @@ def main() -> int:
     trace = Path(sys.argv[1])
     trace.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     crashes.record_items(trace, int(os.environ.get("RANK", "0")))
     return cli.main(sys.argv[2:])
 

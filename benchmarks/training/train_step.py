@@ -9,7 +9,8 @@ needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 pro
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
 activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
 8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves attention out of compiled
-layers, which are then four pieces each. Losses of arms that train the same weights must agree
+layers, which are then four pieces each; `gated_lora_plain` trains without DeepSpeed, which handles every
+weight's gradient in Python. Losses of arms that train the same weights must agree
 (`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of
 one more step by part.
 """
@@ -48,7 +49,8 @@ COMMON: dict[str, Any] = {
     "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
     "vocab_size": VOCAB_SIZE,
 }
-MODES = {"gated_lora": "gated_lora", "gated_lora_in_parts": "gated_lora", "ungated_lora": "ungated_lora"}
+MODES = dict.fromkeys(("gated_lora", "gated_lora_in_parts", "gated_lora_plain"), "gated_lora")
+MODES |= {"ungated_lora": "ungated_lora"}
 """What an arm trains, if not all weights."""
 
 
@@ -145,6 +147,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
     "gated_lora": (),
     "gated_lora_in_parts": (),
+    "gated_lora_plain": ("train.zero_stage=null", "train.bf16=true"),
     "ungated_lora": ("adapter.gated=false", "export.merge=true"),
 }
 ENVIRONMENTS = {

@@ -27,6 +27,7 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage
+from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer
 from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.planning.estimate import estimate_run
@@ -105,6 +106,8 @@ def main() -> int:
     )
     clock.trainer, trainer.zero_stage = trainer, zero_stage(config.train)
     trainer.remove_callback(PrinterCallback)
+    # As in a run: otherwise transformers waits for DeepSpeed's gradient norm in every step.
+    Progress(Path(args.output_dir) / "metrics.jsonl", console=None).attach(trainer)
     trainer.train()
     num_rows = config.train.batch_size * config.train.accumulation
     items = [prepared.dataset[item] for item in range(num_rows)]
