@@ -38,6 +38,7 @@ from idlm.errors import UserError
 from idlm.log import rank
 from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
+from idlm.train.loop.liveness import note_progress
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
@@ -135,8 +136,7 @@ class TrainingStep:
         compute for the step. With balance=previous the losses of the step before are used, at no cost.
         """
         if not self.objective.needs_means(step.stage):
-            weights = self.objective.weights(step.stage, None)
-            step.weights = weights.to(step.sums.device, non_blocking=True)
+            step.weights = self.objective.weights(step.stage, None).to(step.sums.device, non_blocking=True)
         elif self.previous is not None and self.previous.means is not None:
             step.weights = self.objective.weights(step.stage, self.previous.means)
         elif len(batches) > 1:
@@ -180,6 +180,7 @@ class TrainingStep:
     @torch.no_grad()
     def evaluate(self, stage: Stage, batch: Batch, *, want_overlap: bool = False) -> Terms:
         """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
+        note_progress()
         compute = partial(self._sums, stage, batch, want_overlap=want_overlap)
         return self._forward(self.model, batch, compute)
 

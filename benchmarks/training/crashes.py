@@ -246,12 +246,12 @@ def _wrap_writers(counter: _Counter) -> None:
     import idlm.publish as publishing
 
     def torn(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(value: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-            counter.point(f"before {name}", path)
-            result = plain(value, path, *args, **kwargs)
-            if counter.covers(path) and counter.count + 1 == counter.plan.point:
-                os.truncate(path, os.path.getsize(path) // 2)
-            counter.point(f"in the middle of {name}", path)
+        def wrapped(value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            counter.point(f"before {name}", f)
+            result = plain(value, f, *args, **kwargs)
+            if counter.covers(f) and counter.count + 1 == counter.plan.point:
+                os.truncate(f, os.path.getsize(f) // 2)
+            counter.point(f"in the middle of {name}", f)
             return result
 
         return wrapped

@@ -247,7 +247,7 @@ def wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _is_alive(group: int) -> bool:
-    """Whether a process of `group` runs. Those that nobody waits for stay as zombies, and do not count."""
+    """Whether a process of `group` runs. A zombie, whose parent has ended, does not count."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, number = path.read_text().rpartition(")")[2].split()[:3]

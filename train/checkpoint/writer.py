@@ -223,11 +223,8 @@ def _figures(path: Path) -> dict[str, int]:
 def _tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
 
 
@@ -264,9 +261,7 @@ def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:
         for key, value in state.items():
             kept[key] = _replaced(value, copies)
         return kept
-    if isinstance(state, list):
-        return [_replaced(value, copies) for value in state]
-    if isinstance(state, tuple):
+    if isinstance(state, list | tuple):
         values = [_replaced(value, copies) for value in state]
-        return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
     return state

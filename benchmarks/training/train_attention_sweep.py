@@ -98,7 +98,7 @@ def measure(arguments: list[str]) -> int:
     print(f"errors against float64, of the largest element: {errors}", flush=True)
     if not max(errors.values()) <= TOLERANCE:
         return 1
-    compile_everything("benchmarks.kernels.train_attention_sweep", arguments)
+    compile_everything("benchmarks.training.train_attention_sweep", arguments)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     for family in families:
         _rank(family, layers, int(options["rounds"]))
