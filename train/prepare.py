@@ -78,8 +78,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
         compile_layers(model)
     check_vocabulary(tokenizer, num_vocabulary_rows(model))
-    problem = window_problem(model.config, config.train.max_length)
-    if problem is not None:
+    if problem := window_problem(model.config, config.train.max_length):
         raise UserError("IDLM-0509", problem, fix="lower train.max_length to the window")
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)

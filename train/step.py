@@ -38,6 +38,7 @@ from idlm.errors import UserError
 from idlm.log import rank
 from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
+from idlm.train.loop.liveness import note_progress
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
@@ -110,7 +111,7 @@ class TrainingStep:
         self.guard.begin(step + 1, num_micro_batches=len(batches))
         stage, is_logged = self.curriculum.stage_of_step(step), self.is_logged(step + 1)
         per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
-        counts = torch.stack(per_batch).sum(dim=0).to(device)
+        counts = torch.stack(per_batch).sum(dim=0).to(device, non_blocking=True)
         all_reduce(counts)
         self.losses = StepLosses(
             stage=stage,
@@ -135,7 +136,7 @@ class TrainingStep:
         compute for the step. With balance=previous the losses of the step before are used, at no cost.
         """
         if not self.objective.needs_means(step.stage):
-            step.weights = self.objective.weights(step.stage, None).to(step.sums.device)
+            step.weights = self.objective.weights(step.stage, None).to(step.sums.device, non_blocking=True)
         elif self.previous is not None and self.previous.means is not None:
             step.weights = self.objective.weights(step.stage, self.previous.means)
         elif len(batches) > 1:
@@ -179,6 +180,7 @@ class TrainingStep:
     @torch.no_grad()
     def evaluate(self, stage: Stage, batch: Batch, *, want_overlap: bool = False) -> Terms:
         """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
+        note_progress()
         compute = partial(self._sums, stage, batch, want_overlap=want_overlap)
         return self._forward(self.model, batch, compute)
 

@@ -91,7 +91,7 @@ def packed_lengths(total: int, *, seed: int) -> list[int]:
     return [*lengths, left]
 
 
-def _meta(documents: list[int], stride: int, length: int) -> RowMeta:
+def packed_meta(documents: list[int], stride: int, length: int) -> RowMeta:
     """One packed row of 2 * `length` rows, every position supervised."""
     halves = []
     for num_tokens in documents:
@@ -161,7 +161,7 @@ def _errors(documents: list[int], stride: int, absent: dict[str, str]) -> dict[s
     if (problem := flash_problem()) is not None:
         absent["flash"] = ": ".join(problem)
     shrink = CHECKED_LENGTH / sum(documents)
-    meta = _meta([max(2, int(length * shrink)) for length in documents], stride, CHECKED_LENGTH)
+    meta = packed_meta([max(2, int(length * shrink)) for length in documents], stride, CHECKED_LENGTH)
     leaves, doutput = _inputs(meta.doc_ids.shape[1])
     is_real = (meta.doc_ids >= 0)[..., None, None]
     doutput = doutput * is_real
@@ -183,7 +183,7 @@ def _times(
     documents: list[int], stride: int, rounds: int, wanted: set[str], absent: dict[str, str]
 ) -> dict[str, float]:
     """Median milliseconds of a forward and backward pass of each arm, in turns."""
-    meta = _meta(documents, stride, sum(documents))
+    meta = packed_meta(documents, stride, sum(documents))
     leaves, doutput = _inputs(meta.doc_ids.shape[1])
     steps = {name: _step(attend, leaves, doutput) for name, attend in _arms(meta, wanted).items()}
     twice, dtwice = _inputs(2 * sum(documents))

@@ -6,7 +6,8 @@
 A run with random weights saves three times, with `steps` optimizer steps before each, which must take longer
 than a save: training waits for the save before. The first save of the asynchronous writer also allocates its
 host memory. On a GPU one process runs ZeRO-2 on bfloat16 weights, 1024 wide: 16 layers are checkpoints of
-3.5 GB. On a CPU the weights are float32, 384 wide, and 12 layers are checkpoints of 181 MB.
+3.5 GB. Nothing is compiled, which would take longer than the saves. On a CPU the weights are float32, 384
+wide, and 12 layers are checkpoints of 181 MB.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ def overrides(folder: Path, writer: str, options: dict[str, str]) -> list[str]:
         "output_dir": folder / "out",
         "model.path": "null",
         "model.tokenizer": "task",
+        "model.attention": "idlm_sdpa",
+        "model.compile": "off",
         "data.source": "task",
         "train.stages": f"[{{stride: 2, steps: {NUM_SAVES * steps}}}]",
         "train.max_length": 300,

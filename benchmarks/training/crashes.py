@@ -46,7 +46,7 @@ def start(
 ) -> list[int]:
     """Fork one process per rank that runs `idlm-train argv`; returns their ids."""
     assert threading.active_count() == 1, "a fork copies no thread"
-    port = _free_port()
+    port = free_port()
     trace.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(world_size):
@@ -115,7 +115,7 @@ def _child(
         from idlm.train import cli
 
         directory = next(item.partition("=")[2] for item in argv if item.startswith("output_dir="))
-        _record_items(trace, rank)
+        record_items(trace, rank)
         _record_saves(trace, rank)
         if plan is not None and plan.rank == rank:
             _plan_death(plan, Path(directory).resolve(), trace)
@@ -126,7 +126,7 @@ def _child(
         os._exit(status)
 
 
-def _record_items(trace: Path, rank: int) -> None:
+def record_items(trace: Path, rank: int) -> None:
     """Append {"step", "micro_batch", "items"} for every micro-batch that is trained on."""
     from idlm.train.loop.trainer import IdlmTrainer
 
@@ -246,12 +246,12 @@ def _wrap_writers(counter: _Counter) -> None:
     import idlm.publish as publishing
 
     def torn(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(value: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-            counter.point(f"before {name}", path)
-            result = plain(value, path, *args, **kwargs)
-            if counter.covers(path) and counter.count + 1 == counter.plan.point:
-                os.truncate(path, os.path.getsize(path) // 2)
-            counter.point(f"in the middle of {name}", path)
+        def wrapped(value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            counter.point(f"before {name}", f)
+            result = plain(value, f, *args, **kwargs)
+            if counter.covers(f) and counter.count + 1 == counter.plan.point:
+                os.truncate(f, os.path.getsize(f) // 2)
+            counter.point(f"in the middle of {name}", f)
             return result
 
         return wrapped
@@ -269,7 +269,7 @@ def _wrap_writers(counter: _Counter) -> None:
     publishing._exchange = exchanged
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

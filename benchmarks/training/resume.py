@@ -1,7 +1,9 @@
 """Proof that a killed run loses nothing: real `idlm-train` runs, killed and resumed, against one left alone.
 
     python -m benchmarks.resume [worlds=1,2] [writers=sync,async] [kills=50] [points=all] [flips=200]
-        [blocked=true] [record=true]
+        [blocked=true] [record=true] [results=FOLDER]
+    python -m benchmarks.resume shape=qwen3_8b [layers=4] [device=cuda] [together=2] [place=FOLDER]
+        [stops=torchrun:async,deepspeed:sync] [record=true] [results=FOLDER]
 
 World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at random moments, to
 one process or to all. `points` are deaths on every rank at every change of a file (crashes.py) while a stage
@@ -9,7 +11,8 @@ is exported and a checkpoint is saved. After each the run is resumed (`resume=au
 items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips` bit
 flips and truncations of a published checkpoint must all be refused with the name of the file. `writers` are
 values of `train.save`. `blocked`: which share of a save training waits for (blocked_share.py), with
-checkpoints of 181 MB.
+checkpoints of 181 MB. With `shape` the second command runs instead (launched.py): SIGTERM to a launcher in
+the middle of a save of a large checkpoint, `together` runs at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
-from benchmarks.training import blocked_share, crashes
+from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.training import blocked_share, crashes, launched
 from idlm.checkpoint import verify
 from idlm.cli import command
 from idlm.config.compose import compose
@@ -39,7 +42,9 @@ from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
 
 OPTIONS = {"worlds": "1,2", "writers": "sync,async", "kills": "50", "points": "all", "flips": "200"}
-OPTIONS |= {"blocked": "true", "seed": "0", "record": "false"}
+OPTIONS |= {"blocked": "true", "seed": "0", "record": "false", "results": str(RESULTS)}
+OPTIONS |= {"shape": "", "layers": "4", "device": "cuda", "together": "2", "place": ""}
+OPTIONS |= {"stops": "torchrun:async,deepspeed:sync,torchrun:sync,deepspeed:async"}
 STEPS = 5
 STAGE_END = 3
 RUN_SECONDS = 120.0
@@ -79,6 +84,29 @@ class Tally:
     complaints: list[str] = field(default_factory=list)
 
 
+def outcome(run: Path, *, world_size: int = 1) -> dict[str, Any]:
+    """Everything that must be equal: losses, data order, and digests of all published weights."""
+    out = run / "out"
+    losses = []
+    for line in (out / "run" / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        losses.append({k: v for k, v in record.items() if k in SAME or k.endswith("_loss")})
+    items: dict[str, Any] = {}
+    clashes = []
+    for rank in range(world_size):
+        for line in (run / "trace" / f"items-{rank}.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            key = f"step {entry['step']} rank {rank} micro-batch {entry['micro_batch']}"
+            if items.setdefault(key, entry["items"]) != entry["items"]:
+                clashes.append(f"{key}: {items[key]} and {entry['items']}")
+    weights = {}
+    for path in sorted([*out.glob("*.safetensors"), *out.glob("stages/*/*.safetensors")]):
+        with path.open("rb") as file:
+            weights[str(path.relative_to(out))] = hashlib.file_digest(file, "sha256").hexdigest()
+    left = sorted(path.name for path in out.rglob(".*.staging-*"))
+    return {"losses": losses, "items": items, "clashes": clashes, "weights": weights, "left": left}
+
+
 class World:
     """Runs with one number of processes. `reference`: the run left alone. `changes`: overrides."""
 
@@ -91,7 +119,7 @@ class World:
         status = self.run(self.reference)
         assert set(status.values()) == {0}, f"{status=} {self.log(self.reference)}"
         self.seconds = time.perf_counter() - start
-        self.expected = self.outcome(self.reference)
+        self.expected = outcome(self.reference, world_size=self.world_size)
 
     def arguments(self, run: Path) -> list[str]:
         """Command line of a run: five steps, two stages, a checkpoint after every step."""
@@ -134,28 +162,6 @@ class World:
     def log(self, run: Path) -> str:
         return (run / "log.txt").read_text()[-4000:]
 
-    def outcome(self, run: Path) -> dict[str, Any]:
-        """Everything that must be equal: losses, data order, and digests of all published weights."""
-        out = run / "out"
-        losses = []
-        for line in (out / "run" / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            losses.append({k: v for k, v in record.items() if k in SAME or k.endswith("_loss")})
-        items: dict[str, Any] = {}
-        clashes = []
-        for rank in range(self.world_size):
-            for line in (run / "trace" / f"items-{rank}.jsonl").read_text().splitlines():
-                entry = json.loads(line)
-                key = f"step {entry['step']} rank {rank} micro-batch {entry['micro_batch']}"
-                if items.setdefault(key, entry["items"]) != entry["items"]:
-                    clashes.append(f"{key}: {items[key]} and {entry['items']}")
-        weights = {
-            str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted([*out.glob("*.safetensors"), *out.glob("stages/*/*.safetensors")])
-        }
-        left = sorted(path.name for path in out.rglob(".*.staging-*"))
-        return {"losses": losses, "items": items, "clashes": clashes, "weights": weights, "left": left}
-
     def finish(self, run: Path, story: str) -> None:
         """Resume until the end and compare."""
         status = self.run(run)
@@ -163,7 +169,7 @@ class World:
         if set(status.values()) != {0}:
             self.tally.complaints.append(f"{story}: the resumed run ended with {status}: {self.log(run)}")
             return
-        found = self.outcome(run)
+        found = outcome(run, world_size=self.world_size)
         wrong = [key for key, value in self.expected.items() if found[key] != value]
         if wrong:
             self.tally.complaints.append(f"{story}: {wrong} differ: {[found[key] for key in wrong]}")
@@ -333,6 +339,8 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
 
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
+    if options["shape"]:
+        return launched.measure(options, outcome)
     generator = random.Random(int(options["seed"]))
     import_everything()
     rows: list[Any] = []
@@ -358,7 +366,7 @@ def main(arguments: list[str]) -> int:
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if options["record"] == "true":
-        append_rows("resume", rows)
+        append_rows("resume", rows, results=Path(options["results"]))
     return 1 if complaints else 0
 
 

@@ -9,7 +9,8 @@ needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 pro
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
 activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
 8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves attention out of compiled
-layers, which are then four pieces each. Losses of arms that train the same weights must agree
+layers, which are then four pieces each; `gated_lora_plain` trains without DeepSpeed, which handles every
+weight's gradient in Python. Losses of arms that train the same weights must agree
 (`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of
 one more step by part.
 """
@@ -39,7 +40,6 @@ MASK_TOKEN_ID = 151_669
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
 OPTIONS |= {"record": "false", "results": str(RESULTS)}
-LORA_ACCUMULATION = 4
 HEAD_DIM, KV_HEADS = 128, 8
 COMMON: dict[str, Any] = {
     "model_type": "qwen3",
@@ -49,6 +49,9 @@ COMMON: dict[str, Any] = {
     "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
     "vocab_size": VOCAB_SIZE,
 }
+MODES = dict.fromkeys(("gated_lora", "gated_lora_in_parts", "gated_lora_plain"), "gated_lora")
+MODES |= {"ungated_lora": "ungated_lora"}
+"""What an arm trains, if not all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,8 @@ class Shape:
     tied: bool
     recipe: str
     accumulation: int
-    lora_batch: int
+    lora: tuple[int, int]
+    """Packed rows of a micro-batch and micro-batches of a step of gated LoRA."""
 
     def config(self) -> list[str]:
         values = COMMON | {
@@ -73,6 +77,16 @@ class Shape:
             "tie_word_embeddings": str(self.tied).lower(),
         }
         return [f"+model.config.{key}={value}" for key, value in values.items()]
+
+    def batches(self, arm: str) -> list[str]:
+        """How an arm divides a step; the recipe has the micro-batch of arms without LoRA."""
+        if arm not in MODES:
+            return [f"train.accumulation={self.accumulation}"]
+        batch_size, accumulation = self.lora
+        if MODES[arm] == "ungated_lora":
+            # It keeps clean rows too for the backward pass.
+            batch_size, accumulation = batch_size // 2, 2 * accumulation
+        return [f"train.batch_size={batch_size}", f"train.accumulation={accumulation}"]
 
     def flops_per_token(self, mode: str) -> float:
         """Needed FLOPs per data token of `[x_t | x_0]` where every token is supervised.
@@ -105,10 +119,10 @@ SHAPES = {
         tied=False,
         recipe="qwen3_8b",
         accumulation=4,
-        lora_batch=2,
+        lora=(2, 4),
     ),
     "qwen3_4b": Shape(
-        width=2560, ffn=9728, layers=36, heads=32, tied=True, recipe="qwen3_8b", accumulation=4, lora_batch=2
+        width=2560, ffn=9728, layers=36, heads=32, tied=True, recipe="qwen3_8b", accumulation=4, lora=(2, 4)
     ),
     "qwen3_0_6b": Shape(
         width=1024,
@@ -118,7 +132,7 @@ SHAPES = {
         tied=True,
         recipe="qwen3_0_6b",
         accumulation=8,
-        lora_batch=4,
+        lora=(8, 2),
     ),
 }
 ARMS: dict[str, tuple[str, ...]] = {
@@ -133,6 +147,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
     "gated_lora": (),
     "gated_lora_in_parts": (),
+    "gated_lora_plain": ("train.zero_stage=null", "train.bf16=true"),
     "ungated_lora": ("adapter.gated=false", "export.merge=true"),
 }
 ENVIRONMENTS = {
@@ -142,8 +157,6 @@ ENVIRONMENTS = {
 }
 LOSS_TOLERANCE = 0.02
 """Between arms that train the same weights; their bfloat16 sums differ in order."""
-MODES = {"gated_lora": "gated_lora", "gated_lora_in_parts": "gated_lora", "ungated_lora": "ungated_lora"}
-"""What an arm trains, if not all weights."""
 
 
 def main() -> int:
@@ -209,8 +222,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            f"train.accumulation={LORA_ACCUMULATION if arm in MODES else shape.accumulation}",
-            *([f"train.batch_size={shape.lora_batch}"] if arm in MODES else []),
+            *shape.batches(arm),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
@@ -276,7 +288,7 @@ def _rows_of_arm(
         ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
         ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
     ]
-    if result["planned_peak"]:
+    if result["planned_peak"] and result["peak_allocated"]:
         measured.append(
             ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
         )

@@ -27,6 +27,7 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage
+from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer
 from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.planning.estimate import estimate_run
@@ -43,22 +44,35 @@ def _text_source(config: Any, encoder: Any) -> TextSource:
 
 @dataclass(slots=True)
 class _Clock(TrainerCallback):
-    """Ends of optimizer steps, in seconds and with the device idle, and their mean losses by term."""
+    """Ends of optimizer steps, events of a GPU or seconds, and their mean losses by term. The host does not
+    wait, as in training, where it prepares a step while the device computes the one before.
+    """
 
-    ends: list[float]
-    losses: list[list[float]] = field(default_factory=list)
+    ends: list[Any]
+    losses: list[torch.Tensor] = field(default_factory=list)
     trainer: IdlmTrainer | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         assert self.trainer is not None and self.trainer.step.losses is not None
         losses = self.trainer.step.losses
-        self.losses.append(losses.means(losses.sums).tolist())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-        if len(self.ends) == WARM_STEPS and torch.cuda.is_available():
+        self.losses.append(losses.means(losses.sums))
+        if not torch.cuda.is_available():
+            self.ends.append(time.perf_counter())
+            return control
+        self.ends.append(torch.cuda.Event(enable_timing=True))
+        self.ends[-1].record()
+        if len(self.ends) == WARM_STEPS:
             torch.cuda.reset_peak_memory_stats()
         return control
+
+    def gaps(self) -> list[float]:
+        """Seconds of the measured steps."""
+        ends = self.ends[WARM_STEPS - 1 : -1]
+        pairs = zip(ends, ends[1:], strict=False)
+        if not torch.cuda.is_available():
+            return [end - start for start, end in pairs]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
 def main() -> int:
@@ -92,15 +106,15 @@ def main() -> int:
     )
     clock.trainer, trainer.zero_stage = trainer, zero_stage(config.train)
     trainer.remove_callback(PrinterCallback)
+    # As in a run: otherwise transformers waits for DeepSpeed's gradient norm in every step.
+    Progress(Path(args.output_dir) / "metrics.jsonl", console=None).attach(trainer)
     trainer.train()
-    ends = clock.ends[WARM_STEPS - 1 : -1]
-    gaps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     num_rows = config.train.batch_size * config.train.accumulation
     items = [prepared.dataset[item] for item in range(num_rows)]
     num_tokens = sum(int((~item["is_noisy"] & (item["doc_ids"] >= 0)).sum()) for item in items)
     found = {
-        "seconds_per_step": gaps,
-        "losses": clock.losses,
+        "seconds_per_step": clock.gaps(),
+        "losses": [losses.tolist() for losses in clock.losses],
         "profile_ms": profiled.ms,
         "profile_lines": profiled.lines,
         "data_tokens_per_step": num_tokens,

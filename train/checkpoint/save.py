@@ -84,11 +84,8 @@ class SavingTrainer(Trainer):
         if gate_of(model) is not None:
             self.writer.put(path, trained_tensors(model), partial(save_trained, path=path))
             return
-
-        def write(state: dict[str, torch.Tensor]) -> None:
-            model.save_pretrained(output_dir, state_dict=state)
-
-        self.writer.put(path, model.state_dict(), write)
+        save = model.save_pretrained
+        self.writer.put(path, model.state_dict(), lambda state: save(output_dir, state_dict=state))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_deepspeed_enabled:
@@ -106,10 +103,8 @@ class SavingTrainer(Trainer):
                     super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             for name, part in ((OPTIMIZER_NAME, self.optimizer), (SCHEDULER_NAME, self.lr_scheduler)):
-                self._put(part.state_dict(), Path(output_dir) / name)
-
-    def _put(self, state_dict: Any, path: Path) -> None:
-        self.writer.put(path, state_dict, lambda state: torch.save(state, path))
+                path = Path(output_dir) / name
+                self.writer.put(path, part.state_dict(), partial(torch.save, f=path))
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging if self._staging is not None else super()._get_output_dir(trial)

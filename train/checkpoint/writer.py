@@ -70,6 +70,11 @@ class CheckpointWriter:
         """Whether `wait` would raise; a running save has not failed yet."""
         return self._failure is not None
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether the thread of this rank is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
     def begin(self) -> None:
         """Wait for the save before, and raise its error. Collective."""
         self._began = time.monotonic()
@@ -218,11 +223,8 @@ def _figures(path: Path) -> dict[str, int]:
 def _tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
 
 
@@ -259,9 +261,7 @@ def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:
         for key, value in state.items():
             kept[key] = _replaced(value, copies)
         return kept
-    if isinstance(state, list):
-        return [_replaced(value, copies) for value in state]
-    if isinstance(state, tuple):
+    if isinstance(state, list | tuple):
         values = [_replaced(value, copies) for value in state]
-        return type(state)(*values) if hasattr(state, "_fields") else tuple(values)
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
     return state

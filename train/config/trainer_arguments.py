@@ -28,8 +28,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     from transformers.utils.logging import disable_progress_bar
 
     loop = config.train
-    # Progress bars of weight files would break our own progress line.
-    disable_progress_bar()
+    disable_progress_bar()  # Those of weight files would break our own progress line.
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()
     if not on_gpu:
         # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.
@@ -68,6 +67,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         deepspeed=deepspeed,
         ddp_find_unused_parameters=False,
         dataloader_num_workers=loop.workers,
+        accelerator_config={"non_blocking": on_gpu},  # Otherwise a batch waits for the step before.
     )
     if args.n_gpu > 1:
         raise UserError(

@@ -6,16 +6,14 @@ watchdog adds the count to its rank's `progress_count`. Any thread may call it. 
 
 from __future__ import annotations
 
-
-class _Progress:
-    count = 0
+_count = [0]
 
 
 def note_progress() -> None:
     """Record that this process has finished another piece of work."""
-    _Progress.count += 1
+    _count[0] += 1
 
 
 def progress_count() -> int:
     """The pieces of work that this process has finished so far."""
-    return _Progress.count
+    return _count[0]

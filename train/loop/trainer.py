@@ -208,15 +208,16 @@ class TimeLimit:
         now = self.elapsed()
         self._longest = max(self._longest, 0.0 if self._last is None else now - self._last)
         self._last = now
-        save = max((one.total for one in self.writer.times), default=self.assumed_save)
-        num_saves = 2 if self.writer.is_async else 1
-        return now + self._longest + num_saves * save + EXIT_SECONDS >= self.seconds
+        saves = max((one.total for one in self.writer.times), default=self.assumed_save)
+        saves *= 2 if self.writer.is_async else 1
+        return now + self._longest + saves + EXIT_SECONDS >= self.seconds
 
 
 class StopRequests(TrainerCallback):
     """Ends the run after the current step, on all ranks: by the error of a save in a thread, and after saving
-    when a signal has arrived inside `listening()` (`received` is its number) or the time of
-    `limit` is over. A second signal ends the process at once.
+    when a signal has arrived inside `listening()` (`received` is its number) or the time of `limit` is over.
+    A signal while a save runs ends the run with that save: another one would take as long as the training
+    that it keeps. A second signal ends the process at once.
 
     One keystroke can arrive twice, from the terminal and from the launcher, so a second signal counts only
     `ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed after 30 s,
@@ -225,7 +226,7 @@ class StopRequests(TrainerCallback):
     """
 
     def __init__(self, writer: CheckpointWriter | None = None, limit: TimeLimit | None = None) -> None:
-        self.writer, self.limit = writer, limit
+        self.writer, self.limit = writer or CheckpointWriter("sync"), limit
         self.received: int | None = None
         self.is_time_up = False
         self._heard_at = 0.0
@@ -256,25 +257,31 @@ class StopRequests(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
         is_over = self.limit is not None and self.limit.is_over()
-        own = self.received or (TIME_UP if is_over else 0)
-        if self.writer is not None and self.writer.has_failed:
-            own = SAVE_FAILED
+        own = SAVE_FAILED if self.writer.has_failed else self.received or (TIME_UP if is_over else 0)
         # Ranks may hear a signal on different sides of a step; one that stops alone hangs the others.
         agreed = highest(own)
         if agreed == SAVE_FAILED:
-            assert self.writer is not None
             self.writer.wait()
         self.is_time_up = agreed == TIME_UP
         # A signal that has arrived meanwhile is for the next step.
         if agreed > TIME_UP:
-            if self.received is None:
-                # Its own signal may still come, as an echo.
-                self._heard_at = time.monotonic()
-            self.received = agreed
-        if agreed:
-            control.should_save = True
-            control.should_training_stop = True
+            self._stop(agreed, control)
+            control.should_save = control.should_save or not highest(int(self.writer.is_saving))
+        elif agreed:
+            control.should_save = control.should_training_stop = True
         return control
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        """A signal that has arrived while training waited for this save."""
+        if agreed := highest(self.received or 0):
+            self._stop(agreed, control)
+        return control
+
+    def _stop(self, number: int, control: Any) -> None:
+        if self.received is None:
+            # Its own signal may still come, as an echo.
+            self._heard_at = time.monotonic()
+        self.received, control.should_training_stop = number, True
 
 
 def seconds_since_start() -> float:

@@ -127,8 +127,7 @@ def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = 
         if device.type != "cuda":
             return "idlm_documents"
         return "idlm_split" if is_16_bit and _is_installed("triton") else "idlm_flex"
-    problem = _problem(requested, device, is_16_bit)
-    if problem is not None:
+    if problem := _problem(requested, device, is_16_bit):
         raise UserError("IDLM-0542", f"model.attention={requested} {problem[0]}", fix=problem[1])
     return requested
 

@@ -123,7 +123,7 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_save(
 def test_a_signal_and_an_error_come_before_the_end_of_time() -> None:
     writer = CheckpointWriter("sync")
     limit = TimeLimit(0.01, writer, assumed_save=0.0, elapsed=lambda: 60.0)
-    stop, control = StopRequests(writer, limit), type("Control", (), {})()
+    stop, control = StopRequests(writer, limit), SimpleNamespace(should_save=False)
     stop.on_step_end(None, None, control)  # type: ignore[arg-type]
     assert stop.is_time_up and stop.received is None and control.should_save
     stop.received = 15
@@ -144,8 +144,9 @@ def test_a_signal_that_another_rank_has_heard_is_the_first_one_here_too(
     """The own copy of it comes a moment later, into the save."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(trainer_module, "highest", lambda own: int(signal.SIGTERM))
-    stop, control = StopRequests(), SimpleNamespace()
+    heard = iter([int(signal.SIGTERM)])
+    monkeypatch.setattr(trainer_module, "highest", lambda own: next(heard, own))
+    stop, control = StopRequests(), SimpleNamespace(should_save=False)
     stop.on_step_end(None, None, control)  # type: ignore[arg-type]
     assert control.should_save and stop.received == signal.SIGTERM
     now += 0.5
@@ -153,3 +154,30 @@ def test_a_signal_that_another_rank_has_heard_is_the_first_one_here_too(
     now += 5.0
     with pytest.raises(Terminated):
         stop._note(signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize("is_due", [False, True], ids=["no save is due", "the last step's save"])
+def test_a_signal_while_a_thread_saves_asks_for_no_other_save(tmp_path: Path, is_due: bool) -> None:
+    writer, goes_on = CheckpointWriter("async"), threading.Event()
+    stop = StopRequests(writer)
+    stop._note(signal.SIGTERM, None)
+    writer.begin()
+    writer.put(tmp_path / "part", torch.zeros(2), lambda state: goes_on.wait(timeout=60))
+    writer.publish(tmp_path, tmp_path, ExitStack(), lambda: None, lambda: None)
+    control = SimpleNamespace(should_save=is_due)
+    stop.on_step_end(None, None, control)  # type: ignore[arg-type]
+    assert control.should_training_stop and control.should_save == is_due
+    goes_on.set()
+    writer.wait()
+    control = SimpleNamespace(should_save=False)
+    stop.on_step_end(None, None, control)  # type: ignore[arg-type]
+    assert control.should_training_stop and control.should_save
+
+
+def test_a_signal_during_a_save_that_training_waits_for_ends_the_run_with_it() -> None:
+    stop, control = StopRequests(CheckpointWriter("sync")), SimpleNamespace(should_training_stop=False)
+    stop.on_save(None, None, control)  # type: ignore[arg-type]
+    assert not control.should_training_stop
+    stop._note(signal.SIGTERM, None)
+    stop.on_save(None, None, control)  # type: ignore[arg-type]
+    assert control.should_training_stop and stop.received == signal.SIGTERM

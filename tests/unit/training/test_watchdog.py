@@ -10,9 +10,11 @@ import threading
 import time
 
 import pytest
+import torch
 
 from idlm.errors import UserError
 from idlm.train.loop import watchdog as watchdog_module
+from idlm.train.loop.liveness import progress_count
 from idlm.train.loop.watchdog import (
     SILENT_SECONDS,
     SLOW_FACTOR,
@@ -22,6 +24,9 @@ from idlm.train.loop.watchdog import (
     _host,
     watching,
 )
+from idlm.train.objectives.base import Terms
+from idlm.train.objectives.curriculum import Stage
+from idlm.train.step import TrainingStep
 
 
 def watchdog_that_saw(*beats: Heartbeat, hang_seconds: float = 100.0) -> Watchdog:
@@ -147,3 +152,13 @@ def test_the_end_of_the_launcher_is_one_signal(monkeypatch: pytest.MonkeyPatch, 
     watchdog._follow_launcher()
     watchdog._follow_launcher()
     assert sent == ([] if is_stopping else [signal.SIGTERM])
+
+
+def test_a_pass_without_gradients_is_progress() -> None:
+    """An evaluation, and the pass that balances the losses of a step, may outlast the patience."""
+    step, before = TrainingStep.__new__(TrainingStep), progress_count()
+    step._forward = lambda model, batch, compute: Terms(sums=torch.zeros(1))  # type: ignore[method-assign]
+    step.model = torch.nn.Identity()
+    for _ in range(3):
+        step.evaluate(Stage(index=0, stride=2, num_steps=1, clean_weight=0.0), {})
+    assert progress_count() == before + 3
