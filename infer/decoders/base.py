@@ -124,8 +124,8 @@ class Decoder(ABC):
         """Say what the pass is fed; changes nothing."""
 
     def replace_drafts(self, chosen: Tensor) -> None:
-        """Put in place some drafts, int64 [3, b]: their lanes, places and tokens. Asked of decoders that
-        offer candidates (`PassGrammars.tell`).
+        """Put in place some drafts, int64 [b, 3]: of each the lane, the place and the token. Asked of
+        decoders that offer candidates (`PassGrammars.tell`).
         """
         raise AssertionError(f"decoder {self.name} has no drafts")
 

@@ -65,10 +65,9 @@ class Told:
         firsts, seconds = candidates[: self._num_drafts], candidates[self._num_drafts :]
         return numbers[:num_emitted], firsts[: firsts.index(-1)] if -1 in firsts else firsts, seconds
 
-    def candidates(self, places: Sequence[int], drafts: Sequence[int]) -> Any:
-        """All candidates of these sequences, each for one of its next drafts, an array [b, C]."""
-        ids_MCJ = self._array[:, 1 + self._num_tokens :].reshape(len(self._array), -1, self._num_drafts)
-        return ids_MCJ[places, :, drafts]
+    def candidates(self, place: int, draft: int) -> Any:
+        """All candidates for one of its next drafts, an array [C]."""
+        return self._array[place, 1 + self._num_tokens + draft :: self._num_drafts]
 
 
 class Follower:
@@ -76,10 +75,8 @@ class Follower:
     may be more than the answer has (`committed`).
 
     `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
-    token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch;
-    `read` once that is read. `is_over`: nothing can follow. `firsts`: the first candidates for the next
-    drafts, of which that at place `_refused` does not fit. `_forced`: what the grammar forces after the
-    drafts, or, once their outcome is read, after what was emitted.
+    token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch.
+    `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts.
     """
 
     def __init__(self, committed: Grammar) -> None:
@@ -91,10 +88,8 @@ class Follower:
         self.firsts: list[int] = []
         self._seconds: list[int] = []
         self.told: tuple[Any, int] | None = None
-        self.read: tuple[Any, int] | None = None
+        self._read: tuple[Any, int] | None = None
         self.is_over = False
-        self._forced: list[int] = []
-        self._refused = 0
 
     def _restart(self) -> Grammar:
         """The grammar before the drafts."""
@@ -108,10 +103,9 @@ class Follower:
         """
         if self.told is None:
             return False
-        self.read, self.told = self.told, None
-        told, place = self.read
+        self._read, self.told = self.told, None
+        told, place = self._read
         drafts, self.drafts, self.only = self.drafts, [], []
-        forced, self._forced = self._forced, []
         if self.is_over:
             return False
         emitted, firsts, self._seconds = told.read(place)
@@ -120,25 +114,16 @@ class Follower:
         matcher, num_accepted = self.ahead.matcher, max(0, len(emitted) - 1)
         if drafts[:num_accepted] != emitted[:-1]:
             num_accepted = 0
-        new = emitted[num_accepted:]
         if num_accepted < len(drafts):
             matcher.rollback(len(drafts) - num_accepted)
-        elif forced[: len(new)] == new:
-            self._forced = forced[len(new) :]
-        # One question for what was emitted and what may follow.
-        num_taken: int = matcher.try_consume_tokens([*new, *self.firsts])
-        if num_taken < len(new):
-            # A stop token is no question; and candidates may be too hard for a grammar.
-            if matcher.is_error():
-                self.ahead = self._restart()
-                matcher = self.ahead.matcher
-            else:
-                matcher.consume_tokens(new[num_taken:])
-            num_taken = len(new)
-        self._refused = num_fitting = num_taken - len(new)
-        self.is_over = num_fitting == 0 and bool(matcher.is_stopped())
-        self.drafts, self.only = self.firsts[:num_fitting], [-1] * num_fitting
-        return not self.is_over and num_fitting < len(self.firsts)
+        self.is_over = not matcher.consume_tokens(emitted[num_accepted:]) or matcher.is_stopped()
+        return not self.is_over and self.take(self.firsts) < len(self.firsts)
+
+    def candidates(self) -> Any:
+        """All candidates for the draft after those that were taken, an array [C]."""
+        assert self._read is not None
+        told, place = self._read
+        return told.candidates(place, len(self.drafts))
 
     def extend(self) -> bool:
         """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits
@@ -146,29 +131,12 @@ class Follower:
         """
         matcher, firsts, drafts = self.ahead.matcher, self.firsts, self.drafts
         while (place := len(drafts)) < len(firsts) and not matcher.is_stopped():
-            if forced := self._forced_next():
-                if not self.take(forced[: len(firsts) - place], is_certain=True):
+            if forced := matcher.compute_ff_tokens()[: len(firsts) - place]:
+                if not self.take(forced, is_certain=True):
                     return False
-            elif not self.take_firsts() and not self.take(self._seconds[place : place + 1]):
+            elif not self.take(firsts[place:]) and not self.take(self._seconds[place : place + 1]):
                 return True
         return False
-
-    def _forced_next(self) -> list[int]:
-        """What the grammar forces after the drafts."""
-        num_drafts = len(self.drafts)
-        if len(self._forced) > num_drafts and self._forced[:num_drafts] == self.drafts:
-            return self._forced[num_drafts:]
-        found: list[int] = self.ahead.matcher.compute_ff_tokens()
-        return found
-
-    def take_firsts(self) -> int:
-        """Take the first candidates as far as they fit, and return their number."""
-        place = len(self.drafts)
-        if place == self._refused:
-            return 0
-        num_taken = self.take(self.firsts[place:])
-        self._refused = place + num_taken
-        return num_taken
 
     def take(self, token_ids: list[int], *, is_certain: bool = False) -> int:
         """Take as many drafts as fit, and return their number."""
@@ -179,20 +147,11 @@ class Follower:
             self.only += taken if is_certain else [-1] * num_taken
         return num_taken
 
-    def go_back(self) -> None:
-        """Return to the state before the drafts."""
-        self.ahead.matcher.rollback(len(self.drafts))
-
     def go_on(self) -> None:
         """Follow the drafts again. A matcher never leaves an error."""
         if self.ahead.matcher.is_error():
             self.ahead = self._restart()
         self.ahead.matcher.consume_tokens(self.drafts)
-
-    def look_ahead(self) -> None:
-        """Find out what the grammar forces after the drafts, while the device computes."""
-        if self.firsts:
-            self._forced = self.ahead.matcher.compute_ff_tokens()
 
 
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
@@ -213,7 +172,7 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
     while open_:
         bits_bW = torch.empty(len(open_), num_words(open_[0].ahead), dtype=torch.int32)
         compute_masks([(follower, (), b) for b, follower in enumerate(open_)], bits_bW)
-        found = _first_that_fits(bits_bW.numpy(), _candidates(open_))
+        found = _first_that_fits(bits_bW.numpy(), np.stack([follower.candidates() for follower in open_]))
         open_ = [
             follower
             for follower, (token_id, is_certain) in zip(open_, found, strict=True)
@@ -222,21 +181,6 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
     for follower in followers:
         if follower.ahead.matcher.is_error():
             follower.go_on()
-
-
-def _candidates(followers: Sequence[Follower]) -> Any:
-    """All candidates of each follower for the draft after those that were taken, an array [b, C]."""
-    asked = dict[Told, list[tuple[int, int, int]]]()
-    for b, follower in enumerate(followers):
-        assert follower.read is not None
-        told, place = follower.read
-        asked.setdefault(told, []).append((b, place, len(follower.drafts)))
-    order, found = list[int](), []
-    for told, triples in asked.items():
-        rows, places, drafts = zip(*triples, strict=True)
-        order += rows
-        found.append(told.candidates(places, drafts))
-    return found[0] if len(found) == 1 else np.concatenate(found)[np.argsort(order)]
 
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:

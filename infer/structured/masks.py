@@ -43,20 +43,18 @@ class PassGrammars:
 
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
         """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests, at most
-        so many of a sequence. Returns the lanes, places and tokens of drafts that are not the first
-        candidates, three lists.
+        so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are not
+        all first candidates.
         """
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
         choose_drafts([follower for _, follower in open_])
-        chosen = [
-            (lane, place, token_id)
+        return [
+            [lane, place, token_id]
             for lane, follower in open_
-            for place, (token_id, first) in enumerate(zip(follower.drafts, follower.firsts, strict=False))
-            if token_id != first
+            for place, token_id in enumerate(follower.drafts)
         ]
-        return [list(column) for column in zip(*chosen, strict=True)]
 
     def bits(self, device: torch.device) -> Tensor:
         """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] in memory of
@@ -68,12 +66,11 @@ class PassGrammars:
         bits_MAW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         open_ = [(m, each) for m, each in enumerate(followers) if not each.is_over]
         for _, each in open_:
-            each.go_back()
+            each.ahead.matcher.rollback(len(each.drafts))
         rows = [(each, each.drafts[: num_rows - 1], m * num_rows) for m, each in open_]
         compute_masks(rows, bits_MAW.view(-1, shape[2]))
         for _, each in open_:
             each.go_on()
-            each.look_ahead()
         return bits_MAW
 
     @torch.inference_mode()

@@ -44,7 +44,9 @@ class _Graph:
     """What stands for a captured graph."""
 
     def __init__(self, step: StaticStep, shape: PassShape) -> None:
-        self.graph, self.columns, self.result, self.fed = self, None, None, None
+        self.graph, self.columns = self, None
+        self.result: Any = None
+        self.fed: Any = None
         self.columns_3B: Tensor = step._no_sequences(shape)
         self._step, self._shape = step, shape
 

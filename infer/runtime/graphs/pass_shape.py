@@ -70,11 +70,9 @@ class PassShape:
         return max(room.kept, STREAMED_ROWS) + (room.fed + room.head) / FEW_LAYERS
 
     def holds(self, other: PassShape) -> bool:
-        """Whether a pass of shape `other` may run in this one, as far as both have no canvases. What is
-        decided after a graph that ends with hidden states is not its concern.
-        """
+        """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
         after = () if self.decides else ("filters", "num_top")
-        names = (name for name in self.__slots__ if name not in after)
+        names = [name for name in self.__slots__ if name not in after]
         return all(_holds(name, getattr(self, name), getattr(other, name)) for name in names)
 
 

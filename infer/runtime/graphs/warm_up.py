@@ -266,7 +266,6 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
             if shape.num_sequences.bit_count() == 1 and shape.num_rows + num_rows <= eager_rows
         ]
     if decoder.takes_constraints:
-        # Filters come after graphs that end with hidden states.
         held = [each for each in shapes if not each.filters and not each.num_prompt_rows]
         shapes += [replace(each, decides=False) for each in held if each.num_sequences.bit_count() == 1]
     return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
@@ -292,12 +291,11 @@ def shapes_with_room(decoder: Decoder, most_sequences: int, max_length: int) -> 
 
 def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
     """First powers of two of sequences, which hold all passes, then numbers between those, then passes with
-    prompts; each without filters somewhat before, and the largest first, whose memory the others use again.
-    Passes with grammars come last.
+    prompts; each without filters somewhat before, and the largest first, whose memory the others use again;
+    then passes with grammars.
     """
-    has_prompts = shape.num_prompt_rows > 0 and kind == "append"
-    rank = 4 if has_prompts else min(3, shape.num_sequences.bit_count()) if shape.decides else 6
-    return rank + 1.5 * shape.filters, -shape.all_rows
+    rank = 4 if shape.num_prompt_rows and kind == "append" else min(3, shape.num_sequences.bit_count())
+    return (rank if shape.decides else 6) + 1.5 * shape.filters, -shape.all_rows
 
 
 def compiled_shapes(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
