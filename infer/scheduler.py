@@ -19,19 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from idlm.infer.request import Request
-from idlm.infer.runtime.graphs.buckets import PROMPT_STEP
+from idlm.infer.runtime.graphs.buckets import PROMPT_GRAPHS
 from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 STEPS_TO_RESTORE = 16
-PROMPT_SHARE = 2.0
-"""Prompt rows beside sequences that decode take at most this times as long as those: gaps between tokens are
-three times the usual one. By a simulation of `benchmarks.serve parts=mixed` at 256 sequences of Qwen3-8B on
-an H200, p99 over median is 2.7, and 5.4 without a bound, for 0.8 % of the throughput.
-"""
-MIN_PROMPT_ROWS = 512
-"""Fewer rows are read for rather than computed, and a first token waits for several passes."""
+PROMPT_SHARE = 1.25
+"""Prompt rows beside sequences that decode take at most this times as long as those, or fill one graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +40,12 @@ class PassCosts:
     sequence_rows: int
 
     def prompt_rows(self, num_sequences: int, num_slots: int) -> int:
-        """Prompt rows at most beside such sequences, which have so many slots in all; passes are padded to
-        multiples of `PROMPT_STEP`.
+        """Prompt rows at most beside such sequences, which have so many slots in all: a multiple of those of
+        the largest graph. While the host launches a larger pass kernel by kernel, it reads no results.
         """
         rows = self.weight_rows + self.slot_rows * num_slots + self.sequence_rows * num_sequences
-        return max(MIN_PROMPT_ROWS, int(PROMPT_SHARE * rows) // PROMPT_STEP * PROMPT_STEP)
+        most = PROMPT_GRAPHS[-1]
+        return max(most, int(PROMPT_SHARE * rows) // most * most)
 
 
 class Scheduler:

@@ -45,6 +45,7 @@ MAX_FIRST_RATIO = 2.0
 """A first time beyond so many times the warm-up's does not count."""
 MIN_PROMPT_SHARE = 0.5
 """A mixed pass teaches the cost of prompts if they take at least this share of decoding, else that of it."""
+LIKELY_ACCEPTANCE = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 FREE_ROWS = 256
 """About as many rows as a GPU computes while it reads the weights: 156 (A100) to 295 (H100) in bfloat16."""
 OOM_MEMORY_STEPS = 1000
@@ -225,6 +226,20 @@ class StrideController:
     def acceptance(self, position: int) -> float:
         """Acceptance probability of the draft at `position`, given that those before it were accepted."""
         return self._acceptance.average()[position]
+
+    def likely_modes(self, num_sequences: int) -> set[int]:
+        """The modes that are fastest at so many sequences, by the times known so far, for one or another
+        acceptance.
+        """
+        load, numbers = Load(num_sequences=num_sequences), range(len(self._modes))
+        seconds = [self.seconds(number, load) for number in numbers]
+
+        def rate(number: int, acceptance: float) -> float:
+            mode = self._modes[number]
+            return self._tokens_per_forward((acceptance,) * (mode.stride - 1), mode) / seconds[number]
+
+        fastest = (max(numbers, key=lambda number: rate(number, each)) for each in LIKELY_ACCEPTANCE)
+        return {self._narrowest, *fastest}
 
     def _tokens(self, drafts: Sequence[tuple[float, float]]) -> list[float]:
         """Expected tokens of a sequence and pass by mode, as the decoder computes them: the mean over

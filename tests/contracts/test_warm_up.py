@@ -264,6 +264,30 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
     assert changed.times.decoding(0, 8) == 1.0, "other modes have times of their own"
 
 
+def test_graphs_of_modes_that_measured_times_speak_for_come_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock on which a row costs as much as a whole pass, drafts never pay: AR has the other graphs."""
+    captured, capture = list[PassShape](), StaticStep.capture
+
+    def note(self: StaticStep, shape: PassShape, *, frees_memory: bool) -> None:
+        captured.append(shape)
+        capture(self, shape, frees_memory=frees_memory)
+
+    monkeypatch.setattr(StaticStep, "capture", note)
+    monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1.0 * shape.all_rows)
+    engine = build_engine(checkpoint, "isd", stride=4, adaptive=True, graphs="on", warmup="full")
+    controller, decoder = engine._stride_controller, engine.decoder
+    assert controller is not None and controller.likely_modes(8) == {0} < set(range(len(decoder.modes)))
+    timed = warm_up.timed_shapes(decoder, engine.settings.most_sequences, engine.table.max_length)
+    others = captured[sum(shape in timed.values() for shape in captured) :]
+    assert set(captured) - set(others) == set(captured) & set(timed.values()), (
+        "those that are timed come first"
+    )
+    is_other_mode = [shape.mode > 0 for shape in others]
+    assert is_other_mode == sorted(is_other_mode) and len(set(is_other_mode)) == 2
+
+
 def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches none, so that a pass without sequences takes as long at every size."""
     from tests.unit.models.test_family_loading import write as write_family
@@ -294,7 +318,7 @@ def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("width", "most"), [(1, 256), (7, 256), (16, 64), (64, 8)])
 def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
-    sizes = warm_up.batch_sizes(width, most, 512)
+    sizes = pass_shape.batch_sizes(width, most, 512)
     assert sizes[0] == 1
     assert len(sizes) <= 40
     for size in range(1, min(most, sizes[-1]) + 1):

@@ -8,7 +8,9 @@ BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256
 """Numbers of sequences. A sequence may feed a block of rows, and six blocks are enough to make the time of a
 step's matrix products follow the rows: up to 32 sequences padding adds at most a twenty-fifth.
 """
-PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
+PROMPT_GRAPHS = (128, 256, 512)
+"""Prompt rows of graphs that also decode, captured ahead."""
+PROMPT_BUCKETS = (0, 64, 256, 512, 1024, 2048)
 """Prompt rows next to the decoding rows."""
 PROMPT_STEP = 64
 """The same for passes without a graph: Triton compiles apart for multiples of 16 and for other numbers."""

@@ -119,8 +119,12 @@ class StaticStep:
         """Run a pass of this shape without a sequence, so that its kernels are compiled."""
         self._step(self._batch(shape, self._no_sequences(shape)))
 
-    def capture(self, shape: PassShape) -> None:
-        """Capture a shape's graph and keep it."""
+    def capture(self, shape: PassShape, *, frees_memory: bool = True) -> None:
+        """Capture a shape's graph and keep it. Without `frees_memory`, which takes time, the graph cannot
+        have the memory that earlier passes have freed.
+        """
+        if frees_memory:
+            torch.cuda.empty_cache()
         if len(self._graphs) >= MAX_CUDA_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
@@ -265,11 +269,17 @@ class StaticStep:
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         result = fed = None
-        with _without_garbage_collection(), torch.cuda.graph(graph, pool=self._memory):
-            if shape.decides:
-                result = self._step(self._batch(shape, columns_3B))
-            else:
-                fed = self._step.feed(self._batch(shape, columns_3B))
+        # `torch.cuda.graph` would free memory each time.
+        torch.cuda.synchronize()
+        with _without_garbage_collection(), torch.cuda.stream(beside):
+            graph.capture_begin(self._memory)
+            try:
+                if shape.decides:
+                    result = self._step(self._batch(shape, columns_3B))
+                else:
+                    fed = self._step.feed(self._batch(shape, columns_3B))
+            finally:
+                graph.capture_end()
         return _Graph(graph=graph, columns_3B=columns_3B, result=result, fed=fed)
 
 

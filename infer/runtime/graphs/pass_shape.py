@@ -157,6 +157,21 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     return max(num_told, -(-num_sequences // 8) if schedule.room is None else num_sequences)
 
 
+def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
+    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
+    `most_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
+    """
+    sizes, size = [1], 1
+    while size < most and size * width < most_rows:
+        growth = 1.25 if size * width < STREAMED_ROWS else 1.125
+        step = padded_sequences(size + 1) - padded_sequences(size)
+        grown = int(size * growth) // step * step
+        # Powers of two are all among them: they are captured and timed first.
+        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most), 1 << size.bit_length())
+        sizes.append(size)
+    return sizes
+
+
 def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
     """Rows beside the decoding ones that a pass lays out at most. The first block of each sequence does not
     count against the budget.

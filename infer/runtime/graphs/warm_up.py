@@ -1,17 +1,17 @@
 """Captures the graphs that traffic will need before the first request, and measures step times meanwhile.
 
-Passes that only decode get a graph for every mode and, in steps of an eighth, every number of sequences that
-the engine's limits allow; passes that also store a few prompt rows for every power of two of sequences.
-Passes of more rows than `eager_rows` need none: the host launches their kernels while the device still
-computes the passes before. Those only get their kernels compiled.
+Passes that only decode get a graph for every mode and, in steps of an eighth, every number of sequences;
+passes that also store a few prompt rows for every power of two of sequences. Passes of more rows than
+`eager_rows` need none: the host launches their kernels while the device computes the passes before.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.buckets import (
     FED_BLOCK_BUCKETS,
     MIN_SLOTS,
+    PROMPT_GRAPHS,
     PROMPT_STEP,
     bucket,
     padded_sequences,
@@ -33,7 +34,7 @@ from idlm.infer.runtime.graphs.buckets import (
 )
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
-from idlm.infer.runtime.graphs.pass_shape import CAPACITIES, STREAMED_ROWS, PassShape
+from idlm.infer.runtime.graphs.pass_shape import CAPACITIES, PassShape, batch_sizes
 from idlm.infer.runtime.graphs.step_times import StepTimes, cache_file, read_times, write_times
 from idlm.infer.runtime.head_rows import rooms_ahead
 from idlm.kernels.backend import only_compiled
@@ -44,15 +45,13 @@ AUTO_SECONDS = 20.0
 LAUNCH_SECONDS = 4e-4
 """Host time of a layer that is launched kernel by kernel, before it is measured: about 20 launches."""
 TIMED_LAUNCHES = 3
-PROMPT_GRAPHS = (128, 256, 512)
-"""Prompt rows of graphs that also decode."""
 MAX_TIMED_ROWS = 2048
 """A pass with more is slower for each token than one with fewer: its time is estimated."""
-FLOPS = 5.5e14
-"""Of matrix products with hundreds of rows, on an H100 or H200."""
+FLOPS = 8e14
+"""Of matrix products with hundreds of rows, on an H200: 768 rows of Qwen3-8B take 13.9 ms."""
 MIN_EAGER_ROWS = 512
 CONTEXT_STEP = 8
-"""Bounds of contexts that have graphs of their own. Attention reads what there is, whatever the bound."""
+"""Between bounds of contexts that have graphs of their own. Attention reads what there is in any case."""
 ROOMS_BETWEEN = 4
 """Of rooms for rows, one in so many is captured before the others, and with filters."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
@@ -163,14 +162,28 @@ class _Work:
                 self.times[key] = step.seconds(shape)
         if is_cuda:
             torch.cuda.empty_cache()
-        for shape in self.shapes:
+        for shape in self._ordered():
             if not self._may_go_on():
                 return
-            step.capture(shape)
+            step.capture(shape, frees_memory=False)
             self.num_captured += 1
             key = shape.mode, shape.num_sequences
             if self.timed.get(key) == shape and key not in self.times:
                 self.times[key] = step.seconds(shape)
+
+    def _ordered(self) -> Iterator[PassShape]:
+        """The shapes to capture: those that are timed, then those of the modes that these times speak for."""
+        timed = set(self.timed.values())
+        yield from (shape for shape in self.shapes if shape in timed)
+        others, controller = (
+            [shape for shape in self.shapes if shape not in timed],
+            self.parts.stride_controller,
+        )
+        if controller is not None and self.times and self.is_alone:
+            _teach(self.parts, self.times)
+            likely = functools.cache(controller.likely_modes)
+            others.sort(key=lambda shape: shape.mode not in likely(shape.num_sequences))
+        yield from others
 
     def _may_go_on(self) -> bool:
         has_memory = memory_bytes(self.parts.table.device)[0] >= self.least_memory
@@ -180,10 +193,8 @@ class _Work:
         return self.parts.settings.most_sequences, self.parts.table.max_length
 
     def _prompts(self) -> list[PassShape]:
-        num_rows = self.parts.settings.row_budget
-        return prompt_shapes(
-            self.parts.decoder, *self._limits(), self.step.eager_rows, most_prompt_rows=num_rows
-        )
+        parts, rows = self.parts, self.step.eager_rows
+        return prompt_shapes(parts.decoder, *self._limits(), rows, most_prompt_rows=parts.settings.row_budget)
 
 
 def _needs_times(parts: EngineParts) -> bool:
@@ -290,11 +301,11 @@ def shapes_with_room(decoder: Decoder, most_sequences: int, max_length: int) -> 
 
 
 def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
-    """First powers of two of sequences, which hold all passes, then numbers between those, then passes with
-    prompts; each without filters somewhat before, and the largest first, whose memory the others use again;
-    then passes with grammars.
+    """First powers of two of sequences, which hold all passes, then passes with prompts, then numbers between
+    those powers; each without filters somewhat before, and the largest first, whose memory the others use
+    again; then passes with grammars.
     """
-    rank = 4 if shape.num_prompt_rows and kind == "append" else min(3, shape.num_sequences.bit_count())
+    rank = 1.5 if shape.num_prompt_rows and kind == "append" else min(3, shape.num_sequences.bit_count())
     return (rank if shape.decides else 6) + 1.5 * shape.filters, -shape.all_rows
 
 
@@ -342,21 +353,6 @@ def prompt_shapes(
         if num_rows + size * decoder.num_rows(mode, max_length) <= most_prompt_rows + eager_rows
     ]
     return sorted(shapes, key=lambda shape: -shape.all_rows)
-
-
-def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
-    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
-    `most_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
-    """
-    sizes, size = [1], 1
-    while size < most and size * width < most_rows:
-        growth = 1.25 if size * width < STREAMED_ROWS else 1.125
-        step = padded_sequences(size + 1) - padded_sequences(size)
-        grown = int(size * growth) // step * step
-        # Powers of two are all among them: they are captured and timed first.
-        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most), 1 << size.bit_length())
-        sizes.append(size)
-    return sizes
 
 
 def _contexts(max_length: int) -> list[int]:

@@ -11,13 +11,14 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.infer import build
 from idlm.infer.request import Request
-from idlm.infer.scheduler import MIN_PROMPT_ROWS, PassCosts, Scheduler
+from idlm.infer.runtime.graphs.buckets import PROMPT_GRAPHS
+from idlm.infer.scheduler import PassCosts, Scheduler
 from idlm.infer.state.batch import Schedule
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 QWEN3_8B = PassCosts(weight_rows=128, slot_rows=128 * 147_456 / 16.4e9, sequence_rows=1)
-FEW, MANY, LANES = MIN_PROMPT_ROWS, 8192, 64
+FEW, MANY, LANES = PROMPT_GRAPHS[-1], 8192, 64
 BLOCKS = KVWritePolicy(kind="block", block_size=48)
 
 
@@ -62,10 +63,10 @@ def fed(scheduler: Scheduler) -> list[int]:
     return launched(scheduler).num_feed
 
 
-def test_prompts_take_twice_as_long_as_what_decodes_beside_them() -> None:
-    """Figures of Qwen3-8B; whole steps of padding, so that no row is wasted."""
-    assert QWEN3_8B.prompt_rows(256, 256 * 1024) == 1344
-    assert QWEN3_8B.prompt_rows(6, 6 * 131_072) == 2048
+def test_prompts_take_about_as_long_as_what_decodes_beside_them() -> None:
+    """Figures of Qwen3-8B; whole graphs, so that no row is wasted."""
+    assert QWEN3_8B.prompt_rows(256, 256 * 1024) == FEW
+    assert QWEN3_8B.prompt_rows(6, 6 * 131_072) == 2 * FEW
     assert QWEN3_8B.prompt_rows(1, 1000) == QWEN3_8B.prompt_rows(32, 32 * 500) == FEW
 
 
@@ -98,7 +99,7 @@ def test_requests_that_arrive_together_count_from_the_first_pass_on() -> None:
     schedule = launched(scheduler)
     num_prompts = sum(1 for num_feed in schedule.num_feed if num_feed > 1)
     assert schedule.num_feed[:8] == [1] * 8
-    assert sum(schedule.num_feed) - len(schedule.requests) == expected and num_prompts == 5
+    assert sum(schedule.num_feed) - len(schedule.requests) == expected and num_prompts == 3
 
 
 def test_chunks_beside_decoding_are_whole_blocks() -> None:
@@ -133,6 +134,6 @@ def test_costs_are_those_of_model_and_decoder() -> None:
     assert found is not None and found.weight_rows == 128 and found.sequence_rows == 1
     assert found.slot_rows == pytest.approx(128 * 147_456 / 16.4e9)
     scarce = costs(experts, adaptive)
-    assert scarce is not None and scarce.prompt_rows(1, 0) == MANY
+    assert scarce is not None and scarce.prompt_rows(1, 0) == 10 * FEW
     canvas: Any = SimpleNamespace(kv_policy=KVWritePolicy(kind="none"))
     assert costs(dense, canvas) is None
