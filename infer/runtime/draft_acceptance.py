@@ -20,7 +20,7 @@ REQUEST_WEIGHT = 32
 """A request counts as an average one as much as so many of its own tests."""
 LOG_ODDS_STEP, MAX_LOG_ODDS_STEPS = 0.25, 20
 """Requests are sorted into classes of acceptance."""
-LEAST_CHANGE = 0.004
+MIN_CHANGE = 0.004
 """Classes follow the average once it has moved by this much at a position: modes must be compared anew."""
 MIN_WINDOW, MAX_WINDOW = 8, 64
 """Tests that together may contradict the earlier ones."""
@@ -125,7 +125,7 @@ class DraftAcceptance:
             ]
         ) or {MAX_LOG_ODDS_STEPS: 1}
         average = self.average()
-        if any(abs(new - old) > LEAST_CHANGE for new, old in zip(average, self._compared, strict=True)):
+        if any(abs(new - old) > MIN_CHANGE for new, old in zip(average, self._compared, strict=True)):
             self._compared = average
         return {
             _rounded(self._compared, LOG_ODDS_STEP * (place - MAX_LOG_ODDS_STEPS)): count
