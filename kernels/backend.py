@@ -53,7 +53,6 @@ def has_pdl(device: torch.device) -> bool:
 
 
 @cache
-@cache
 def has_gluon(device: torch.device) -> bool:
     """Whether Gluon, which is experimental, has a version that the tests compile, and the GPU is a Hopper."""
     if device.type != "cuda" or INTERPRETED:
