@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from idlm.devices import require_gpu
 from idlm.errors import UserError
@@ -44,17 +45,13 @@ from idlm.train.config.trainer_arguments import (
 from idlm.train.data.checks import inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
+from idlm.train.loop.progress import Progress
+from idlm.train.loop.trainer import IdlmTrainer
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
+from idlm.train.planning.report import Sampler
 from idlm.train.planning.state import check_disk, plan_disk, size_text
 from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer
-    from idlm.train.planning.report import Sampler
 
 log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6

@@ -26,12 +26,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
@@ -41,10 +41,6 @@ from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 ROW_COLUMNS = ("input_ids", "position_ids", "doc_ids", "block_starts", "is_noisy", "reach")
 
