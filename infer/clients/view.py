@@ -87,7 +87,7 @@ class PlainView:
             self.note(figures.line())
 
     def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """Say something that is no answer."""
+        """Print something that is not part of an answer."""
         if not is_greeting:
             print(text, file=sys.stderr)
 
