@@ -28,6 +28,7 @@ from idlm.infer.models.base import FAMILIES
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
+from idlm.tasks.split import split_of_skeleton
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
@@ -153,7 +154,7 @@ def test_the_task(install: Install) -> None:
     task = install("task").get("backwards")(level="tiny", seed=3, length=5)
     for split in ("train", "validation", "test"):
         sample = task.sample(7, split)
-        assert sample == task.sample(7, split) and task.split_of(sample.prompt) == split
+        assert sample == task.sample(7, split) and split_of_skeleton(sample.prompt) == split
         assert task.check(sample.prompt, sample.response).correct
         assert not task.check(sample.prompt, sample.response[:-1]).correct
 
