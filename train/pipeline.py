@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PrinterCallback, TrainingArguments
 
 from idlm.devices import require_gpu
 from idlm.errors import UserError
@@ -44,17 +45,14 @@ from idlm.train.config.trainer_arguments import (
 from idlm.train.data.checks import inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
+from idlm.train.loop.progress import Progress
+from idlm.train.loop.trainer import IdlmTrainer, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
+from idlm.train.planning.estimate import explain_out_of_memory, is_out_of_memory
+from idlm.train.planning.report import Sampler, report_run
 from idlm.train.planning.state import check_disk, plan_disk, size_text
 from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer
-    from idlm.train.planning.report import Sampler
 
 log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6
@@ -146,9 +144,6 @@ def write_report(
     config: TrainConfig, prepared: Prepared, sampler: Sampler | None, **facts: Any
 ) -> Path | None:
     """Write the report of the published checkpoint; None if memory is short, which fails no finished run."""
-    from idlm.train.planning.estimate import is_out_of_memory
-    from idlm.train.planning.report import report_run
-
     try:
         return report_run(config, prepared, sampler, **facts)
     except (RuntimeError, MemoryError) as error:
@@ -211,11 +206,6 @@ def train(
     """Train until the last step or what stops the run before; the last checkpoint is published then. Returns
     also what gives the memory of training back.
     """
-    from transformers import PrinterCallback
-
-    from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer, StopRequests, TimeLimit
-
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     loop, failed = config.train, True
     writer = CheckpointWriter(loop.save, num_sharing=num_local_processes() if uses_deepspeed(loop) else 1)
@@ -249,8 +239,6 @@ def train(
             trainer.finish_save()
         failed = False
     except (RuntimeError, MemoryError) as error:
-        from idlm.train.planning.estimate import explain_out_of_memory
-
         explain_out_of_memory(error, config, prepared.model, world_size=args.world_size)
         raise
     finally:

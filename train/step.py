@@ -26,12 +26,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
@@ -40,12 +40,8 @@ from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.loop.liveness import note_progress
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
-from idlm.train.objectives.base import Batch, Head, Objective, Terms
+from idlm.train.objectives.base import Asked, Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 ROW_COLUMNS = ("input_ids", "position_ids", "doc_ids", "block_starts", "is_noisy", "reach")
 
@@ -157,16 +153,13 @@ class TrainingStep:
 
         def in_place_of_head(head: Head, hidden_BTD: Tensor) -> Terms:
             if step.weights is None:
-                means = step.means(self._sums(step.stage, batch, head, hidden_BTD).sums)
+                asked = Asked(stage=step.stage)
+                sums = self.objective.terms(head, hidden_BTD.detach(), batch, asked).sums
+                means = step.means(sums)
                 step.weights = self.objective.weights(step.stage, means)
-            return self.objective.terms(
-                head,
-                hidden_BTD,
-                batch,
-                stage=step.stage,
-                coefficients=step.weights / step.counts.clamp_min(1) * self.args.world_size,
-                want_overlap=step.is_logged,
-            )
+            coefficients = step.weights / step.counts.clamp_min(1) * self.args.world_size
+            asked = Asked(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
+            return self.objective.terms(head, hidden_BTD, batch, asked)
 
         terms = self._forward(model, batch, in_place_of_head)
         assert terms.loss is not None
@@ -181,17 +174,9 @@ class TrainingStep:
     def evaluate(self, stage: Stage, batch: Batch, *, want_overlap: bool = False) -> Terms:
         """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
         note_progress()
-        compute = partial(self._sums, stage, batch, want_overlap=want_overlap)
+        asked = Asked(stage=stage, want_overlap=want_overlap)
+        compute = partial(self.objective.terms, batch=batch, asked=asked)
         return self._forward(self.model, batch, compute)
-
-    def _sums(
-        self, stage: Stage, batch: Batch, head: Head, hidden_BTD: Tensor, *, want_overlap: bool = False
-    ) -> Terms:
-        """The summed losses of a micro-batch, without gradients."""
-        hidden_BTD = hidden_BTD.detach()
-        return self.objective.terms(
-            head, hidden_BTD, batch, stage=stage, coefficients=None, want_overlap=want_overlap
-        )
 
     def _forward(self, model: nn.Module, batch: Batch, compute: Callable[[Head, Tensor], Terms]) -> Terms:
         # accelerate puts the wrapped model's forward pass under autocast, not that of the model inside.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from idlm import __version__
@@ -54,7 +54,7 @@ def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
     more = "; recipe=NAME or recipe=FILE.yaml sets many at once" if command.has_recipes else ""
     sections += [
         "Examples:\n" + "\n".join(f"  {example}" for example in command.examples),
-        "Most used keys:\n" + _indented(describe(schema, keys=command.keys)),
+        "Most used keys:\n" + textwrap.indent(describe(schema, keys=command.keys), "  "),
         "Flags:\n" + _columns(flags),
         f"All keys, given as key=value{more}:\n{describe(schema)}",
     ]
@@ -91,9 +91,9 @@ def show_default(default: Any) -> str:
     return f"[{','.join(map(show_default, value))}]" if isinstance(value, list) else str(value)
 
 
-def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:
+def recipe_summary(name: str) -> str:
     """Return the first sentence of the comment at the start of a recipe."""
-    lines = (conf_dir / RECIPE / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    lines = (CONF_DIR / RECIPE / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment: list[str] = []
     for line in lines:
         if not line.startswith("# "):
@@ -106,7 +106,3 @@ def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:
 def _columns(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -81,10 +81,6 @@ class Task(Protocol):
         """Execute the prompt's text again and judge the response."""
         ...
 
-    def split_of(self, prompt: str) -> Split:
-        """Return the split of a prompt; names, items and verbs make no difference."""
-        ...
-
     @staticmethod
     def surface_texts() -> Iterator[str]:
         """Yield texts that together contain every word of the task in every position (for the tokenizer)."""

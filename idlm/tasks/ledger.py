@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 from idlm.tasks import TASKS
 from idlm.tasks.base import TaskSample
 from idlm.tasks.ledger_check import check_ledger
-from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
+from idlm.tasks.split import GeneratedTask, canonical_entity, draw_names
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
 ITEMS = (
@@ -157,11 +157,6 @@ LEVELS = {
 }
 
 
-LEXICON = Lexicon(
-    entities=frozenset(NAMES), words={word: group[0] for group in (ITEMS, *VERBS.values()) for word in group}
-)
-
-
 def _draw_event(random: Callable[[], float], config: Config, amounts: list[int]) -> Event:
     """Draw a legal event uniformly over operations (by rejection) and apply it to `amounts` in place."""
     num_entities = len(amounts)
@@ -237,7 +232,6 @@ class Ledger(GeneratedTask[Story]):
 
     name: ClassVar[str] = "ledger"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
-    LEXICON: ClassVar[Lexicon] = LEXICON
     check = staticmethod(check_ledger)
 
     def draw(self, rng: Random) -> Story:

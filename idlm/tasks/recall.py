@@ -21,20 +21,17 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample
+from idlm.tasks.base import TaskSample
 from idlm.tasks.recall_check import check_recall
-from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names, skeleton, split_of_skeleton
+from idlm.tasks.split import GeneratedTask, canonical_entity, draw_names
 
 VALUES = tuple("bdfgklmnprstvwxz")
 KEYS = tuple(map("".join, itertools.product(VALUES, "aeio")))
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam")
 VERBS = ("finds", "sells", "buys", "drops", "gets", "uses")
 ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens")
-LEXICON = Lexicon(entities=frozenset(KEYS))
 
 _FILLER = tuple(itertools.starmap(" {} {} {}.".format, itertools.product(NAMES, VERBS, ITEMS)))
-_FIND_RECORDS = re.compile(r" ([a-z]{2})([a-z])\.")
-_FIND_FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
 _FILLER_TOKENS, _RECORD_TOKENS, _QUESTION_TOKENS, _FRAME_TOKENS = 4, 2, 2, 14
 """Tokens of one part of each kind; the frame is the first token, the separator before the answer, and three
 sentences, which are enough to give a context any length."""
@@ -103,7 +100,6 @@ class Recall(GeneratedTask[Records]):
     name: ClassVar[str] = "recall"
     shares_vocabulary: ClassVar[bool] = False
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
-    LEXICON: ClassVar[Lexicon] = LEXICON
     check = staticmethod(check_recall)
     config: Config
 
@@ -146,11 +142,6 @@ class Recall(GeneratedTask[Records]):
         keys = [canonical_entity(idx) for idx in range(len(problem.values))]
         records = "".join(f" {key} {value}." for key, value in zip(keys, problem.values, strict=True))
         return records + _question([keys[idx] for idx in problem.asked])
-
-    def split_of(self, prompt: str) -> Split:
-        """Return the split of a prompt, whatever keys and filler it uses."""
-        records = _FIND_FILLER.sub("", prompt)
-        return split_of_skeleton(skeleton(_FIND_RECORDS.sub(r" \1 \2.", records), self.LEXICON))
 
     def write(self, problem: Records, random: Callable[[], float]) -> TaskSample:
         """Choose keys, filler, and places of the records in it."""

@@ -6,10 +6,9 @@ found by rejection: candidates come from the sample's own random stream until on
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 from random import Random
 from typing import Any, ClassVar, Generic, TypeVar, get_args
@@ -22,39 +21,15 @@ SPLITS: tuple[str, ...] = get_args(Split)
 TEST_SHARE = 0.01
 VALIDATION_SHARE = 0.01
 
-_WORD = re.compile(r"[A-Za-z]+")
 _TEST_BOUND = int(TEST_SHARE * 2**64)
 _VALIDATION_BOUND = int((TEST_SHARE + VALIDATION_SHARE) * 2**64)
 
 Problem = TypeVar("Problem")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lexicon:
-    """The words of a task that carry no structure."""
-
-    entities: frozenset[str]
-    """Names or variables; replaced by `canonical_entity(i)` in order of first appearance."""
-    words: Mapping[str, str] = field(default_factory=dict)
-    """Items and verbs, each with the canonical word of its class."""
-
-
 def canonical_entity(idx: int) -> str:
     """Return the name that the `idx`-th entity has in a skeleton."""
     return f"E{chr(ord('a') + idx)}"
-
-
-def skeleton(prompt: str, lexicon: Lexicon) -> str:
-    """Return the prompt with every entity, item and verb normalised; numbers and structure stay."""
-    seen: dict[str, str] = {}
-
-    def canonical(match: re.Match[str]) -> str:
-        word = match.group()
-        if word in lexicon.entities:
-            return seen.setdefault(word, canonical_entity(len(seen)))
-        return lexicon.words.get(word, word)
-
-    return _WORD.sub(canonical, prompt)
 
 
 def split_of_skeleton(text: str) -> Split:
@@ -73,7 +48,6 @@ class GeneratedTask(Task, Generic[Problem]):
 
     LEVELS: ClassVar[Mapping[str, Any]]
     """Presets, dataclasses of all knobs with their `rules()`; the first one is the default."""
-    LEXICON: ClassVar[Lexicon]
 
     def __init__(self, *, level: str | None = None, **knobs: Any) -> None:
         self.config = self._config(next(iter(self.LEVELS)) if level is None else level, knobs)
@@ -126,10 +100,6 @@ class GeneratedTask(Task, Generic[Problem]):
             problem = self.draw(rng)
             if split_of_skeleton(self.canonical_prompt(problem)) == split:
                 return self.write(problem, rng.random)
-
-    def split_of(self, prompt: str) -> Split:
-        """Return the split of a prompt, whatever entities, items and verbs it uses."""
-        return split_of_skeleton(skeleton(prompt, self.LEXICON))
 
     @abstractmethod
     def draw(self, rng: Random) -> Problem:

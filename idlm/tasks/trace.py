@@ -14,12 +14,11 @@ from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
 from idlm.tasks.base import TaskSample
-from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
+from idlm.tasks.split import GeneratedTask, canonical_entity, draw_names
 from idlm.tasks.trace_check import check_trace
 
 VARIABLES = ("a", "b", "c", "d", "m", "n", "p", "q", "x", "y", "z")
 MAX_PARAPHRASES = 4
-LEXICON = Lexicon(entities=frozenset(VARIABLES))
 
 _FORMS = ("{t}={e};", "{t} becomes {e};", "now {e} in {t};", "set {t} to {e};")
 
@@ -106,7 +105,6 @@ class Trace(GeneratedTask[Program]):
 
     name: ClassVar[str] = "trace"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
-    LEXICON: ClassVar[Lexicon] = LEXICON
     check = staticmethod(check_trace)
 
     def draw(self, rng: Random) -> Program:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -37,22 +37,6 @@ class Piece(NamedTuple):
     num_tested: int | None = None
 
 
-class Answerer(Protocol):
-    """Answers conversations."""
-
-    name: str
-
-    def check_system(self, system: str | None) -> None:
-        """Raise UserError for a system prompt that it cannot honour."""
-
-    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
-        """Stream the next turn. `always`: settings that hold even if they are the defaults.
-
-        Raises UserError; KeyboardInterrupt after Ctrl-C, when the request has ended. Closing it aborts.
-        """
-        ...
-
-
 class EngineAnswerer:
     """An engine of this process. Raises UserError IDLM-0215 without a chat template."""
 
@@ -67,11 +51,15 @@ class EngineAnswerer:
         self._engine, self.name = engine, f"{engine_name(engine)}, {engine.exactness}"
 
     def check_system(self, system: str | None) -> None:
-        """See `Answerer`. Raises UserError IDLM-0458."""
+        """Raise UserError IDLM-0458 for a system prompt that the chat template cannot honour."""
         check_system(self._engine.tokenizer, system)
 
     def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
-        """See `Answerer`. Ctrl-C waits for the end of a pass: the engine goes on afterwards."""
+        """Stream the next turn. `always`: settings that hold even if they are the defaults.
+
+        Raises UserError; KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of
+        a pass, and the engine goes on afterwards. Closing it aborts.
+        """
         engine = self._engine
         prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
         with closing(engine.stream(prompt, params)) as events:
@@ -93,10 +81,10 @@ class ServerAnswerer:
         self._server, self.name = server, f"{server.model} at {server.place}"
 
     def check_system(self, system: str | None) -> None:
-        """See `Answerer`: the server refuses it with the turn."""
+        """Do nothing: the server refuses it with the turn."""
 
     def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
-        """See `Answerer`. Raises UserError IDLM-0709 for what the server refuses."""
+        """See `EngineAnswerer`. Raises UserError IDLM-0709 for what the server refuses."""
         import httpx
 
         from idlm.infer.clients.http import RequestFailure, draft_counts, no_answer
@@ -116,3 +104,6 @@ class ServerAnswerer:
             raise no_answer(error) from error
         if is_empty and num_tokens > 1:
             raise no_answer(LookupError("the answer is reasoning alone: raise max_tokens"))
+
+
+Answerer = EngineAnswerer | ServerAnswerer

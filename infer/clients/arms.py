@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
@@ -43,24 +43,8 @@ class Greedy(NamedTuple):
     margins: tuple[float, ...]
 
 
-class Arm(Protocol):
-    """One of those that are compared. `case` is what its rows say about it."""
-
-    name: str
-    case: dict[str, Any]
-    rounding: float
-
-    def run(self, load: Load, *, on_done: OnDone) -> list[Record]:
-        """Put a load on it."""
-        ...
-
-    def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
-        """Greedy answers of its own, for the parity gate."""
-        ...
-
-
 class EngineArm:
-    """An engine of this process."""
+    """An engine of this process. `case`: what the rows say about an arm."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self._engine = name, engine
@@ -68,11 +52,11 @@ class EngineArm:
         self.rounding = ROUNDING.get(str(engine.model.dtype).removeprefix("torch."), ROUNDING_OF_16_BITS)
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
-        """See `Arm`."""
+        """Put a load on it."""
         return run_on_engine(self._engine, load, on_done=on_done)
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
-        """See `Arm`."""
+        """Greedy answers of its own, for the parity gate."""
         return list(
             map(to_greedy, self._engine.generate([job.prompt for job in jobs], [job.params for job in jobs]))
         )
@@ -101,11 +85,11 @@ class ServerArm:
         self.rounding = ROUNDING_OF_16_BITS
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
-        """See `Arm`."""
+        """See `EngineArm`."""
         return run_on_server(self._server, load, on_done=on_done)
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
-        """See `Arm`. The server is one of ours: others return no token ids, or have other arithmetic."""
+        """See `EngineArm`. The server is one of ours: others have no token ids, or other arithmetic."""
         answers = []
         for job in jobs:
             path, body = self._server.load_body(job)
@@ -119,6 +103,9 @@ class ServerArm:
             ]
             answers.append(Greedy(tuple(choice["token_ids"]), tuple(_margin(top.values()) for top in tops)))
         return answers
+
+
+Arm = EngineArm | ServerArm
 
 
 def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding: float) -> int:

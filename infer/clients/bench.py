@@ -93,7 +93,8 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
 
         servers = [Server(url, model=config.model, **options) for url in config.url]
         running = [arms.ServerArm(server.place, server) for server in servers]
-        return [ArmPlan(arm.name, partial(_already_open, arm)) for arm in running]
+        already_open: Any = nullcontext
+        return [ArmPlan(arm.name, partial(already_open, arm)) for arm in running]
     if config.max_num_seqs is None and config.concurrency and not config.rate:
         most = max(config.concurrency)
         config = dataclasses.replace(config, max_num_seqs=most)
@@ -112,10 +113,6 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
             ArmPlan(config.peer, partial(arms.served_arm, config.peer, program, "/health", **options))
         )
     return plans
-
-
-def _already_open(arm: Arm) -> AbstractContextManager[Arm]:
-    return nullcontext(arm)
 
 
 def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[str, EngineArguments]]:
@@ -186,6 +183,8 @@ def _make_load(config: BenchConfig, concurrency: int | None, rate: float | None)
 
 def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str, Any]]:
     """All loads on all arms, one arm after another; returns the rows, which are also written."""
+    from idlm.fingerprint import run_fingerprint
+
     loads, rows, first = make_loads(config), list[dict[str, Any]](), list[Any]()
     with contextlib.ExitStack() as stack:
         output: AnswerFile | None = None
@@ -199,7 +198,7 @@ def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str
                     row["over_first"] = _over_first(row, rows)
                     rows.append(row)
                     if output is not None:
-                        output.write({**row, "client": _fingerprint()})
+                        output.write({**row, "client": run_fingerprint()})
     return rows
 
 
@@ -241,12 +240,6 @@ def _over_first(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | 
     rate = "mean_output_throughput_tokens_per_s"
     same = [each for each in rows if each["num_concurrency"] == row["num_concurrency"]]
     return row[rate] / same[0][rate] if same and same[0][rate] else None
-
-
-def _fingerprint() -> dict[str, Any]:
-    from idlm.fingerprint import run_fingerprint
-
-    return run_fingerprint()
 
 
 if __name__ == "__main__":

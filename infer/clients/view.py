@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,23 +24,6 @@ STYLES = ("cyan", "green", "yellow", "magenta")
 REFRESHES_PER_SECOND = 12
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that would let an answer command the terminal."""
-
-
-class View(Protocol):
-    """Where lines come from and answers go to."""
-
-    is_terminal: bool
-
-    def read(self) -> str:
-        """The next line. Raises EOFError after the last one."""
-        ...
-
-    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        """Show an answer as it comes; yields all of it so far after each piece."""
-        ...
-
-    def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """Print something that is not part of an answer."""
 
 
 @dataclass(slots=True)
@@ -81,7 +63,7 @@ class PlainView:
         self._has_stats = has_stats
 
     def read(self) -> str:
-        """See `View`."""
+        """The next line. Raises EOFError after the last one."""
         # None: the command was started with standard input closed.
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line:
@@ -89,7 +71,7 @@ class PlainView:
         return line.rstrip("\r\n")
 
     def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        """See `View`."""
+        """Show an answer as it comes; yields all of it so far after each piece."""
         figures, text = Figures(), ""
         try:
             for piece in pieces:
@@ -105,7 +87,7 @@ class PlainView:
             self.note(figures.line())
 
     def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """See `View`."""
+        """Print something that is not part of an answer."""
         if not is_greeting:
             print(text, file=sys.stderr)
 
@@ -122,11 +104,11 @@ class TerminalView:
             import readline  # noqa: F401
 
     def read(self) -> str:
-        """See `View`."""
+        """See `PlainView`."""
         return input("> ")
 
     def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        """See `View`."""
+        """See `PlainView`."""
         figures, text, tail = Figures(), "", Text()
         console, styles = self._console, itertools.cycle(STYLES)
         try:
@@ -154,8 +136,12 @@ class TerminalView:
             console.print(Text(figures.line(), "dim"))
 
     def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """See `View`."""
+        """See `PlainView`."""
         self._console.print(Text(text, "dim"))
+
+
+View = PlainView | TerminalView
+"""Where lines come from and answers go to."""
 
 
 def next_style(piece: Piece, styles: Iterator[str]) -> str:

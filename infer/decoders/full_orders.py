@@ -72,17 +72,13 @@ class Order(ABC):
         """fp64 [Y]; not called if `is_random`."""
 
     def quota(self, quota: Quota) -> Tensor:
-        """Masks to decide in this pass, int64 [B]."""
-        return timed_quota(quota)
+        """Masks to decide in this pass, int64 [B]: the chance of a flip times the masks that are left,
+        rounded down; a pass may decide none.
+        """
+        return (quota.num_masks_B.double() * flip_chance(quota)).long()
 
 
 ORDERS: Registry[type[Order]] = Registry("order", None)
-
-
-def even_quota(quota: Quota) -> Tensor:
-    """The same number in every pass; the first passes decide what is left over by the division."""
-    least_B = quota.size_B // quota.num_passes_B
-    return least_B + (quota.pass_B < quota.size_B % quota.num_passes_B).long()
 
 
 def time_of(pass_B: Tensor, num_passes_B: Tensor) -> Tensor:
@@ -94,11 +90,6 @@ def flip_chance(quota: Quota) -> Tensor:
     """Chance of a mask to be decided in this pass, fp64 [B]: 1 - s / t, and 1 in the last pass."""
     chance_B = 1.0 - time_of(quota.pass_B + 1, quota.num_passes_B) / time_of(quota.pass_B, quota.num_passes_B)
     return torch.where(quota.pass_B + 1 >= quota.num_passes_B, 1.0, chance_B)
-
-
-def timed_quota(quota: Quota) -> Tensor:
-    """The chance of a flip times the masks that are left, rounded down; a pass may decide none."""
-    return (quota.num_masks_B.double() * flip_chance(quota)).long()
 
 
 @ORDERS.register("low_confidence")
@@ -113,8 +104,9 @@ class LowConfidence(Order):
         return drawn.confidence_Y
 
     def quota(self, quota: Quota) -> Tensor:
-        """Even."""
-        return even_quota(quota)
+        """The same number in every pass; the first passes decide what is left over by the division."""
+        least_B = quota.size_B // quota.num_passes_B
+        return least_B + (quota.pass_B < quota.size_B % quota.num_passes_B).long()
 
 
 @ORDERS.register("random")

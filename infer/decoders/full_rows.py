@@ -17,8 +17,9 @@ rows, X wanted places, Y places of a slice, W places of the active block, Z lane
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ class Canvases:
     is_recent_BL: Tensor
 
 
-class Cache(Protocol):
+class Cache(ABC):
     """What the passes between two refreshes feed."""
 
     has_interval: ClassVar[bool] = False
@@ -155,20 +156,17 @@ class Cache(Protocol):
     keeps_suffix: ClassVar[bool] = False
     """Whether nothing after the active block is fed."""
 
+    @abstractmethod
     def feeds(self, canvases: Canvases) -> Tensor:
         """The places to feed, bool [B, L]; the caller adds those before wanted masks of shifted logits."""
-        ...
 
 
 CACHES: Registry[type[Cache]] = Registry("canvas_cache", None)
 
 
 @CACHES.register("prefix")
-class Prefix:
+class Prefix(Cache):
     """The prompt and clean blocks are kept; the active block and everything after it is fed."""
-
-    has_interval: ClassVar[bool] = False
-    keeps_suffix: ClassVar[bool] = False
 
     def feeds(self, canvases: Canvases) -> Tensor:
         """From the active block on."""
@@ -187,13 +185,12 @@ class Dual(Prefix):
 
 
 @CACHES.register("delayed")
-class Delayed:
+class Delayed(Cache):
     """Decided tokens are kept one pass after they were decided: the keys and values of a token change most
     when it takes the place of its mask.
     """
 
     has_interval: ClassVar[bool] = True
-    keeps_suffix: ClassVar[bool] = False
 
     def feeds(self, canvases: Canvases) -> Tensor:
         """Masks of all blocks, and the tokens that the last pass has decided."""

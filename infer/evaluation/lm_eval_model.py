@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,8 +185,3 @@ def _texts(path: Path) -> list[str]:
     """The text of a task's YAML file and of those that it includes."""
     text = path.read_text(encoding="utf-8")
     return [text, *(part for each in INCLUDE.findall(text) for part in _texts(path.parent / each))]
-
-
-def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the task's file and the cache of its problems are while it runs."""
-    return tempfile.TemporaryDirectory(prefix="idlm-eval-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class ArmResult:
 def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Run the task and print the table. Status 1 when answers failed. UserError IDLM-0486 without lm-eval."""
     try:
-        from idlm.infer.evaluation.lm_eval_model import local_task, temporary_folder
+        from idlm.infer.evaluation.lm_eval_model import local_task
     except ModuleNotFoundError as error:
         raise UserError(
             "IDLM-0486",
@@ -47,7 +48,8 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
             f"task={config.task} of lm-eval reads a file of problems, and data=null",
             fix="give data=FILE",
         )
-    with temporary_folder() as folder:
+    # The task's file, and the cache of its problems.
+    with tempfile.TemporaryDirectory(prefix="idlm-eval-") as folder:
         task = local_task(config.task, config.data, config.fewshot_data, folder)
 
         def work(engine: Engine, params: SamplingParams) -> ArmResult:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.planning.driver import CudaDriver, Driver, DriverError
+from idlm.infer.planning.driver import CudaDriver, DriverError
 from idlm.infer.planning.planner import ALIGNMENT
 from idlm.infer.planning.sizes import ceil_div
 from idlm.log import get_logger
@@ -26,46 +25,6 @@ MAX_EXTENT_BYTES = 256 << 20
 AUTO, PLAIN, MAPPED = "auto", "plain", "mapped"
 SHRINK_BELOW = 0.5
 """A plain arena shrinks when less than this share of it is needed."""
-
-
-class Arena(Protocol):
-    """A workspace on one device."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the arena holds."""
-        ...
-
-    def resize(self, num_bytes: int) -> None:
-        """Hold at least `num_bytes` bytes; views taken before are invalid.
-
-        Raises UserError IDLM-0466 if the device has too little memory; the arena then keeps its old size.
-        """
-        ...
-
-    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the bytes from `offset` on as a contiguous tensor."""
-        ...
-
-    def close(self) -> None:
-        """Give all memory back; safe to call twice."""
-        ...
-
-
-def open_arena(kind: str, device: torch.device) -> Arena:
-    """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work.
-
-    AUTO is MAPPED on a GPU: 200 requests of 1K to 64K spent 1.5 % of their time on resizing, with PLAIN 3.3 %
-    (LLaDA-8B with 2 layers, H200; `python -m benchmarks.memory parts=resize resize_layers=2`).
-    """
-    assert kind in (AUTO, PLAIN, MAPPED), kind
-    if kind == MAPPED or (kind == AUTO and device.type == "cuda"):
-        try:
-            driver = CudaDriver(device)
-            return MappedArena(driver, torch.cuda.get_device_properties(device).total_memory)
-        except DriverError as error:
-            get_logger(__name__).warning("arena=mapped is not available, arena=plain is used: %s", error)
-    return PlainArena(device)
 
 
 def view_of(base: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -100,7 +59,10 @@ class PlainArena:
         return self._base.numel()
 
     def resize(self, num_bytes: int) -> None:
-        """Hold at least `num_bytes` bytes; see `Arena`."""
+        """Hold at least `num_bytes` bytes; views taken before are invalid.
+
+        Raises UserError IDLM-0466 if the device has too little memory; the arena then keeps its old size.
+        """
         assert num_bytes >= 0 and not self._is_closed
         num_bytes = ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT
         current = self.num_bytes
@@ -137,7 +99,7 @@ class MappedArena:
     """Pages mapped into `reserved_bytes` addresses; `num_bytes` of them, from the start, hold memory."""
 
     def __init__(
-        self, driver: Driver, reserved_bytes: int, *, max_extent_bytes: int = MAX_EXTENT_BYTES
+        self, driver: CudaDriver, reserved_bytes: int, *, max_extent_bytes: int = MAX_EXTENT_BYTES
     ) -> None:
         self._driver = driver
         self._max_extent = max(1, max_extent_bytes // driver.granularity) * driver.granularity
@@ -149,7 +111,7 @@ class MappedArena:
         self._is_closed = False
 
     def resize(self, num_bytes: int) -> None:
-        """Map exactly `num_bytes` bytes, rounded up to pages; see `Arena`.
+        """Map exactly `num_bytes` bytes, rounded up to pages; see `PlainArena`.
 
         A mapping that fails midway is undone. Shrinking replaces the last extent by a smaller one; if the
         driver refuses that, the arena ends before this extent.
@@ -222,3 +184,23 @@ class MappedArena:
 
     def _round_up(self, num_bytes: int) -> int:
         return ceil_div(num_bytes, self._driver.granularity) * self._driver.granularity
+
+
+Arena = PlainArena | MappedArena
+"""A workspace on one device."""
+
+
+def open_arena(kind: str, device: torch.device) -> Arena:
+    """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work.
+
+    AUTO is MAPPED on a GPU: 200 requests of 1K to 64K spent 1.5 % of their time on resizing, with PLAIN 3.3 %
+    (LLaDA-8B with 2 layers, H200; `python -m benchmarks.memory parts=resize resize_layers=2`).
+    """
+    assert kind in (AUTO, PLAIN, MAPPED), kind
+    if kind == MAPPED or (kind == AUTO and device.type == "cuda"):
+        try:
+            driver = CudaDriver(device)
+            return MappedArena(driver, torch.cuda.get_device_properties(device).total_memory)
+        except DriverError as error:
+            get_logger(__name__).warning("arena=mapped is not available, arena=plain is used: %s", error)
+    return PlainArena(device)

@@ -7,7 +7,7 @@ needed. Tests put a fake with the same calls in its place.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,52 +15,6 @@ from torch import Tensor
 
 class DriverError(RuntimeError):
     """A call of the driver failed; the message has its name and the error's."""
-
-
-class Driver(Protocol):
-    """What `MappedArena` needs. Every size is a multiple of `granularity` bytes; DriverError on failure."""
-
-    granularity: int
-
-    def reserve(self, num_bytes: int) -> int:
-        """Reserve a range of addresses without memory, and return its start."""
-        ...
-
-    def unreserve(self, address: int, num_bytes: int) -> None:
-        """Give back a reserved range, in which nothing is mapped."""
-        ...
-
-    def create(self, num_bytes: int) -> int:
-        """Take physical memory and return its handle."""
-        ...
-
-    def release(self, handle: int) -> None:
-        """Give back physical memory, which is not mapped any more."""
-        ...
-
-    def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Map all of a handle's memory at an address in a reserved range."""
-        ...
-
-    def set_access(self, address: int, num_bytes: int) -> None:
-        """Let the device read and write mapped addresses."""
-        ...
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        """Undo `map` for whole mappings."""
-        ...
-
-    def before_mapping(self) -> None:
-        """Give memory that torch caches but does not use back to the device."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for all work of the device: addresses may not be unmapped under a running kernel."""
-        ...
-
-    def tensor(self, address: int, num_bytes: int) -> Tensor:
-        """Return mapped bytes as a uint8 tensor that does not own them."""
-        ...
 
 
 class _MappedBytes:
@@ -77,7 +31,8 @@ class _MappedBytes:
 
 
 class CudaDriver:
-    """The driver of one CUDA device, through cuda-bindings.
+    """The driver of one CUDA device, through cuda-bindings. Every size is a multiple of `granularity` bytes;
+    calls raise DriverError on failure.
 
     Raises DriverError if cuda-bindings is missing or the device has no virtual memory management.
     """
@@ -114,34 +69,44 @@ class CudaDriver:
         self.granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
 
     def reserve(self, num_bytes: int) -> int:
+        """Reserve a range of addresses without memory, and return its start."""
         return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
 
     def unreserve(self, address: int, num_bytes: int) -> None:
+        """Give back a reserved range, in which nothing is mapped."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def create(self, num_bytes: int) -> int:
+        """Take physical memory and return its handle."""
         return int(self._call("cuMemCreate", num_bytes, self._properties, 0))
 
     def release(self, handle: int) -> None:
+        """Give back physical memory, which is not mapped any more."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """Map all of a handle's memory at an address in a reserved range."""
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def set_access(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write mapped addresses."""
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
+        """Undo `map` for whole mappings."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def before_mapping(self) -> None:
+        """Give memory that torch caches but does not use back to the device."""
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
+        """Wait for all work of the device: addresses may not be unmapped under a running kernel."""
         torch.cuda.synchronize(self._device)
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
+        """Return mapped bytes as a uint8 tensor that does not own them."""
         return torch.as_tensor(_MappedBytes(address, num_bytes), device=self._device)
 
     def _call(self, name: str, *arguments: object) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from idlm.infer.planning.sizes import Size
 
@@ -35,18 +34,17 @@ class Op:
     is_barrier: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Graph:
-    """A finished template as data. `ranges` has the first and last op of every loop, the layers included;
-    `aliases` names the tensor that an alias starts in; `inputs` are outside the workspace.
+    """Ops in order, and what they use; `aliases` names the tensor that an alias starts in, `inputs` are
+    outside the workspace.
     """
 
     name: str
-    ops: tuple[Op, ...]
-    tensors: Mapping[str, Size]
-    aliases: Mapping[str, str]
-    inputs: frozenset[str]
-    ranges: tuple[tuple[int, int], ...]
+    ops: list[Op] = field(default_factory=list)
+    tensors: dict[str, Size] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    inputs: set[str] = field(default_factory=set)
 
     def root(self, name: str) -> str:
         """Return the tensor that `name` is an alias of, or `name`."""

@@ -6,7 +6,7 @@ None of this depends on sizes, so a template computes it once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from idlm.infer.planning.graph import Graph
@@ -38,14 +38,16 @@ class Lifetimes:
     index_of: dict[str, int]
 
 
-def find_lifetimes(graph: Graph) -> Lifetimes:
-    """Return the lifetimes of a finished graph."""
+def find_lifetimes(graph: Graph, ranges: Iterable[tuple[int, int]]) -> Lifetimes:
+    """Return the lifetimes of a finished graph; `ranges`: the first and last op of every loop, the layers
+    included.
+    """
     used = _uses(graph)
     storages = []
     for name, places in used.items():
         first, last = places[0], places[-1]
         views = [size for view, size in graph.tensors.items() if graph.root(view) == name]
-        for start, stop in graph.ranges:
+        for start, stop in ranges:
             touched = any(start <= place <= stop for place in places)
             # Used both inside and outside of the loop: every iteration must leave it in place.
             if touched and (places[0] < start or places[-1] > stop):

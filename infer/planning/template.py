@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from idlm.infer.planning.graph import Graph, Loop, Op
@@ -58,7 +58,7 @@ class _End:
     is_per_layer: bool
 
 
-class Template:
+class Template(Graph):
     """The ops and tensors of one forward pass: a prologue, layers that are registered once, an epilogue.
 
     A tensor that is used inside one iteration of a loop exists once, at chunk size. A tensor that is also
@@ -68,12 +68,8 @@ class Template:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.num_layers = 1
-        self.ops: list[Op] = []
-        self.tensors: dict[str, Size] = {}
-        self.aliases: dict[str, str] = {}
-        self.inputs: set[str] = set()
         self._in_layers = self._has_layers = self._is_finished = False
         self._closed: set[str] = set()
 
@@ -99,7 +95,7 @@ class Template:
         self.aliases[name] = self.root(target)
 
     def add_op(
-        self, name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), *, chunks: Loop | None = None
+        self, name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), chunks: Loop | None = None
     ) -> None:
         """Register the next op. Consecutive ops with the same `chunks` are the body of that loop."""
         self._add(Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks))
@@ -116,25 +112,12 @@ class Template:
         yield
         self._in_layers = False
 
-    def root(self, name: str) -> str:
-        """Return the tensor that `name` is an alias of, or `name`."""
-        return self.aliases.get(name, name)
-
     @cached_property
     def lifetimes(self) -> Lifetimes:
         """Storages of the workspace with the first and last op of each; they do not depend on sizes."""
         assert not self._in_layers, f"{self.name}: inside of layers()"
         self._is_finished = True
-        return find_lifetimes(
-            Graph(
-                name=self.name,
-                ops=tuple(self.ops),
-                tensors=self.tensors,
-                aliases=self.aliases,
-                inputs=frozenset(self.inputs),
-                ranges=tuple(self._ranges()),
-            )
-        )
+        return find_lifetimes(self, self._ranges())
 
     def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[Step]:
         """Yield the calls of one forward pass in order; `offsets` are those of a plan for `sizes`."""
@@ -241,13 +224,4 @@ class Template:
             assert op.loop.name not in self._closed, f"{self.name}: loop {op.loop.name} has ended"
         same_loop = last is not None and last.loop is not None and last.loop == op.loop
         assert last is None or not same_loop or last.in_layers == self._in_layers, f"{op.name} splits a loop"
-        self.ops.append(
-            Op(
-                name=op.name,
-                reads=op.reads,
-                writes=op.writes,
-                loop=op.loop,
-                in_layers=self._in_layers,
-                is_barrier=op.is_barrier,
-            )
-        )
+        self.ops.append(replace(op, in_layers=self._in_layers))

@@ -12,7 +12,6 @@ normalise and rotate in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from idlm.infer.planning.graph import Loop
@@ -78,6 +77,7 @@ class _TrunkTemplate:
 
     def __init__(self, shape: TrunkShape, name: str) -> None:
         self.shape, self.template = shape, Template(name)
+        self.op = self.template.add_op
         assert 0 < shape.num_kv_heads <= shape.num_heads, shape
         assert (0 < shape.top_k <= shape.num_experts) or shape.num_experts == shape.top_k == 0, shape
 
@@ -87,10 +87,6 @@ class _TrunkTemplate:
             rows, chunks = (LENGTH, None) if loop is None else (loop.rows, loop.chunks)
             size = Size(row_bytes=row_bytes * multiple, rows=rows, chunks=chunks, repeat=repeat)
             self.template.add_tensor(name, size)
-
-    def op(self, name: str, reads: Sequence[str], writes: Sequence[str], loop: Loop | None = None) -> None:
-        """Register an op."""
-        self.template.add_op(name, reads, writes, chunks=loop)
 
 
 def trunk_template(shape: TrunkShape, attention: str = WHOLE) -> Template:

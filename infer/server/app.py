@@ -39,11 +39,8 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
 def routes(service: Service) -> FastAPI:
     """All routes. The pages of documentation are left out: they load scripts from elsewhere."""
     app = FastAPI(title="idlm", version=__version__, docs_url=None, redoc_url=None)
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGoneError, _client_gone)
-    app.add_exception_handler(Exception, _server_error)
+    for kind in (ApiError, RequestValidationError, HTTPException, ClientGoneError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     _add_generation(app, service)
     _add_descriptions(app, service)
     return app
@@ -200,26 +197,15 @@ async def connected(request: Request) -> AsyncIterator[None]:
         protocol.on_lost = None
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return from_validation(error.errors()).response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    params = {400: "body", 404: "path", 405: "method"}
-    param = params.get(error.status_code)
-    return ApiError(error.status_code, f"{param}: {error.detail}", param=param).response()
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _server_error(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error.response()
+        case RequestValidationError():
+            return from_validation(error.errors()).response()
+        case HTTPException():
+            param = {400: "body", 404: "path", 405: "method"}.get(error.status_code)
+            return ApiError(error.status_code, f"{param}: {error.detail}", param=param).response()
+        case ClientGoneError():
+            return Response(status_code=499)
     return internal_error().response()

@@ -18,22 +18,3 @@ from idlm.kernels.block_eviction.types import (
     StartedBlocks,
     StateRules,
 )
-
-__all__ = [
-    "BlockKeys",
-    "BlockState",
-    "Candidates",
-    "FedBlocks",
-    "LaneState",
-    "Selected",
-    "StartedBlocks",
-    "StateRules",
-    "begin_blocks",
-    "begin_reference",
-    "block_importance",
-    "finish_blocks",
-    "finish_reference",
-    "importance_reference",
-    "select_places",
-    "select_reference",
-]

@@ -13,21 +13,3 @@ from idlm.kernels.block_step.types import (
     Proposed,
     WantedPlaces,
 )
-
-__all__ = [
-    "PASSES_BITS",
-    "RULES",
-    "BlockLanes",
-    "BlockShape",
-    "Held",
-    "Limits",
-    "PackedBlocks",
-    "Proposed",
-    "Resizing",
-    "WantedPlaces",
-    "decide_blocks",
-    "decide_reference",
-    "pack_blocks",
-    "pack_reference",
-    "wanted_reference",
-]

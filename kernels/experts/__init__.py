@@ -3,16 +3,3 @@
 from idlm.kernels.experts.op import experts, route
 from idlm.kernels.experts.reference import Routing, experts_reference, route_reference
 from idlm.kernels.experts.steps import add_experts, expert_hidden, expert_outputs, sort_pairs, tile_bytes
-
-__all__ = [
-    "Routing",
-    "add_experts",
-    "expert_hidden",
-    "expert_outputs",
-    "experts",
-    "experts_reference",
-    "route",
-    "route_reference",
-    "sort_pairs",
-    "tile_bytes",
-]

@@ -2,5 +2,3 @@
 
 from idlm.kernels.gated_lora.op import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.gated_lora.reference import gated_lora_reference
-
-__all__ = ["GatedLora", "expand_add", "expand_swiglu", "gated_lora_reference"]

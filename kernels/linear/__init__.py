@@ -3,16 +3,3 @@
 from idlm.kernels.linear.fp8 import Fp8Weight, quantise_fp8
 from idlm.kernels.linear.op import Linears, check_rows_agree, library_linear, linear, linear_swiglu
 from idlm.kernels.linear.reference import dequantised, linear_reference, linear_swiglu_reference
-
-__all__ = [
-    "Fp8Weight",
-    "Linears",
-    "check_rows_agree",
-    "dequantised",
-    "library_linear",
-    "linear",
-    "linear_reference",
-    "linear_swiglu",
-    "linear_swiglu_reference",
-    "quantise_fp8",
-]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import pdl_options, rounds_as_written
 from idlm.kernels.gated_lora.op import GatedLora
+from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.linear.kernel import QUANTUM, linear_kernel
 
 FIXED_PROGRAMS = 384
@@ -176,11 +177,10 @@ def fits(launch: Launch, itemsize: int, weight_itemsize: int, *, gated: bool) ->
 
 def run(
     x_RD: Tensor,
-    weight_ED: Tensor,
+    weight_ED: Tensor | Fp8Weight,
     out_RE: Tensor,
     *,
     launch: Launch,
-    scale_E: Tensor | None = None,
     bias_E: Tensor | None = None,
     gated: bool = False,
     lora: GatedLora | None = None,
@@ -188,7 +188,11 @@ def run(
 ) -> Tensor:
     """Write the linear of `x_RD` into `out_RE`, with `lora` added to MASK rows; returns it."""
     num_rows, D = x_RD.shape
-    E = out_RE.shape[1]
+    E, scale_E = out_RE.shape[1], None
+    if isinstance(weight_ED, Fp8Weight):
+        scale_E, weight_ED = weight_ED.scale_E, weight_ED.values_ED
+    assert x_RD.stride(1) == weight_ED.stride(1) == 1, f"{x_RD.stride()=}"
+    assert bias_E is None or bias_E.shape == weight_ED.shape[:1], f"{bias_E=}"
     if num_rows == 0:
         return out_RE
     adapter = _arguments(x_RD, out_RE, launch, lora, gated)

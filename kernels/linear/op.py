@@ -7,7 +7,7 @@ R rows, D input width, E output width, F half of it for a SwiGLU, X ranks of an 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +121,11 @@ def linear(
     """
     assert x_RD.shape[1] == weight_ED.shape[1] and x_RD.stride(1) == 1, f"{x_RD.shape=} {weight_ED.shape=}"
     if launch is not None and _takes(x_RD):
-        return _launched(x_RD, weight_ED, bias_E, None, launch, workspace, out_RE, gated=False)
+        from idlm.kernels.linear.launch import run
+
+        if out_RE is None:
+            out_RE = x_RD.new_empty(len(x_RD), len(weight_ED))
+        return run(x_RD, weight_ED, out_RE, launch=launch, bias_E=bias_E, workspace=workspace)
     if isinstance(weight_ED, Fp8Weight):
         y_RE = weight_ED.linear(x_RD, bias_E)
     else:
@@ -157,39 +161,14 @@ def linear_swiglu(
     """
     assert lora is None or launch is not None, "without a launch the adapter has a kernel of its own"
     if launch is not None and _takes(x_RD):
-        return _launched(x_RD, weight_ED, bias_E, lora, launch, workspace, out_RF, gated=True)
+        from idlm.kernels.linear.launch import run
+
+        if out_RF is None:
+            out_RF = x_RD.new_empty(len(x_RD), _num_outputs(weight_ED, lora, True))
+        options: dict[str, Any] = {"bias_E": bias_E, "lora": lora, "workspace": workspace}
+        return run(x_RD, weight_ED, out_RF, launch=launch, gated=True, **options)
     result_RF = swiglu(linear(x_RD, weight_ED, bias_E=bias_E))
     return result_RF if out_RF is None else out_RF.copy_(result_RF)
-
-
-def _launched(
-    x_RD: Tensor,
-    weight_ED: Weight,
-    bias_E: Tensor | None,
-    lora: GatedLora | None,
-    launch: Launch,
-    workspace: Workspace | None,
-    out_RE: Tensor | None,
-    *,
-    gated: bool,
-) -> Tensor:
-    from idlm.kernels.linear.launch import run
-
-    scale_E = weight_ED.scale_E if isinstance(weight_ED, Fp8Weight) else None
-    values_ED = weight_ED.values_ED if isinstance(weight_ED, Fp8Weight) else weight_ED
-    assert x_RD.stride(1) == values_ED.stride(1) == 1, f"{x_RD.stride()=} {values_ED.stride()=}"
-    assert bias_E is None or bias_E.shape == values_ED.shape[:1], f"{bias_E=}"
-    return run(
-        x_RD,
-        values_ED,
-        x_RD.new_empty(len(x_RD), _num_outputs(weight_ED, lora, gated)) if out_RE is None else out_RE,
-        launch=launch,
-        scale_E=scale_E,
-        bias_E=bias_E,
-        gated=gated,
-        lora=lora,
-        workspace=workspace,
-    )
 
 
 def _num_outputs(weight_ED: Weight, lora: GatedLora | None, gated: bool) -> int:

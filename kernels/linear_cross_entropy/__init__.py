@@ -13,15 +13,3 @@ from idlm.kernels.linear_cross_entropy.reference import (
     linear_cross_entropy_reference,
     linear_distillation_reference,
 )
-
-__all__ = [
-    "DIVERGENCES",
-    "MAX_LOGITS_BYTES",
-    "chunk_rows",
-    "linear_cross_entropy",
-    "linear_cross_entropy_reference",
-    "linear_distillation",
-    "linear_distillation_reference",
-    "linear_overlap",
-    "token_nll",
-]

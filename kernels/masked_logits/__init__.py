@@ -3,14 +3,3 @@
 from idlm.kernels.masked_logits.op import MAX_BYTES, chunk_rows, has_fused, masked_logits
 from idlm.kernels.masked_logits.reference import masked_logits_reference
 from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES, Proposals
-
-__all__ = [
-    "MAX_BYTES",
-    "WORKSPACE_BYTES",
-    "WORKSPACE_ROW_BYTES",
-    "Proposals",
-    "chunk_rows",
-    "has_fused",
-    "masked_logits",
-    "masked_logits_reference",
-]

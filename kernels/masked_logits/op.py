@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.linear_cross_entropy.op import chunk_rows as even_chunk_rows
 from idlm.kernels.masked_logits.types import Proposals
 from idlm.kernels.sampling import entropy as entropy_of
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs
@@ -23,7 +24,6 @@ GPU_ROUTE = "fused"
 ROUTES = ("chunks", "fused")
 FUSED_MAJORS = (9, 10)
 """Compute capabilities whose multiprocessors have the shared memory of the fused kernel, 192 KiB."""
-ROW_MULTIPLE = 128
 MAX_VOCABULARY = 1 << 24
 """Token ids pass through fp32, which is exact up to here."""
 
@@ -89,14 +89,8 @@ def _chunk(
 
 def chunk_rows(num_rows: int, weight_VD: Tensor, max_bytes: int) -> int:
     """Rows of a chunk: few, about equal chunks, in whole tiles of a product."""
-    num_tokens, width = weight_VD.shape
-    row_bytes = (num_tokens + width) * weight_VD.element_size()
-    most = max(1, max_bytes // row_bytes)
-    if most >= ROW_MULTIPLE:
-        most -= most % ROW_MULTIPLE
-    num_chunks = max(1, -(-num_rows // most))
-    even = -(-num_rows // num_chunks)
-    return max(1, min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
+    row_bytes = sum(weight_VD.shape) * weight_VD.element_size()
+    return even_chunk_rows(num_rows, row_bytes, max_bytes)
 
 
 def _best(logits_YV: Tensor, *, entropy: bool) -> Proposals:

@@ -3,13 +3,3 @@
 from idlm.kernels.page_bounds.op import page_scores, write_bounds
 from idlm.kernels.page_bounds.reference import bounds_reference, score_reference
 from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
-
-__all__ = [
-    "Bounds",
-    "PagedSlots",
-    "Pieces",
-    "bounds_reference",
-    "page_scores",
-    "score_reference",
-    "write_bounds",
-]

@@ -7,14 +7,3 @@ from idlm.kernels.prefix_ranking.reference import (
     select_reference,
 )
 from idlm.kernels.prefix_ranking.types import RankingPass
-
-__all__ = [
-    "RankingPass",
-    "attention_share",
-    "attention_share_reference",
-    "prefix_sums_reference",
-    "rank_prefix",
-    "select_largest",
-    "select_reference",
-    "workspace_bytes",
-]

@@ -2,5 +2,3 @@
 
 from idlm.kernels.qkv_rope_cache.op import Rope, make_rope, qkv_rope_cache, rotate_heads
 from idlm.kernels.qkv_rope_cache.reference import qkv_rope_cache_reference
-
-__all__ = ["Rope", "make_rope", "qkv_rope_cache", "qkv_rope_cache_reference", "rotate_heads"]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.backend import has_pdl, pdl_options, rounds_as_written, runs_kernels
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -87,23 +87,35 @@ def qkv_rope_cache(
             None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
             (k_scale_K, v_scale_K),
         )
-    from idlm.kernels.qkv_rope_cache.kernel import run
+    import triton
+
+    from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
 
     is_few = len(qkv_RJH) <= FEW_ROWS
-    run(
-        qkv_RJH,
-        (k_cache_SKH, v_cache_SKH),
-        positions_R=rope.positions_R,
-        inv_freq_h=rope.inv_freq_h,
-        rope_scaling=rope.scaling,
-        slot_mapping_R=slot_mapping_R,
-        qk_norm_YH=qk_norm_YH,
-        norm_eps=norm_eps,
-        scales=(k_scale_K, v_scale_K),
-        heads_per_program=heads_per_program or (4 if is_few else 16),
-        warps=warps or (1 if is_few else 4),
-        pdl=has_pdl(qkv_RJH.device) if pdl is None else pdl,
-    )
+    num_rows, fused_heads, head_dim = qkv_RJH.shape
+    heads_per_program = heads_per_program or (4 if is_few else 16)
+    if num_rows:
+        qkv_rope_cache_kernel[(num_rows * triton.cdiv(fused_heads, heads_per_program),)](
+            *(qkv_RJH, qkv_RJH if qk_norm_YH is None else qk_norm_YH),
+            *(rope.positions_R, slot_mapping_R, rope.inv_freq_h, k_cache_SKH, v_cache_SKH),
+            rope.inv_freq_h if k_scale_K is None else k_scale_K,
+            rope.inv_freq_h if v_scale_K is None else v_scale_K,
+            *qkv_RJH.stride()[:2],
+            0 if qk_norm_YH is None else qk_norm_YH.stride(0),
+            *(*k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2]),
+            *(norm_eps, rope.scaling),
+            N=num_heads,
+            K=num_kv_heads,
+            HALF=head_dim // 2,
+            HAS_NORM=qk_norm_YH is not None,
+            HAS_SCALE=k_scale_K is not None,
+            IS_FP8=k_cache_SKH.dtype == FP8,
+            BLOCK_J=heads_per_program,
+            BLOCK_h=triton.next_power_of_2(head_dim // 2),
+            num_warps=warps or (1 if is_few else 4),
+            **rounds_as_written(),
+            **pdl_options(has_pdl(qkv_RJH.device) if pdl is None else pdl),
+        )
     return qkv_RJH[:, :num_heads]
 
 
@@ -135,14 +147,7 @@ def plain_qkv_rope_cache(
     return qkv_RJH[:, :num_heads]
 
 
-def rotate_heads(
-    x_RYH: Tensor,
-    *,
-    rope: Rope,
-    norm_YH: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    pdl: bool | None = None,
-) -> None:
+def rotate_heads(x_RYH: Tensor, *, rope: Rope, norm_YH: Tensor | None = None, norm_eps: float = 1e-6) -> None:
     """Norm and rotate all heads of queries, or of keys, IN PLACE; bits equal those of `qkv_rope_cache`.
 
     `x_RYH` [R, Y, H] with contiguous heads; `norm_YH` has a row per head.
@@ -153,24 +158,14 @@ def rotate_heads(
         qk_norm = None if norm_YH is None else (norm_YH, norm_eps)
         x_RYH.copy_(_turned(_normed(x_RYH, qk_norm), rope.tables))
         return
-    from idlm.kernels.qkv_rope_cache.kernel import run
-
-    is_few = len(x_RYH) <= FEW_ROWS
     # All heads are queries, which are written in place. Without KV heads the caches are not written.
     no_cache = x_RYH.new_empty(0, 0, x_RYH.shape[2])
-    run(
-        x_RYH,
-        (no_cache, no_cache),
-        positions_R=rope.positions_R,
-        inv_freq_h=rope.inv_freq_h,
-        rope_scaling=rope.scaling,
+    qkv_rope_cache(
+        *(x_RYH, no_cache, no_cache),
+        rope=rope,
         slot_mapping_R=rope.positions_R,
         qk_norm_YH=norm_YH,
         norm_eps=norm_eps,
-        scales=(None, None),
-        heads_per_program=4 if is_few else 16,
-        warps=1 if is_few else 4,
-        pdl=has_pdl(x_RYH.device) if pdl is None else pdl,
     )
 
 

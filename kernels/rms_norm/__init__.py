@@ -2,5 +2,3 @@
 
 from idlm.kernels.rms_norm.op import add_rms_norm
 from idlm.kernels.rms_norm.reference import add_rms_norm_reference
-
-__all__ = ["add_rms_norm", "add_rms_norm_reference"]

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from idlm.kernels.backend import pdl_options
 
 
 @triton.jit
@@ -48,35 +45,3 @@ def add_rms_norm_kernel(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
     normed = normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(normed_RD + row * stride_normed + o_column, normed.to(x.dtype), mask=m_column)
-
-
-def run(
-    x_RD: Tensor,
-    residual_RD: Tensor | None,
-    weight_D: Tensor,
-    normed_RD: Tensor,
-    *,
-    eps: float,
-    warps: int,
-    pdl: bool,
-) -> None:
-    """Launch the kernel, which writes the sum over `residual_RD`."""
-    num_rows, D = x_RD.shape
-    if num_rows == 0:
-        return
-    residual = x_RD if residual_RD is None else residual_RD
-    add_rms_norm_kernel[(num_rows,)](
-        x_RD,
-        residual,
-        weight_D,
-        normed_RD,
-        x_RD.stride(0),
-        residual.stride(0),
-        normed_RD.stride(0),
-        D,
-        eps,
-        HAS_RESIDUAL=residual_RD is not None,
-        BLOCK_D=triton.next_power_of_2(D),
-        num_warps=warps,
-        **pdl_options(pdl),
-    )

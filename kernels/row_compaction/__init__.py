@@ -10,21 +10,3 @@ from idlm.kernels.row_compaction.op import (
 from idlm.kernels.row_compaction.plain import by_row, flagged, take_room
 from idlm.kernels.row_compaction.reference import compact_reference, wanted_reference
 from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
-
-__all__ = [
-    "Compacted",
-    "Drop",
-    "KeptWanted",
-    "PackedRows",
-    "Room",
-    "by_row",
-    "compact_reference",
-    "compact_rows",
-    "find_places",
-    "flagged",
-    "gather_rows",
-    "keep_wanted",
-    "spread_places",
-    "take_room",
-    "wanted_reference",
-]

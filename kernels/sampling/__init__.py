@@ -25,34 +25,3 @@ from idlm.kernels.sampling.reference import (
 )
 from idlm.kernels.sampling.scores import row_entropy, row_margin
 from idlm.kernels.sampling.types import DraftProbs, Drafts, LayoutTables, Probs, RowProbs, Tuning, Verdict
-
-__all__ = [
-    "DraftProbs",
-    "Drafts",
-    "LayoutTables",
-    "Probs",
-    "RowProbs",
-    "Tuning",
-    "Verdict",
-    "allowed_logits",
-    "dense_probs",
-    "draft_probs",
-    "draw",
-    "draw_reference",
-    "emit_and_draft",
-    "emitted_reference",
-    "entropy",
-    "judged_draws",
-    "nonfinite",
-    "probs_reference",
-    "put",
-    "residual_reference",
-    "restrict",
-    "restricted_reference",
-    "row_entropy",
-    "row_margin",
-    "row_probs",
-    "uniforms",
-    "verify",
-    "verify_reference",
-]

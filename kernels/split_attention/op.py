@@ -13,21 +13,9 @@ import torch
 
 from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.split_attention.reference import split_attention_reference
-from idlm.kernels.split_attention.visibility import Visibility, from_tensors
+from idlm.kernels.split_attention.visibility import from_tensors
 
 MAX_HEAD_DIM = 256
-
-
-def split_attention(
-    query_BNTH: torch.Tensor,
-    key_BKTH: torch.Tensor,
-    value_BKTH: torch.Tensor,
-    see: Visibility,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """Attention [B, T, N, H], zero for padding rows, whose inputs are never read. Strides may be any."""
-    return split_attention_ranges(query_BNTH, key_BKTH, value_BKTH, see.tensors(), scale=scale)
 
 
 def split_attention_ranges(
@@ -38,7 +26,8 @@ def split_attention_ranges(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """The same with `Visibility.tensors()`, for wrappers that pass tensors only.
+    """Attention [B, T, N, H] with the `ranges` of `Visibility.tensors()`, zero for padding rows, whose inputs
+    are never read. Strides may be any.
 
     The reference, with T x T scores, computes what the kernel does not support (float32, a CPU).
     """

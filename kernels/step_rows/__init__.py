@@ -3,14 +3,3 @@
 from idlm.kernels.step_rows.op import commit, map_slots, pack_rows
 from idlm.kernels.step_rows.reference import pack_rows_reference
 from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
-
-__all__ = [
-    "MASK",
-    "Lanes",
-    "PackedRows",
-    "RowTable",
-    "commit",
-    "map_slots",
-    "pack_rows",
-    "pack_rows_reference",
-]

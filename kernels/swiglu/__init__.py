@@ -2,5 +2,3 @@
 
 from idlm.kernels.swiglu.op import swiglu
 from idlm.kernels.swiglu.reference import swiglu_reference
-
-__all__ = ["swiglu", "swiglu_reference"]

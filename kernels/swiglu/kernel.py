@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from idlm.kernels.backend import pdl_options
 
 
 @triton.jit
@@ -36,20 +33,3 @@ def swiglu_kernel(gate_up_RE, out_RF, stride_in, stride_out, F, BLOCK_F: tl.cons
     dtype = out_RF.dtype.element_ty
     out = rounded_swiglu(gate, up, dtype)
     tl.store(out_RF + row * stride_out + o_column, out.to(dtype), mask=m_column)
-
-
-def run(gate_up_RE: Tensor, out_RF: Tensor, *, block: int, warps: int, pdl: bool) -> None:
-    """Launch the kernel."""
-    num_rows, F = out_RF.shape
-    block = min(block, triton.next_power_of_2(F))
-    if num_rows:
-        swiglu_kernel[(num_rows * triton.cdiv(F, block),)](
-            gate_up_RE,
-            out_RF,
-            gate_up_RE.stride(0),
-            out_RF.stride(0),
-            F,
-            BLOCK_F=block,
-            num_warps=warps,
-            **pdl_options(pdl),
-        )

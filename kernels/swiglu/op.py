@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.backend import has_pdl, pdl_options, runs_kernels
 
 
 def swiglu(
@@ -23,17 +23,21 @@ def swiglu(
     """
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if runs_kernels(gate_up_RE):
-        from idlm.kernels.swiglu.kernel import run
+        import triton
+
+        from idlm.kernels.swiglu.kernel import swiglu_kernel
 
         if out_RF is None:
             out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
-        run(
-            gate_up_RE,
-            out_RF,
-            block=block,
-            warps=warps,
-            pdl=has_pdl(gate_up_RE.device) if pdl is None else pdl,
-        )
+        num_rows, width = out_RF.shape
+        block = min(block, triton.next_power_of_2(width))
+        if num_rows:
+            swiglu_kernel[(num_rows * triton.cdiv(width, block),)](
+                *(gate_up_RE, out_RF, gate_up_RE.stride(0), out_RF.stride(0), width),
+                BLOCK_F=block,
+                num_warps=warps,
+                **pdl_options(has_pdl(gate_up_RE.device) if pdl is None else pdl),
+            )
         return out_RF
     gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
     hidden_RF = F.silu(gate_RF) * up_RF

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from idlm.kernels.split_attention import split_attention
+from idlm.kernels.split_attention import split_attention_ranges
 from idlm.kernels.split_attention.reference import visible
 from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
@@ -164,7 +164,7 @@ def test_float32_is_computed_by_the_definition() -> None:
     case = random_case(4, longest=20)
     meta = row_meta(case)
     query, key, value, _ = inputs(case, meta, torch.float32)
-    output = split_attention(query, key, value, ranges_of(meta), scale=0.2)
+    output = split_attention_ranges(query, key, value, ranges_of(meta).tensors(), scale=0.2)
     assert output.isfinite().all()
     assert not output[meta.doc_ids < 0].any()
 

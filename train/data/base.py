@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from idlm.registry import Registry
 from idlm.text.chat import render_conversation
 from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import Message, encode_messages, encode_prompt, num_token_ids
+from idlm.train.config.data import DataConfig
 from idlm.train.data.layout import Sample
 from idlm.train.data.mixture import MixedSource
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 CACHE_FOLDER = "data_cache"
 CORRECT = "correct"

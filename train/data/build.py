@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.train.config.data import MAX_DEFAULT_WORKERS
+from idlm.train.config.data import MAX_DEFAULT_WORKERS, DataConfig
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import (
     CachedSource,
@@ -40,9 +40,6 @@ from idlm.train.data.cache import (
 from idlm.train.data.files import Reader, reading
 from idlm.train.data.shapes import SHAPES, check_same_shape, detect_shape, known_keys, samples_of
 from idlm.train.loop.liveness import note_progress
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 log = logging.getLogger(__name__)
 ON_BAD_RECORD = ("error", "skip")

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from idlm.errors import UserError
+from idlm.train.config.data import DataConfig
+from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import FileRows
+from idlm.train.data.layout import Sample
 from idlm.train.data.mixture import CountedSource
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
-    from idlm.train.data.dataset import PackedDataset
-    from idlm.train.data.layout import Sample
 
 NUM_COUNTED = 64
 """Samples that are counted where no cache counted them."""

@@ -7,17 +7,14 @@ builds its own; then the rest. Each rank plans rows from its own data, so digest
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from idlm.errors import UserError
 from idlm.log import rank
+from idlm.train.config.data import DataConfig
 from idlm.train.data.base import Encoder, Source, open_source
 from idlm.train.data.mixture import CountedSource
 from idlm.train.distributed.collectives import gather_objects
 from idlm.train.distributed.waiting import while_others_wait
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 
 def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:

@@ -10,15 +10,13 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.distributed.collectives import is_distributed
-
-if TYPE_CHECKING:
-    from idlm.train.config.schema import LoopConfig, TrainConfig
 
 SHARDS_WEIGHTS = 3
 

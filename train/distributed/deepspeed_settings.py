@@ -14,15 +14,13 @@ import os
 import socket
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from idlm.errors import UserError
+from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters
-
-if TYPE_CHECKING:
-    from idlm.train.config.schema import TrainConfig
 
 STAGES = (0, 1, 2, 3)
 # Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.

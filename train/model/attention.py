@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 ATTENTIONS = ("idlm_sdpa", "idlm_documents", "idlm_split", "idlm_flex", "idlm_flash")
 GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
 """FlexAttention has no backward pass on a CPU, the Triton kernel does not run there."""
-
-
+Heads = tuple[Tensor, Tensor, Tensor]
+"""query [B, N, T, H], key and value [B, K, T, H]."""
+Attention = Callable[..., Tensor]
+"""`(heads, mask, **further arguments of transformers) -> [B, T, N, H]`."""
 KEPT, SEEN = "kept", "seen"
 """What becomes of the keys and values of clean rows, for a batch whose noisy rows run by themselves:
 attention modules keep them as `KEPT_KEYS`, or noisy rows see them too.
@@ -62,7 +64,7 @@ def register_attention() -> None:
 
 
 def _attend(
-    function: Callable[..., tuple[Tensor, None]],
+    function: Attention,
     module: nn.Module,
     query_BNTH: Tensor,
     key_BKTH: Tensor,
@@ -72,37 +74,38 @@ def _attend(
     clean_keys: str | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    inputs = module, query_BNTH, key_BKTH, value_BKTH, attention_mask
+    """What transformers calls; raises UserError IDLM-0505 for an argument that would be ignored."""
+    for name, what in UNSUPPORTED.items():
+        if further.get(name) is not None:
+            raise UserError(
+                "IDLM-0505",
+                f"{type(module).__name__} has {what} ({name}), which idlm's attention does not compute",
+                fix="use a model without it: trained without, it would be another model",
+            )
+    heads = query_BNTH, key_BKTH, value_BKTH
     if clean_keys is None:
-        return function(*inputs, **further)
-    return _attend_apart(function, clean_keys, *inputs, **further)
+        return function(heads, attention_mask, **further), None
+    return _attend_apart(function, clean_keys, module, heads, attention_mask, **further), None
 
 
 def _attend_apart(
-    function: Callable[..., tuple[Tensor, None]],
-    clean_keys: str,
-    module: nn.Module,
-    query_BNTH: Tensor,
-    key_BKTH: Tensor,
-    value_BKTH: Tensor,
-    attention_mask: Any,
-    **further: Any,
-) -> tuple[Tensor, None]:
+    function: Attention, clean_keys: str, module: nn.Module, heads: Heads, attention_mask: Any, **further: Any
+) -> Tensor:
     """Attention of clean rows, whose keys and values are kept, or of noisy rows, to which they are added.
 
     Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
     up, and the results of those rows are dropped.
     """
+    query_BNTH, key_BKTH, value_BKTH = heads
     if clean_keys == KEPT:
         setattr(module, KEPT_KEYS, (key_BKTH, value_BKTH))
-        return function(module, query_BNTH, key_BKTH, value_BKTH, attention_mask, **further)
-    num_rows = query_BNTH.shape[2]
+        return function(heads, attention_mask, **further)
     key, value = getattr(module, KEPT_KEYS)
     query = query_BNTH
     if function is not split_attention:
         query = functional.pad(query_BNTH, (0, 0, 0, key.shape[2]))
-    key, value = torch.cat([key_BKTH, key], dim=2), torch.cat([value_BKTH, value], dim=2)
-    return function(module, query, key, value, attention_mask, **further)[0][:, :num_rows], None
+    heads = query, torch.cat([key_BKTH, key], dim=2), torch.cat([value_BKTH, value], dim=2)
+    return function(heads, attention_mask, **further)[:, : query_BNTH.shape[2]]
 
 
 def forget_clean_keys(model: nn.Module) -> None:
@@ -207,64 +210,39 @@ UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "attention sinks
 """Arguments that transformers passes to the attention of some families and that no function here computes."""
 
 
-def _refuse_further(module: nn.Module, further: dict[str, Any]) -> None:
-    """Raise UserError IDLM-0505 for an argument that changes the result and would be ignored."""
-    for name, what in UNSUPPORTED.items():
-        if further.get(name) is not None:
-            raise UserError(
-                "IDLM-0505",
-                f"{type(module).__name__} has {what} ({name}), which idlm's attention does not compute",
-                fix="use a model without it: trained without, it would be another model",
-            )
-
-
 def sdpa_attention(
-    module: nn.Module,
-    query_BNTH: Tensor,
-    key_BKTH: Tensor,
-    value_BKTH: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **further: Any,
-) -> tuple[Tensor, None]:
-    """Scaled dot-product attention under a bool mask, causal without one; returns [B, T, N, H]."""
-    _refuse_further(module, further)
+    heads: Heads, mask: Tensor | None, *, dropout: float = 0.0, scaling: float | None = None, **_: Any
+) -> Tensor:
+    """Scaled dot-product attention under a bool mask, causal without one."""
+    query_BNTH, key_BKTH, value_BKTH = heads
     output = functional.scaled_dot_product_attention(
         query_BNTH,
         key_BKTH,
         value_BKTH,
-        attn_mask=attention_mask,
+        attn_mask=mask,
         dropout_p=dropout,
         scale=scaling,
-        is_causal=attention_mask is None,
+        is_causal=mask is None,
         enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
     )
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2)
 
 
 def document_attention(
-    module: nn.Module,
-    query_BNTH: Tensor,
-    key_BKTH: Tensor,
-    value_BKTH: Tensor,
-    attention_mask: Tensor | None,
+    heads: Heads,
+    _mask: Tensor | None,
     *,
     document_masks: DocumentMasks | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **further: Any,
-) -> tuple[Tensor, None]:
-    """Scaled dot-product attention document by document; returns [B, T, N, H], zero for padding rows."""
-    _refuse_further(module, further)
+    **_: Any,
+) -> Tensor:
+    """Scaled dot-product attention document by document; zero for padding rows."""
     assert document_masks is not None, "the model does not pass keyword arguments to its attention"
+    query_BNTH, key_BKTH = heads[:2]
     rows_M = document_masks.rows
     sizes = [mask.shape[-1] for mask in document_masks.masks]
-    parts = [
-        tensor.transpose(1, 2).flatten(0, 1)[rows_M].split(sizes)
-        for tensor in (query_BNTH, key_BKTH, value_BKTH)
-    ]
+    parts = [tensor.transpose(1, 2).flatten(0, 1)[rows_M].split(sizes) for tensor in heads]
     outputs = [
         functional.scaled_dot_product_attention(
             query_mNH.transpose(0, 1)[None],
@@ -279,28 +257,24 @@ def document_attention(
     ]
     num_seqs, num_heads, num_rows, head_dim = query_BNTH.shape
     flat = query_BNTH.new_zeros(num_seqs * num_rows, num_heads, head_dim)
-    return flat.index_copy(0, rows_M, torch.cat(outputs)).unflatten(0, (num_seqs, num_rows)), None
+    return flat.index_copy(0, rows_M, torch.cat(outputs)).unflatten(0, (num_seqs, num_rows))
 
 
 def split_attention(
-    module: nn.Module,
-    query_BNTH: Tensor,
-    key_BKTH: Tensor,
-    value_BKTH: Tensor,
-    attention_mask: Tensor | None,
+    heads: Heads,
+    _mask: Tensor | None,
     *,
     row_ranges: tuple[Tensor, ...] | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **further: Any,
-) -> tuple[Tensor, None]:
-    """The kernel of `idlm.kernels.split_attention`; returns [B, T, N, H], zero for padding rows."""
-    _refuse_further(module, further)
+    **_: Any,
+) -> Tensor:
+    """The kernel of `idlm.kernels.split_attention`; zero for padding rows."""
     assert row_ranges is not None, "the model does not pass keyword arguments to its attention"
     assert dropout == 0.0, f"{dropout=}"
-    scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
-    return split_attention_ranges(query, key, value, row_ranges, scale=scale), None
+    query, key, value = _computed_in_one_dtype(*heads)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return split_attention_ranges(query, key, value, row_ranges, scale=scale)
 
 
 def _computed_in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -312,31 +286,27 @@ def _computed_in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def flex_attention(
-    module: nn.Module,
-    query_BNTH: Tensor,
-    key_BKTH: Tensor,
-    value_BKTH: Tensor,
-    attention_mask: BlockMask | None,
+    heads: Heads,
+    mask: BlockMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
-    **further: Any,
-) -> tuple[Tensor, None]:
-    """FlexAttention under a BlockMask; returns [B, T, N, H]. Attention dropout is not supported."""
-    _refuse_further(module, further)
-    assert attention_mask is not None and dropout == 0.0, f"{attention_mask is None=} {dropout=}"
-    query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
-    output = _flex_kernel(query.device.type)(
+    **_: Any,
+) -> Tensor:
+    """FlexAttention under a BlockMask. Attention dropout is not supported."""
+    assert mask is not None and dropout == 0.0, f"{mask is None=} {dropout=}"
+    query, key, value = _computed_in_one_dtype(*heads)
+    output: Tensor = _flex_kernel(query.device.type)(
         query,
         key,
         value,
-        block_mask=attention_mask,
+        block_mask=mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         kernel_options=None if backend is None else {"BACKEND": backend},
     )
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2)
 
 
 @functools.cache

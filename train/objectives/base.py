@@ -96,6 +96,18 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of the losses of a micro-batch at a stage. `coefficients` [num_terms], weights / counts,
+    are given where the loss is differentiated. `want_overlap`: this step is logged, so also compute what is
+    only reported.
+    """
+
+    stage: Stage
+    coefficients: Tensor | None = None
+    want_overlap: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(ABC):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
@@ -160,20 +172,8 @@ class Objective(ABC):
         """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
 
     @abstractmethod
-    def terms(
-        self,
-        head: Head,
-        hidden_BTD: Tensor,
-        batch: Batch,
-        *,
-        stage: Stage,
-        coefficients: Tensor | None,
-        want_overlap: bool,
-    ) -> Terms:
-        """Return the losses of a micro-batch from the last hidden states [B, T, D].
-
-        `coefficients` [num_terms], weights / counts, are given where the loss is differentiated.
-        `want_overlap`: this step is logged, so also compute what is only reported. Must not wait for the
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, asked: Asked) -> Terms:
+        """Return the losses of a micro-batch from the last hidden states [B, T, D]. Must not wait for the
         device.
         """
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
@@ -18,15 +18,13 @@ from idlm.fingerprint import run_fingerprint
 from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
+from idlm.train.config.schema import TrainConfig
 from idlm.train.data.checks import inspect_data
 from idlm.train.loop.metrics import EVALUATION, describe, read_metrics, training_records
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text
-
-if TYPE_CHECKING:
-    from idlm.train.config.schema import TrainConfig
-    from idlm.train.prepare import Prepared
+from idlm.train.prepare import Prepared
 
 PLOT_FOLDER = "report"
 LOSS_PLOT = "losses.png"

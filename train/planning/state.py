@@ -10,9 +10,12 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import nn
 
 from idlm.errors import UserError
+from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
     keeps_fp32_masters,
@@ -20,12 +23,7 @@ from idlm.train.distributed.deepspeed import (
     num_parameters,
     zero_stage,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from idlm.train.config.schema import TrainConfig
-    from idlm.train.objectives.curriculum import Curriculum
+from idlm.train.objectives.curriculum import Curriculum
 
 GIB = 2**30
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from idlm.train.config.monitoring import MATMUL_TFLOPS
+from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS
+from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.flops import ModelWork, Passes, TokenCounts, extra_passes, train_passes
 from idlm.train.planning.state import RunSetup
-
-if TYPE_CHECKING:
-    from idlm.train.config.schema import TrainConfig
-    from idlm.train.objectives.curriculum import Stage
 
 ATTENTION = 0.59
 """Rate of the attention kernels over that of products: 381 ms of the profile."""

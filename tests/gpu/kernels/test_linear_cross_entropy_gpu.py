@@ -21,6 +21,7 @@ from idlm.kernels.linear_cross_entropy import (
     linear_overlap,
     token_nll,
 )
+from idlm.train.objectives.base import Asked
 from idlm.train.step import BodyAndHead, LossGuard
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
 
@@ -118,14 +119,12 @@ def _no_waiting():
 
 
 def one_step(model, objective, batch, stage, guard):
-    coefficients = torch.ones(2, device="cuda") * 0.5
+    asked = Asked(stage=stage, coefficients=torch.ones(2, device="cuda") * 0.5, want_overlap=True)
     terms = BodyAndHead(model).terms(
         model,
         batch,
         "idlm_sdpa",
-        lambda head, hidden: objective.terms(
-            head, hidden, batch, stage=stage, coefficients=coefficients, want_overlap=True
-        ),
+        lambda head, hidden: objective.terms(head, hidden, batch, asked),
     )
     guard.begin(1, num_micro_batches=1)
     guard.note(terms.loss, batch)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from idlm.kernels.split_attention import split_attention
+from idlm.kernels.split_attention import split_attention_ranges
 from idlm.masks import dense_mask
 from tests.kernels.cases.split_attention import (
     Case,
@@ -129,7 +129,7 @@ def test_compiled_it_is_one_graph_with_the_same_values() -> None:
     tensors = inputs(case, meta, torch.bfloat16)
 
     def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return split_attention(query * 2, key, value + 1, see, scale=0.1) * 3
+        return split_attention_ranges(query * 2, key, value + 1, see.tensors(), scale=0.1) * 3
 
     eager = results(layer, tensors, torch.bfloat16)
     compiled = results(torch.compile(layer, fullgraph=True), tensors, torch.bfloat16)

@@ -28,10 +28,11 @@ from idlm.infer.models.base import FAMILIES
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
+from idlm.tasks.split import split_of_skeleton
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.objectives.base import OBJECTIVES, Head
+from idlm.train.objectives.base import OBJECTIVES, Asked, Head
 from tests.tiny_training import VOCAB, batch_of, random_sample, stage_of
 from tests.toy import write_toy_checkpoint
 
@@ -143,8 +144,8 @@ def test_the_objective(install: Install) -> None:
     torch.manual_seed(0)
     batch, head = batch_of([sample], plain, stage), Head(weight_VD=torch.randn(VOCAB, 16))
     hidden_BTD = torch.randn(1, len(sample), 16)
-    settings: dict[str, Any] = {"stage": stage, "coefficients": torch.ones(1), "want_overlap": False}
-    found, expected = (each.terms(head, hidden_BTD, batch, **settings) for each in (made, plain))
+    asked = Asked(stage=stage, coefficients=torch.ones(1))
+    found, expected = (each.terms(head, hidden_BTD, batch, asked) for each in (made, plain))
     assert expected.sums.item() * 1.003 < found.sums.item() < expected.sums.item() * 1.013
     assert found.loss.item() == pytest.approx(found.sums.item(), rel=1e-5)
 
@@ -153,7 +154,7 @@ def test_the_task(install: Install) -> None:
     task = install("task").get("backwards")(level="tiny", seed=3, length=5)
     for split in ("train", "validation", "test"):
         sample = task.sample(7, split)
-        assert sample == task.sample(7, split) and task.split_of(sample.prompt) == split
+        assert sample == task.sample(7, split) and split_of_skeleton(sample.prompt) == split
         assert task.check(sample.prompt, sample.response).correct
         assert not task.check(sample.prompt, sample.response[:-1]).correct
 

@@ -187,7 +187,7 @@ def test_out_of_memory_costs_the_report_and_not_the_status(
     def short(*args: Any, **kwargs: Any) -> Path:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("idlm.train.planning.report.report_run", short)
+    monkeypatch.setattr("idlm.train.pipeline.report_run", short)
     output = tmp_path / "out"
     changes = {"train.stages": STAGES, "report.enabled": "true"}
     assert cli.main(arguments(base, output, **changes)) == 0

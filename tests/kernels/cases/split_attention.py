@@ -10,7 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idlm.kernels.split_attention import Visibility, split_attention, split_attention_reference, visibility
+from idlm.kernels.split_attention import (
+    Visibility,
+    split_attention_ranges,
+    split_attention_reference,
+    visibility,
+)
 from idlm.masks import RowMeta
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, pack_rows
 from idlm.train.objectives.base import OBJECTIVES
@@ -146,7 +151,7 @@ def without_padding(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def kernel(see: Visibility, scale: float) -> Attend:
-    return lambda query, key, value: split_attention(query, key, value, see, scale=scale)
+    return lambda query, key, value: split_attention_ranges(query, key, value, see.tensors(), scale=scale)
 
 
 def reference(see: Visibility, scale: float) -> Attend:

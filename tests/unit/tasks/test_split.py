@@ -9,9 +9,9 @@ import re
 import pytest
 
 from idlm.tasks import TASKS, ledger, trace
-from idlm.tasks.split import skeleton, split_of_skeleton
+from idlm.tasks.split import split_of_skeleton
+from tests.unit.tasks.skeletons import LEXICONS, skeleton, split_of
 
-LEXICONS = {"ledger": ledger.LEXICON, "trace": trace.LEXICON}
 TASK_LEVELS = [("ledger", "tiny"), ("ledger", "multi"), ("trace", "short"), ("trace", "long")]
 
 
@@ -45,7 +45,7 @@ def test_splits_share_no_skeleton(name, level):
 def test_split_of_the_text_is_the_split_asked_for(name, level):
     task = TASKS.get(name)(level=level)
     for split, num in (("train", 200), ("validation", 10), ("test", 10)):
-        assert all(task.split_of(task.sample(index, split).prompt) == split for index in range(num))
+        assert all(split_of(name, task.sample(index, split).prompt) == split for index in range(num))
 
 
 def renamed(
@@ -68,16 +68,16 @@ def test_renaming_never_moves_a_problem():
         for split in ("test", "train"):
             prompt = story.sample(index, split).prompt
             other = renamed(prompt, rng, [ledger.ITEMS, *ledger.VERBS.values()], ledger.NAMES)
-            assert other != prompt and story.split_of(other) == split
+            assert other != prompt and split_of("ledger", other) == split
             prompt = program.sample(index, split).prompt
             other = renamed(prompt, rng, [], trace.VARIABLES)
-            assert program.split_of(other) == split
+            assert split_of("trace", other) == split
 
 
 def test_skeleton_keeps_what_matters():
     base = "Lea has 9 nuts. Tom has 4 nuts. Lea wins 3. How many nuts does Lea have?"
-    assert skeleton(base, ledger.LEXICON) == skeleton(
-        "Zoe has 9 keys. Ida has 4 keys. Zoe buys 3. How many keys does Zoe have?", ledger.LEXICON
+    assert skeleton(base, LEXICONS["ledger"]) == skeleton(
+        "Zoe has 9 keys. Ida has 4 keys. Zoe buys 3. How many keys does Zoe have?", LEXICONS["ledger"]
     )
     for changed in (
         base.replace("3", "4"),
@@ -85,4 +85,4 @@ def test_skeleton_keeps_what_matters():
         base.replace("does Lea", "does Tom"),
         base.replace("Lea wins", "Tom wins"),
     ):
-        assert skeleton(changed, ledger.LEXICON) != skeleton(base, ledger.LEXICON)
+        assert skeleton(changed, LEXICONS["ledger"]) != skeleton(base, LEXICONS["ledger"])

@@ -12,6 +12,7 @@ from idlm.tasks import TASKS, recall
 from idlm.tasks.recall_check import asked_pairs, check_recall
 from idlm.tasks.tokenizer import vocabulary
 from tests.unit.task_encoder import TaskEncoder
+from tests.unit.tasks.skeletons import split_of
 
 
 @pytest.mark.parametrize(("level", "num"), [("tiny", 400), ("long", 20)])
@@ -78,10 +79,10 @@ def test_the_split_depends_on_neither_keys_nor_filler():
     for split in ("train", "validation", "test"):
         for index in range(8):
             prompt = task.sample(index, split).prompt
-            assert task.split_of(prompt) == split
+            assert split_of("recall", prompt) == split
             renamed = re.sub(r" ([a-z]{2})(?=[a-z]?[.?])", lambda match: f" {other[match.group(1)]}", prompt)
-            assert renamed != prompt and task.split_of(renamed) == split
-            assert task.split_of(f" Ben gets pens.{prompt}") == split
+            assert renamed != prompt and split_of("recall", renamed) == split
+            assert split_of("recall", f" Ben gets pens.{prompt}") == split
 
 
 def test_limits_rise_with_the_samples_of_train():

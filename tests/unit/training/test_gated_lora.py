@@ -29,6 +29,7 @@ from idlm.train.model.gated_lora import (
     peft_tensors,
 )
 from idlm.train.model.load import decoder_layers
+from idlm.train.objectives.base import Asked
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -183,8 +184,8 @@ def test_a_draft_learns_the_bases_distribution(divergence: str, share: float) ->
     noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
 
     def compute(head, hidden_BTD):
-        weights = torch.tensor([0.5, 0.0])
-        return objective.terms(head, hidden_BTD, batch, stage=stage, coefficients=weights, want_overlap=True)
+        asked = Asked(stage=stage, coefficients=torch.tensor([0.5, 0.0]), want_overlap=True)
+        return objective.terms(head, hidden_BTD, batch, asked)
 
     terms = runner.terms(model, batch, "idlm_sdpa", compute)
     assert terms.loss is not None and terms.overlap is not None

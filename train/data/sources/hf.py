@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
+from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.files import Row, identity_of
 from idlm.train.data.shapes import wanted_columns, without_nulls
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 BATCH_ROWS = 256
 

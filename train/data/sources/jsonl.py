@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, unpacked
+from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged, reading
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 BOM = b"\xef\xbb\xbf"
 PEEKED_BYTES = 4096

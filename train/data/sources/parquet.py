@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged
 from idlm.train.data.shapes import wanted_columns, without_nulls
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 BATCH_ROWS = 256
 

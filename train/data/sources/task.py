@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from idlm.tasks import TASKS
+from idlm.train.config.data import DataConfig
 from idlm.train.data.base import CORRECT, SOURCES, Encoder
 from idlm.train.data.layout import Sample
-
-if TYPE_CHECKING:
-    from idlm.train.config.data import DataConfig
 
 
 @SOURCES.register("task")
