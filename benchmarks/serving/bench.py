@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from benchmarks.engine.decoding.harness import MODELS
 from benchmarks.results import append_rows, result_row
 from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.clients.generator import Record
 from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
 
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
@@ -17,6 +20,21 @@ REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 STEADY_PROMPT, STEADY_LENGTHS = 1024, (33, 333)
 SCALES = {"tiny": 16}
 """Models for tests have lengths divided by this."""
+
+
+def output_rate(figures: dict[str, Any], records: Sequence[Record]) -> float:
+    """Output tokens per second of a load, from `aggregate`. UserError IDLM-0108 if it made no token, with the
+    error of the first request that has one.
+    """
+    rate = float(figures["mean_output_throughput_tokens_per_s"])
+    if not rate:
+        said = next(
+            (record.error for record in records if record.error is not None), "no request has an error"
+        )
+        raise UserError(
+            "IDLM-0108", f"a load of {len(records)} requests made no token: {said}", fix="see that error"
+        )
+    return rate
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ greedy answers must be AR's. Part `steady` decodes that many sequences at a time
 lengths, so that prompts cancel as far as they are all stored at once. Part `regret` compares the stride
 controller with each of its modes on sequences in mid-answer. Part `profile` prints kernel times
 (load_profile.py). Part `structured` compares ISD of this stride with and without a JSON schema
-(structured_load.py), and needs a `path` without a checkpoint, or none.
+(structured_load.py); a checkpoint in `path` without a tokenizer gets one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS
 from benchmarks.serving import structured_load
-from benchmarks.serving.bench import Bench
+from benchmarks.serving.bench import Bench, output_rate
 from benchmarks.serving.beside_vllm import MAX_LENGTH, Peer, compare, measure_vllm
 from benchmarks.serving.load_profile import print_profile
 from benchmarks.serving.passes import Passes, watching
@@ -136,6 +136,8 @@ def _checkpoint(options: dict[str, str]) -> Iterator[Path]:
     try:
         if not (path / "config.json").exists():
             _make(options, path)
+        if "structured" in options["parts"].split(","):
+            structured_load.add_vocabulary(path)
         yield path
     finally:
         if not options["path"]:
@@ -158,8 +160,6 @@ def _make(options: dict[str, str], path: Path) -> None:
         torch.set_default_dtype(default)
     model.save_pretrained(path, max_shard_size="4GB")
     Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
-    if "structured" in options["parts"]:
-        structured_load.write_vocabulary(path, shape["vocab_size"])
     del model
     _free(options["device"])
     print(
@@ -267,7 +267,7 @@ def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: 
     pairs = zip(records, load.jobs, strict=True)
     is_complete = all(record.num_output_tokens == job.params.max_tokens for record, job in pairs)
     figures = aggregate(records, load)
-    rate, itl = figures["mean_output_throughput_tokens_per_s"], figures["stats"]["itl"]
+    rate, itl = output_rate(figures, records), figures["stats"]["itl"]
     case = {
         "engine": "idlm",
         "decoder": decoder,
@@ -289,7 +289,7 @@ def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: 
     bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
     for row in passes.take():
         bench.add(case, *row)
-    return float(rate)
+    return rate
 
 
 def _steady(bench: Bench, decoder: str, engine: Engine, concurrency: int) -> float:

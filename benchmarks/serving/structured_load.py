@@ -32,7 +32,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.serving.bench import output_rate
+from idlm.checkpoint import read_json
 from idlm.contracts import Constraint, SamplingParams
+from idlm.errors import UserError
 from idlm.infer.clients.generator import Record, run_on_engine
 from idlm.infer.clients.loads import Load, make_jobs
 from idlm.infer.clients.stats import aggregate
@@ -41,6 +44,8 @@ from idlm.infer.runtime.model_runner import Step
 from idlm.infer.state.batch import Batch
 from idlm.infer.structured import masks
 from idlm.infer.structured.masks import PassGrammars
+from idlm.semantics import Semantics
+from idlm.text.tokenizer import TOKENIZER_FILES
 
 PROMPT, ANSWER = 256, 192
 """Tokens of a request."""
@@ -61,6 +66,22 @@ SCHEMA = {
     "x-guidance": {"whitespace_pattern": " ?"},
 }
 EOS, MASK, MAX_WORD = "<eos>", "<mask>", 9
+
+
+def add_vocabulary(path: Path) -> None:
+    """`write_vocabulary` for a checkpoint that has no tokenizer, as earlier parts of the benchmark make it;
+    one that has a tokenizer stays as it is. UserError IDLM-0203 if its mask is not the last id.
+    """
+    if any((path / name).exists() for name in TOKENIZER_FILES):
+        return
+    vocab_size = read_json(path / "config.json")["vocab_size"]
+    if Semantics.load(path).mask_token_id != vocab_size - 1:
+        raise UserError(
+            "IDLM-0203",
+            f"{path} has no tokenizer, and the last of its {vocab_size} ids is not the mask",
+            fix="copy tokenizer files into it, or give a path= without a checkpoint",
+        )
+    write_vocabulary(path, vocab_size)
 
 
 def write_vocabulary(path: Path, vocab_size: int) -> None:
@@ -113,7 +134,7 @@ def measure(engine: Engine, concurrency: int, scale: int) -> dict[str, Speed]:
         load, before = _load(engine, one, concurrency, lengths), engine.metrics()
         with grammar_times() as times_ms:
             records = run_on_engine(engine, load, streams=False)
-        rate = aggregate(records, load)["mean_output_throughput_tokens_per_s"]
+        rate = output_rate(aggregate(records, load), records)
         tokens_per_pass = _tokens_per_pass(records)
         captured = "graphs_captured_in_traffic"
         found[name] = Speed(

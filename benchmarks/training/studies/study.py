@@ -10,7 +10,8 @@ that its kernels are compiled (on disk) when it begins. An arm without time left
 `results/study`, cell by cell; whole ones, there or in `known`, are not made again, so that the same command
 continues a study. On a machine that is lent, `keep` gets the checkpoints of the base and of idlm_4 (10 MB
 each) and `base=FILE` takes the first of them in the next lease. Two GPUs take a seed each, or two parts of
-`arms` with one `base`.
+`arms` with one `base`. Ablations have bases of their own, so their records are in
+`results/ablations/study`.
 
 An AR base learns from generated problems alone, in a tokenizer of 165 ids.
 """
@@ -79,6 +80,8 @@ OPTIONS = {
 }
 PARTS = ("run", "table", "plan")
 LINES_OF_A_FAILURE = 25
+ABLATIONS = "ablations"
+"""Below the results: records of arms on other bases than the study's, which only ablations compare."""
 WORKER = ("-m", "benchmarks.training.studies.study_worker")
 REHEARSAL: dict[str, Any] = {"steps": 6, "flops": 0.0, "max_tokens": 8, "workers": 1, "keep": ""}
 """Six steps have some for each of three stages."""
@@ -102,7 +105,8 @@ def study(arguments: list[str]) -> int:
         )
     results = Path(options["results"])
     if options["part"] == "table":
-        print(report(read_records([results]), results=results, plots=Path("docs/plots")))
+        records, ablations = read_records([results]), read_records([results / ABLATIONS])
+        print(report(records, ablations=ablations, results=results, plots=Path("docs/plots")))
         return 0
     if options["device"] == "auto":
         options["device"] = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import read_rows
-from benchmarks.serving import serve, structured_host
+from benchmarks.serving import serve, structured_host, structured_load
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.stride_controller import StrideController
+from idlm.semantics import Semantics
 
 NUM_MODES = 8
 """Of ISD at stride 4."""
@@ -73,6 +74,38 @@ def test_structured_output_is_compared_with_free_answers(tmp_path: Path) -> None
     assert not free & {"decide_ms", "bits_ms", "choice_ms", "wait_ms"}
     [drafted, undrafted] = [row["value"] for row in rows if row["metric"] == "tokens_per_forward"]
     assert drafted == pytest.approx(undrafted, rel=0.1)
+
+
+def test_a_checkpoint_of_other_parts_gets_a_vocabulary_for_structured_output(tmp_path: Path) -> None:
+    path = tmp_path / "toy"
+    arguments = [*SMALL, f"path={path}", f"results={tmp_path}", "decoders=isd"]
+    assert serve.measure([*arguments, "parts=mixed"]) == 0
+    assert not (path / "tokenizer.json").exists()
+    assert serve.measure([*arguments, "parts=structured"]) == 0
+    [first, second] = [
+        row["value"]
+        for row in read_rows("serve", results=tmp_path)
+        if row["metric"].startswith("structured_o")
+    ]
+    assert first > 0 and second > 0
+
+
+def test_a_tokenizer_stays_and_none_is_made_up_for_another_mask(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    Semantics(mask_token_id=7, stride=4).save(tmp_path)
+    with pytest.raises(UserError, match="IDLM-0203"):
+        structured_load.add_vocabulary(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    structured_load.add_vocabulary(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_load_whose_requests_all_fail_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_load, "add_vocabulary", lambda _: None)
+    arguments = ["decoders=isd", "parts=structured", "concurrency=2", f"results={tmp_path}"]
+    with pytest.raises(UserError, match="IDLM-0108.*made no token: .*IDLM-.*tokenizer"):
+        serve.measure([*SMALL, *arguments])
 
 
 def test_what_grammars_cost_the_host(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from benchmarks.results import read_rows
 from benchmarks.table import section
-from benchmarks.training.studies.study_ablations import OPTIONS, chosen, decisions, gains
+from benchmarks.training.studies import study
+from benchmarks.training.studies.study_ablations import OPTIONS, chosen, decisions, drafted_greedily, gains
 from benchmarks.training.studies.study_arms import ARMS, CHAINS, STRIDED
 from benchmarks.training.studies.study_report import collect, report
 from benchmarks.training.studies.study_worker import marks_text
@@ -76,14 +78,15 @@ def pair(arm: str, forwards: tuple[float, ...], **changes: Any) -> list[dict[str
         ((2.997, 3.3, 3.3), {}, "within two standard errors, a seed loses"),
         ((3.06, 3.09, 3.12), {"right": NUM - 6}, "no default: it loses more than 0.5 points"),
         ((3.06, 3.09, 3.12), {"right": NUM - 4}, "BECOMES THE DEFAULT"),
-        ((3.06, 3.09), {}, "no default: 2 seeds of 3"),
+        ((3.06, 3.09), {}, "no default: decoded in 2 seeds of 3"),
     ],
 )
 def test_an_option_becomes_the_default_by_the_rule(
     forwards: tuple[float, ...], changes: dict[str, Any], said: str
 ) -> None:
-    [line] = decisions(collect(pair("random_phase", forwards, **changes)))
+    line, *others = decisions(collect(pair("random_phase", forwards, **changes)))
     assert line.endswith(said)
+    assert others == ["no_balance over idlm_4: not run", "no_curriculum over idlm_4: not run"]
 
 
 def test_the_gain_is_that_of_pairs_on_one_base() -> None:
@@ -109,9 +112,56 @@ def test_gains_are_rows_of_a_table(tmp_path: Path) -> None:
     text = report(pair("random_phase", (3.06, 3.09, 3.12)), results=tmp_path)
     assert "random_phase over idlm_4, 3 seeds: tokens per forward +3.00 +- 0.58 %" in text
     found = {row["metric"]: row["value"] for row in read_rows("study_ablations", results=tmp_path)}
-    assert found["forward_gain"] == pytest.approx(0.03)
-    assert found["forward_gain_least"] == pytest.approx(0.02)
-    assert "3.0 %" in section("study_ablations", tmp_path)
+    assert found["forward_gain"] == pytest.approx(3)
+    assert found["forward_gain_least"] == pytest.approx(2)
+    assert "3.00 %" in section("study_ablations", tmp_path)
+
+
+def test_an_arm_that_was_trained_alone_decides_nothing(tmp_path: Path) -> None:
+    records = pair("lora_kl", (3.06, 3.09, 3.12), cells=1)
+    for record in records:
+        gained = 0.01 * (1 + record["seed"]) if record["name"] == "lora_kl" else 0.0
+        record["trained"]["acceptance"] = [0.9 + gained, 0.8 + gained]
+    text = report(records, results=tmp_path)
+    said = "lora_kl over lora_4, 3 trained: acceptance in training +2.00 +- 0.58 points; no default: decoded"
+    assert f"{said} in 0 seeds of 3" in text
+    found = {row["metric"]: row["value"] for row in read_rows("study_ablations", results=tmp_path)}
+    assert found == {"training_gain": pytest.approx(2), "training_gain_se": pytest.approx(1 / 3**0.5)}
+
+
+def test_greedy_answers_of_gated_lora_are_counted_against_its_base(tmp_path: Path) -> None:
+    records = pair("lora_kl", (3.06, 3.09, 3.12))
+    for record in records:
+        record["cells"][0]["equal_to_ar"] = 0.999 if record["seed"] else 1.0
+    assert list(drafted_greedily(collect(records))) == [(("lora_4", "cold", 0.0, "short"), 3 * NUM, 2)]
+    text = report(records, results=tmp_path)
+    assert "-    R-ISD equals its base, cold short: 2,998 of 3,000" in text
+    assert "| cold | 3,000 | 2 |" in section("study_ablations", tmp_path)
+    for record in records:
+        record["cells"][0]["strategy"] = "cold_deterministic"
+    assert "NOT  R-ISD equals its base, cold_deterministic short: 2,998 of 3,000" in report(records)
+
+
+def test_ablations_have_bases_and_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They change no row of the study, whose arms they repeat."""
+    monkeypatch.chdir(tmp_path)
+    compared = pair("random_phase", (3.06, 3.09, 3.12), right=NUM // 2)
+    write(tmp_path / "study", record_of("idlm_4", 0, 2.0, base="first"))
+    for record in compared:
+        write(tmp_path / study.ABLATIONS / "study", record | {"base": "another"})
+    assert study.study(["part=table", f"results={tmp_path}"]) == 0
+    assert "random_phase over idlm_4, 3 seeds" in capsys.readouterr().out
+    rows = read_rows("study", results=tmp_path)
+    assert {row["case"]["arm"] for row in rows} == {"idlm_4"}
+    assert {row["value"] for row in rows if row["metric"] == "tokens_per_forward"} == {2.0}
+    assert {row["case"]["arm"] for row in read_rows("study_ablations", results=tmp_path)} == {"random_phase"}
+
+
+def write(folder: Path, record: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{record['seed']}_{record['name']}.json").write_text(json.dumps(record))
 
 
 def test_arms_keep_their_options_when_defaults_change() -> None:
