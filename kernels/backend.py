@@ -63,6 +63,12 @@ def has_gluon(device: torch.device) -> bool:
     return known and torch.cuda.get_device_capability(device) == HOPPER
 
 
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device, or a small number in the interpreter."""
+    return 3 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def rounds_as_written() -> dict[str, Any]:
     """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
     fuse both into one operation with one rounding. The interpreter does not know the option.

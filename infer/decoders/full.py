@@ -68,13 +68,9 @@ class FullDecoder(Decoder):
 
     name: ClassVar[str] = "full"
     Config: ClassVar[type] = FullConfig
-    baseline: ClassVar[Mapping[str, Any] | None] = {
-        "steps": None,
-        "threshold": None,
-        "factor": None,
-        "cache": None,
-        "cache_refresh": None,
-    }
+    baseline: ClassVar[Mapping[str, Any] | None] = dict.fromkeys(
+        ("steps", "threshold", "factor", "cache", "cache_refresh")
+    )
     baseline_keeps: ClassVar[tuple[str, ...]] = (
         *("order", "block_length", "defer_eos", "forbid_eos", "guidance"),
     )

@@ -15,12 +15,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.backend import num_multiprocessors
 from idlm.kernels.masked_logits.kernel import TILE_TOKENS, combine_kernel, parts_kernel
 from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, Proposals
 
 MAX_SPLITS = 256
-INTERPRETED_PROGRAMS = 4
 ALIGNED_BYTES = 16
 COMBINED = 1024
 """Numbers of one field that a program combines."""
@@ -91,7 +90,8 @@ def run(
     num_fields = 4 if entropy else 3
     row_tiles, token_tiles = triton.cdiv(num_rows, launch.block_x), triton.cdiv(num_tokens, int(TILE_TOKENS))
     most = most_splits(num_rows, num_fields)
-    tiles = range_tiles(row_tiles, token_tiles, most, _num_programs(hidden_RD.device))
+    # One program per multiprocessor runs at the same time.
+    tiles = range_tiles(row_tiles, token_tiles, most, num_multiprocessors(hidden_RD.device))
     splits = triton.cdiv(token_tiles, tiles)
     shape = (num_fields, num_rows, splits)
     if workspace is None:
@@ -154,14 +154,6 @@ def _empty(num_rows: int, device: torch.device, *, entropy: bool) -> Proposals:
         is_nonfinite_X=torch.empty(num_rows, dtype=torch.bool, device=device),
         entropy_X=torch.empty(num_rows, dtype=torch.float64, device=device) if entropy else None,
     )
-
-
-@functools.cache
-def _num_programs(device: torch.device) -> int:
-    """Programs that run at the same time: one per multiprocessor."""
-    if INTERPRETED:
-        return INTERPRETED_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _has_descriptor(weight_VD: Tensor) -> bool:

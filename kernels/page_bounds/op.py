@@ -16,8 +16,6 @@ from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
 from idlm.kernels.slots import FP8, read_slots
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK_M, BLOCK_P, TILES = 32, 32, 8
-"""Queries and pages of a tile; tiles of pages of a program, which reads the queries once for them."""
 
 
 @torch.inference_mode()
@@ -33,24 +31,9 @@ def write_bounds(
     it are left alone. fp8 keys are multiplied by `k_scale_K`. Nothing waits for the device.
     """
     if runs_kernels(keys_SKH) and bounds.least_CKH.dtype in KERNEL_DTYPES:
-        import triton
+        from idlm.kernels.page_bounds import launch
 
-        from idlm.kernels.page_bounds.kernel import bounds_kernel
-
-        num_kv_heads, head_dim = keys_SKH.shape[1:]
-        assert keys_SKH.stride(2) == 1 and bounds.least_CKH[0].is_contiguous(), f"{keys_SKH.stride()=}"
-        bounds_kernel[(len(pieces.slots_I), num_kv_heads)](
-            *(keys_SKH, k_scale_K, bounds.least_CKH, bounds.largest_CKH),
-            *(pieces.sequences_I, pieces.slots_I, pieces.is_piece_I, ends_B, slots.block_table_BP),
-            *(*keys_SKH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
-            H=head_dim,
-            PAGE=slots.page_size,
-            SIZE=bounds.size,
-            SCALED=k_scale_K is not None,
-            BLOCK_F=triton.next_power_of_2(bounds.size),
-            BLOCK_H=triton.next_power_of_2(head_dim),
-            num_warps=4,
-        )
+        launch.write_bounds(keys_SKH, k_scale_K, bounds, pieces, ends_B, slots)
         return
     ends_I1 = ends_B[pieces.sequences_I, None]
     first_I1 = (pieces.slots_I // bounds.size * bounds.size)[:, None]
@@ -89,43 +72,9 @@ def page_scores(
     positive and negative parts of queries, which are averaged first.
     """
     if runs_kernels(q_RNH) and q_RNH.dtype in KERNEL_DTYPES:
-        import triton
+        from idlm.kernels.page_bounds import launch
 
-        from idlm.kernels.page_bounds.kernel import score_kernel
-
-        (num_sequences, num_places), (num_heads, head_dim) = rows_BW.shape, q_RNH.shape[1:]
-        num_kv_heads = bounds.least_CKH.shape[1]
-        assert q_RNH.stride(2) == 1 and rows_BW.is_contiguous(), f"{q_RNH.stride()=} {rows_BW.stride()=}"
-        assert slots.page_size % bounds.size == page % bounds.size == 0, (
-            f"{slots.page_size=} {page=} {bounds.size=}"
-        )
-        scores_BKP = q_RNH.new_empty(num_sequences, num_kv_heads, num_pages, dtype=torch.float32)
-        score_kernel[(triton.cdiv(num_pages, BLOCK_P * TILES), num_sequences, num_kv_heads)](
-            *(
-                q_RNH,
-                rows_BW,
-                bounds.least_CKH,
-                bounds.largest_CKH,
-                starts_B,
-                slots.block_table_BP,
-                scores_BKP,
-            ),
-            *(num_pages, *q_RNH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
-            W=num_places,
-            K=num_kv_heads,
-            G=num_heads // num_kv_heads,
-            H=head_dim,
-            PAGE=slots.page_size,
-            SIZE=bounds.size,
-            PIECES=page // bounds.size,
-            TILES=TILES,
-            BLOCK_W=triton.next_power_of_2(num_places),
-            BLOCK_M=BLOCK_M,
-            BLOCK_P=BLOCK_P,
-            BLOCK_H=triton.next_power_of_2(head_dim),
-            num_warps=4,
-        )
-        return scores_BKP
+        return launch.page_scores(q_RNH, rows_BW, bounds, starts_B, slots, page=page, num_pages=num_pages)
     wide = torch.float64 if q_RNH.dtype == torch.float64 else torch.float32
     num_kv_heads = bounds.least_CKH.shape[1]
     is_fed_BW = rows_BW >= 0

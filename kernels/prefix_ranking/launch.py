@@ -6,20 +6,18 @@ C listed places, Z lanes.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.backend import num_multiprocessors
 from idlm.kernels.prefix_ranking.kernel import share_kernel
 from idlm.kernels.prefix_ranking.kernel_select import select_kernel
 from idlm.kernels.prefix_ranking.plain import LOG2_E
 from idlm.kernels.prefix_ranking.types import GROUP, RankingPass
 
-INTERPRETED_MULTIPROCESSORS = 3
 FP8 = torch.float8_e4m3fn
 
 
@@ -134,11 +132,3 @@ def select_largest(
         GROUPS=max(1, launch.read // group),
         num_warps=launch.select_warps,
     )
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of the device, or a small number in the interpreter."""
-    if INTERPRETED:
-        return INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

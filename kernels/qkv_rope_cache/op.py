@@ -78,15 +78,9 @@ def qkv_rope_cache(
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
     if not runs_kernels(qkv_RJH):
         assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
-        return plain_qkv_rope_cache(
-            qkv_RJH,
-            k_cache_SKH,
-            v_cache_SKH,
-            rope.tables,
-            slot_mapping_R,
-            None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
-            (k_scale_K, v_scale_K),
-        )
+        given = qkv_RJH, k_cache_SKH, v_cache_SKH, rope.tables, slot_mapping_R
+        norm = None if qk_norm_YH is None else (qk_norm_YH, norm_eps)
+        return plain_qkv_rope_cache(*given, norm, (k_scale_K, v_scale_K))
     import triton
 
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
@@ -102,8 +96,7 @@ def qkv_rope_cache(
             rope.inv_freq_h if v_scale_K is None else v_scale_K,
             *qkv_RJH.stride()[:2],
             0 if qk_norm_YH is None else qk_norm_YH.stride(0),
-            *(*k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2]),
-            *(norm_eps, rope.scaling),
+            *(*k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2], norm_eps, rope.scaling),
             N=num_heads,
             K=num_kv_heads,
             HALF=head_dim // 2,
