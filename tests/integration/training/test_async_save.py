@@ -73,11 +73,11 @@ def test_a_full_disk_ends_the_run_at_the_next_step(
 ) -> None:
     plain, writers = torch.save, set()
 
-    def full(state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    def full(state: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         writers.add(threading.current_thread().name)
-        if Path(path).name == "optimizer.pt":
+        if Path(f).name == "optimizer.pt":
             raise OSError(28, "No space left on device")
-        plain(state, path, *args, **kwargs)
+        plain(state, f, *args, **kwargs)
 
     monkeypatch.setattr(torch, "save", full)
     output = tmp_path / "out"
