@@ -64,7 +64,14 @@ def _resources(ptx: str, target: str) -> tuple[int, int, str]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [ptxas, "-v", f"-arch={target}", source, "-o", Path(folder, "kernel.cubin")]
+        command: list[str | Path] = [
+            ptxas,
+            "-v",
+            f"-arch={target}",
+            source,
+            "-o",
+            Path(folder, "kernel.cubin"),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)
