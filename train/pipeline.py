@@ -214,7 +214,7 @@ def train(
     from transformers import PrinterCallback
 
     from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer, StopRequests, TimeLimit
+    from idlm.train.loop.trainer import IdlmTrainer, MemoryOfSaves, StopRequests, TimeLimit
 
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     loop, failed = config.train, True
@@ -242,6 +242,8 @@ def train(
         publish = partial(_publish_stage, config, prepared, trainer)
         trainer.add_callback(StageExports(prepared.curriculum, publish))
     trainer.add_callback(stop)
+    if writer.is_async:
+        trainer.add_callback(MemoryOfSaves(trainer))
     _open_tracker(config, progress)
     try:
         with stop.listening(), writer.lingering():
