@@ -46,7 +46,7 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
 from idlm.train.loop.progress import Progress
-from idlm.train.loop.trainer import IdlmTrainer, StopRequests, TimeLimit
+from idlm.train.loop.trainer import IdlmTrainer, MemoryOfSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.estimate import explain_out_of_memory, is_out_of_memory
@@ -232,6 +232,8 @@ def train(
         publish = partial(_publish_stage, config, prepared, trainer)
         trainer.add_callback(StageExports(prepared.curriculum, publish))
     trainer.add_callback(stop)
+    if writer.is_async:
+        trainer.add_callback(MemoryOfSaves(trainer))
     _open_tracker(config, progress)
     try:
         with stop.listening(), writer.lingering():

@@ -4,10 +4,10 @@
         [seconds=150] [record=true] [results=FOLDER]
 
 A run with random weights saves three times, with `steps` optimizer steps before each, which must take longer
-than a save: training waits for the save before. The first save of the asynchronous writer also allocates its
-host memory. On a GPU one process runs ZeRO-2 on bfloat16 weights, 1024 wide: 16 layers are checkpoints of
-3.5 GB. Nothing is compiled, which would take longer than the saves. On a CPU the weights are float32, 384
-wide, and 12 layers are checkpoints of 181 MB.
+than a save: training waits for the save before. A thread of the asynchronous writer allocates its host memory
+before the first save. On a GPU one process runs ZeRO-2 on bfloat16 weights, 1024 wide: 16 layers are
+checkpoints of 3.5 GB. Nothing is compiled, which would take longer than the saves. On a CPU the weights are
+float32, 384 wide, and 12 layers are checkpoints of 181 MB.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Which launch parameters of split attention are best for gated LoRA, by kernel and shape.
 
     python -m benchmarks.train_attention_sweep [shapes=qwen3_0_6b,qwen3_8b] [rounds=7]
-        [families=QUERIES,FORWARD,HOPPER_BACKWARD]
+        [families=HOPPER_QUERIES,HOPPER_BACKWARD,WHOLE_BACKWARD,FORWARD]
 
 Noisy rows attend to all rows, clean rows are keys without a gradient, as `benchmarks.train_step` has them:
-one micro-batch of documents of 4096 tokens, one layer. A family is a constant of
-kernels/split_attention/launch.py. The chosen launches are checked against float64 first, every other one
-against them. All are compiled first, in as many processes as there are cores. The times are those of a
-layer's forward pass of clean rows, forward pass of noisy rows and backward pass; the last line of a family
-sums over shapes.
+one micro-batch of documents of 4096 tokens, one layer. In `WHOLE_BACKWARD` all rows are queries, as where all
+weights train. A family is a constant of kernels/split_attention/launch.py, or which one the shape is given.
+The chosen launches are checked against float64 first, every other one against them. All are compiled first,
+in as many processes as there are cores. The times are those of a layer's forward pass of clean rows, forward
+pass of noisy rows and whole backward pass, each the least of rounds in which all launches take turns: another
+program on the GPU only adds to a time. The last line of a family sums over shapes.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,8 +44,6 @@ LENGTH, CHECKED_LENGTH, STRIDE = 4096, 300, 2
 TOLERANCE = 0.02
 """Of the largest element: bfloat16 rounds probabilities and scores' gradients to 0.4 %."""
 SHARED_BYTES = 227 * 1024
-DEFAULTS = {"shapes": ",".join(SHAPES), "families": "QUERIES,FORWARD,HOPPER_BACKWARD", "rounds": "7"}
-DEFAULTS |= {"compile_part": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +57,7 @@ class Layer:
     noisy: Visibility
     clean_query: Tensor
     clean: Visibility
+    whole: Visibility
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return launches.run_forward(self.query, self.key, self.value, self.noisy, HEAD_DIM**-0.5)
@@ -71,6 +70,11 @@ class Layer:
     def backward(self, output: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         inputs = self.doutput, self.query, self.key, self.value, output, lse
         return launches.run_backward(*inputs, self.noisy, HEAD_DIM**-0.5)
+
+    def with_queries_of_all_rows(self) -> Layer:
+        """The same layer where clean rows are queries too."""
+        query = torch.cat((self.query, self.clean_query), dim=2)
+        return replace(self, query=query, doutput=query.transpose(1, 2), noisy=self.whole)
 
 
 def main() -> int:
@@ -130,6 +134,7 @@ def make_layer(num_heads: int, num_documents: int, length: int) -> Layer:
         noisy=row_ranges(rows(0), num_queries=num_noisy),
         clean_query=draw(num_rows - num_noisy, num_heads),
         clean=row_ranges(rows(num_noisy)),
+        whole=row_ranges(rows(0)),
     )
 
 
@@ -173,24 +178,33 @@ def _backwards(chosen: Launch) -> Iterator[Launch]:
         yield replace(chosen, parts=parts, stages=stages)
 
 
-VARIANTS = {"QUERIES": _queries, "FORWARD": _forwards, "HOPPER_BACKWARD": _backwards}
+VARIANTS = {"HOPPER_QUERIES": _queries, "HOPPER_BACKWARD": _backwards, "WHOLE_BACKWARD": _backwards}
+VARIANTS |= {"FORWARD": _forwards}
+DEFAULTS = {"shapes": ",".join(SHAPES), "families": ",".join(VARIANTS), "rounds": "7", "compile_part": ""}
 
 
-def variants(family: str) -> list[Launch]:
+def constant_of(family: str, num_heads: int) -> str:
+    """The constant that the kernels of a layer with so many query heads are launched with."""
+    if family == "HOPPER_BACKWARD" and num_heads <= 2 * NUM_KV_HEADS:
+        return "HOPPER_PAIRS"
+    return "HOPPER_BACKWARD" if family == "WHOLE_BACKWARD" else family
+
+
+def variants(family: str, constant: str) -> list[Launch]:
     """The launches of a family, the chosen one first."""
-    chosen = getattr(launches, family)
+    chosen = getattr(launches, constant)
     return list(dict.fromkeys([chosen, *VARIANTS[family](chosen)]))
 
 
 @contextmanager
-def chosen_is(family: str, launch: Launch) -> Iterator[None]:
-    """Inside, the kernels of `family` are launched so."""
-    before = getattr(launches, family)
-    setattr(launches, family, launch)
+def chosen_is(constant: str, launch: Launch) -> Iterator[None]:
+    """Inside, the kernels of this constant are launched so."""
+    before = getattr(launches, constant)
+    setattr(launches, constant, launch)
     try:
         yield
     finally:
-        setattr(launches, family, before)
+        setattr(launches, constant, before)
 
 
 def _results(family: str, layer: Layer, kept: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -200,48 +214,62 @@ def _results(family: str, layer: Layer, kept: tuple[Tensor, Tensor]) -> list[Ten
     return list(layer.backward(*kept))
 
 
+def _input(family: str, layer: Layer) -> Layer:
+    return layer.with_queries_of_all_rows() if family == "WHOLE_BACKWARD" else layer
+
+
 def _compile_part(layers: dict[str, Layer], families: list[str], part: str) -> int:
     from triton.runtime.errors import OutOfResources
 
     index, num_parts = numbers(part.replace("/", ","))
-    everything = [(family, launch) for family in families for launch in variants(family)]
-    for family, launch in everything[index::num_parts]:
-        for layer in layers.values():
-            kept = layer.forward()
-            try:
-                with chosen_is(family, launch):
-                    _results(family, layer, kept)
-            except OutOfResources:
-                break
+    everything = [
+        (family, name, launch)
+        for family in families
+        for name in layers
+        for launch in variants(family, constant_of(family, SHAPES[name][0]))
+    ]
+    for family, name, launch in everything[index::num_parts]:
+        layer = _input(family, layers[name])
+        kept = layer.forward()
+        with suppress(OutOfResources), chosen_is(constant_of(family, SHAPES[name][0]), launch):
+            _results(family, layer, kept)
     torch.cuda.synchronize()
     return 0
 
 
 def _rank(family: str, layers: dict[str, Layer], rounds: int) -> None:
     """Print the launches of a family by the time of a layer, for each shape and over all shapes."""
+    found = {}
+    for name, layer in layers.items():
+        constant = constant_of(family, SHAPES[name][0])
+        found[name] = _times(family, constant, _input(family, layer), rounds)
+        _print_best(f"{family} {name}", found[name], getattr(launches, constant))
+    everywhere = set.intersection(*(set(times) for times in found.values()))
+    chosen = {getattr(launches, constant_of(family, SHAPES[name][0])) for name in layers}
+    if len(chosen) == 1:
+        totals = {launch: sum(times[launch] for times in found.values()) for launch in everywhere}
+        _print_best(f"{family} in all", totals, chosen.pop())
+
+
+def _times(family: str, constant: str, layer: Layer, rounds: int) -> dict[Launch, float]:
+    """Milliseconds of the launches that fit and compute what the chosen one does."""
     from triton.runtime.errors import OutOfResources
 
-    listed = variants(family)
-    totals: dict[Launch, float] = dict.fromkeys(listed, 0.0)
-    for name, layer in layers.items():
-        kept = layer.forward()
-        wanted, found = _results(family, layer, kept), {}
-        for launch in listed:
-            try:
-                with chosen_is(family, launch):
-                    made = _results(family, layer, kept)
-                    error = max(_difference(a, b) for a, b in zip(made, wanted, strict=True))
-                    found[launch] = _milliseconds(partial(_results, family, layer, kept), rounds)
-            except OutOfResources:
-                totals.pop(launch, None)
-                continue
-            if not error <= TOLERANCE:
+    kept = layer.forward()
+    wanted, times = _results(family, layer, kept), {}
+    for launch in variants(family, constant):
+        with suppress(OutOfResources), chosen_is(constant, launch):
+            made = _results(family, layer, kept)
+            error = max(_difference(a, b) for a, b in zip(made, wanted, strict=True))
+            if error <= TOLERANCE:
+                times[launch] = float("inf")
+            else:
                 print(f"WRONG by {error:.3f}: {launch}")
-                totals.pop(launch, None)
-            elif launch in totals:
-                totals[launch] += found[launch]
-        _print_best(f"{family} {name}", found, listed[0])
-    _print_best(f"{family} in all", totals, listed[0])
+    for _ in range(rounds):
+        for launch in times:
+            with chosen_is(constant, launch):
+                times[launch] = min(times[launch], _milliseconds(partial(_results, family, layer, kept)))
+    return times
 
 
 def _print_best(title: str, times: dict[Launch, float], chosen: Launch) -> None:
@@ -250,18 +278,15 @@ def _print_best(title: str, times: dict[Launch, float], chosen: Launch) -> None:
         print(f"  {times[launch]:.3f} ms {times[chosen] / times[launch]:.3f} x  {name_of(launch, chosen)}")
 
 
-def _milliseconds(step: Callable[[], Any], rounds: int) -> float:
-    """Median over rounds of two steps each, so that the host is ahead."""
-    samples = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(2):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) / 2)
-    return statistics.median(samples)
+def _milliseconds(step: Callable[[], Any]) -> float:
+    """Of one step; the mean of two, so that the host is ahead."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(2):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 2
 
 
 if __name__ == "__main__":

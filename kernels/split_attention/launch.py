@@ -42,8 +42,13 @@ class Launch:
 FORWARD = Launch(rows=64, walk=64, warps=4, stages=3)
 BACKWARD = Launch(rows=128, walk=64, warps=8, stages=2, parts=2)
 HOPPER_BACKWARD = Launch(rows=128, walk=64, warps=8, stages=3, parts=2)
+HOPPER_PAIRS = Launch(rows=128, walk=64, warps=8, stages=2, parts=1)
+"""Where clean keys need no gradient and a KV head has at most two query heads: parts cost more than they save
+beside the short walk of the own half.
+"""
 QUERIES = Launch(rows=64, walk=64, warps=4, stages=2)
-"""dq alone. Not measured yet."""
+HOPPER_QUERIES = Launch(rows=128, walk=128, warps=8, stages=2)
+"""dq alone. The tiles of `HOPPER_QUERIES` take 192 KB of shared memory, which other GPUs lack."""
 WIDE_FORWARD = Launch(rows=64, walk=32, warps=4, stages=2)
 WIDE_BACKWARD = Launch(rows=64, walk=32, warps=8, stages=2)
 WIDE_QUERIES = Launch(rows=64, walk=32, warps=8, stages=1)
@@ -111,8 +116,7 @@ def run_backward(
     num_keys = key.shape[2]
     whole_key, whole_value, key, value = key, value, key[:, :, :num_rows], value[:, :, :num_rows]
     group = num_heads // key.shape[1]
-    on_hopper = takes_hopper_kernel(query)
-    launch = HOPPER_BACKWARD if on_hopper else BACKWARD if head_dim <= 128 else WIDE_BACKWARD
+    on_hopper, launch = takes_hopper_kernel(query), backward_launch(query, whole_key)
     parts = launch.parts if group % launch.parts == 0 else 1
     doutput = addressable(doutput)
     delta = torch.empty_like(lse)
@@ -149,6 +153,20 @@ def run_backward(
     dq = _run_queries(inputs, dq_sum, (lse, delta), see, scale)
     more = (0, 0, 0, 0, 0, num_keys - num_rows)
     return dq, torch.nn.functional.pad(dkey, more), torch.nn.functional.pad(dvalue, more)
+
+
+def backward_launch(query: torch.Tensor, key: torch.Tensor) -> Launch:
+    """How the backward walk of `query` [B, N, T, H] is launched; more rows of `key` are clean ones."""
+    if not takes_hopper_kernel(query):
+        return BACKWARD if query.shape[-1] <= 128 else WIDE_BACKWARD
+    keys_alone, group = key.shape[2] > query.shape[2], query.shape[1] // key.shape[1]
+    return HOPPER_PAIRS if keys_alone and group <= 2 else HOPPER_BACKWARD
+
+
+def queries_launch(query: torch.Tensor) -> Launch:
+    """How the kernel of dq alone is launched."""
+    narrow = HOPPER_QUERIES if takes_hopper_kernel(query) else QUERIES
+    return narrow if query.shape[-1] <= 128 else WIDE_QUERIES
 
 
 def _run_walk(
@@ -218,7 +236,7 @@ def _run_queries(
     """dq [B, T, N, H] from the keys across and the sums of the own half. Arguments as of `_run_walk`."""
     query, key = inputs[:2]
     batch, num_heads, num_rows, head_dim = query.shape
-    launch = QUERIES if head_dim <= 128 else WIDE_QUERIES
+    launch = queries_launch(query)
     block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows
     dq = query.new_empty(batch, num_rows, num_heads, head_dim)
     tile_rows = (launch.rows, launch.walk, launch.walk, launch.rows, launch.rows)

@@ -1,4 +1,4 @@
-"""Compiles a Triton kernel for sm_90 without a GPU; returns PTX, registers, spills and shared memory."""
+"""Compiles a Triton kernel without a GPU, mostly for sm_90; returns PTX, registers, spills, shared memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class Compiled:
 
 
 def compile_for_hopper(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, sm: int = 90, **options: Any
 ) -> Compiled:
-    """Compile with the `types` of non-constant arguments ("*bf16", "i32", ...), all divisible by 16."""
+    """Compile with the `types` of non-constant arguments ("*bf16", "i32", ...), all divisible by 16; `sm`:
+    the target's compute capability.
+    """
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     names = list(signature)
     divisible = {
@@ -45,9 +47,9 @@ def compile_for_hopper(
     values = {(names.index(name),): value for name, value in constants.items()}
     make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make_source(kernel, signature, constexprs=values, attrs=divisible)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spilled, said = _resources(ptx)
+    registers, spilled, said = _resources(ptx, f"sm_{sm}a" if sm >= 90 else f"sm_{sm}")
     return Compiled(
         ptx=ptx,
         shared_bytes=compiled.metadata.shared,
@@ -57,12 +59,19 @@ def compile_for_hopper(
     )
 
 
-def _resources(ptx: str) -> tuple[int, int, str]:
+def _resources(ptx: str, target: str) -> tuple[int, int, str]:
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [ptxas, "-v", "-arch=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        command: list[str | Path] = [
+            ptxas,
+            "-v",
+            f"-arch={target}",
+            source,
+            "-o",
+            Path(folder, "kernel.cubin"),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)

@@ -177,16 +177,42 @@ def test_the_automatic_choice(device: str, is_16_bit: bool, expected: str) -> No
     assert choose_attention("auto", torch.device(device), is_16_bit=is_16_bit) == expected
 
 
-def test_the_hopper_kernel_compiles_without_a_gpu() -> None:
+@pytest.mark.parametrize("heads", [16, 32])
+def test_launches_by_device_and_shape_and_the_sweep_knows_them(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from benchmarks.training.train_attention_sweep import chosen_is, constant_of
+    from idlm.kernels.split_attention import launch
+
+    query, key = (torch.empty(1, n, rows, 128, device="meta") for n, rows in ((heads, 256), (8, 512)))
+    assert launch.backward_launch(query, key) is launch.BACKWARD
+    assert launch.queries_launch(query) is launch.QUERIES
+    monkeypatch.setattr(launch, "takes_hopper_kernel", lambda _: True)
+    pairs = launch.HOPPER_PAIRS if heads == 16 else launch.HOPPER_BACKWARD
+    assert launch.backward_launch(query, key) is pairs
+    assert launch.backward_launch(query, key[:, :, :256]) is launch.HOPPER_BACKWARD
+    assert launch.queries_launch(query) is launch.HOPPER_QUERIES
+    other = launch.Launch(rows=1, walk=1, warps=1, stages=1)
+    for family, keys in (("HOPPER_BACKWARD", key), ("WHOLE_BACKWARD", key[:, :, :256])):
+        with chosen_is(constant_of(family, heads), other):
+            assert launch.backward_launch(query, keys) is other
+    with chosen_is(constant_of("HOPPER_QUERIES", heads), other):
+        assert launch.queries_launch(query) is other
+
+
+@pytest.mark.parametrize(("name", "group"), [("HOPPER_BACKWARD", 4), ("HOPPER_PAIRS", 2)])
+def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None:
     """Gluon is experimental, so every version of Triton must compile the kernel."""
     gluon = pytest.importorskip("triton.experimental.gluon._runtime")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
 
-    from idlm.kernels.split_attention import kernel_hopper
+    from idlm.kernels.split_attention import kernel_hopper, launch
 
-    sizes = {"N": 8, "G": 4, "H": 128, "PARTS": 2, "BLOCK_Q": 64, "BLOCK_K": 128, "BLOCK_H": 128}
-    constants = sizes | {"STAGES": 3, "num_warps": 8}
+    chosen: launch.Launch = getattr(launch, name)
+    sizes = {"N": 8, "G": group, "H": 128, "BLOCK_Q": chosen.walk, "BLOCK_K": chosen.rows, "BLOCK_H": 128}
+    constants = sizes | {"PARTS": chosen.parts, "STAGES": chosen.stages, "num_warps": chosen.warps}
     layout = "NVMMASharedLayout(128, {bits}, rank={rank})"
     scalars = {"B": "i32", "T": "i32", "num_tiles": "i32", "scale": "fp32", "scale_log2": "fp32"}
     signature = {}
@@ -208,8 +234,20 @@ def test_the_hopper_kernel_compiles_without_a_gpu() -> None:
     assert "wgmma" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize(("head_dim", "name"), [(128, "QUERIES"), (64, "QUERIES"), (256, "WIDE_QUERIES")])
-def test_the_kernel_of_query_gradients_compiles_without_a_gpu(head_dim: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "head_dim", "sm", "programs"),
+    [
+        ("HOPPER_QUERIES", 128, 90, 1),
+        ("HOPPER_QUERIES", 64, 90, 2),
+        ("QUERIES", 128, 80, 1),
+        ("QUERIES", 64, 80, 2),
+        ("WIDE_QUERIES", 256, 90, 1),
+    ],
+)
+def test_the_kernel_of_query_gradients_compiles_without_a_gpu(
+    name: str, head_dim: int, sm: int, programs: int
+) -> None:
+    """So many programs share a multiprocessor, with 227 KB of shared memory on Hopper, 164 KB on an A100."""
     pytest.importorskip("triton")
     from idlm.kernels.split_attention import launch
     from idlm.kernels.split_attention.kernel import query_gradient_kernel
@@ -223,8 +261,7 @@ def test_the_kernel_of_query_gradients_compiles_without_a_gpu(head_dim: int, nam
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {"N": 8, "G": 4, "H": head_dim, "BLOCK_Q": chosen.rows, "BLOCK_K": chosen.walk}
     constants |= {"BLOCK_H": head_dim, "SPLITS": TILE_ROWS // chosen.rows, "STAGES": chosen.stages}
-    compiled = compile_for_hopper(query_gradient_kernel, types, constants, num_warps=chosen.warps)
-    assert "wgmma" in compiled.ptx
-    assert compiled.spilled_bytes == 0
-    # Two programs share a multiprocessor, as in the forward pass.
-    assert compiled.shared_bytes <= 227 * 1024 // (1 if head_dim > 128 else 2)
+    compiled = compile_for_hopper(query_gradient_kernel, types, constants, sm=sm, num_warps=chosen.warps)
+    assert ("wgmma" in compiled.ptx) == (sm == 90)
+    assert compiled.spilled_bytes == 0 or sm < 90
+    assert compiled.shared_bytes <= (227 if sm == 90 else 163) * 1024 // programs

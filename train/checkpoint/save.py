@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -129,6 +130,15 @@ class SavingTrainer(Trainer):
                 self._staging = None
             complete = partial(self._complete, Path(staging), target)
             self.writer.publish(target, Path(staging), stack.pop_all(), complete, self._remove_old)
+        self.at("data")
+
+    def expect_saves(self) -> None:
+        """Let the writer allocate the memory of an asynchronous save while training goes on. Collective."""
+        self.at("save")
+        # DeepSpeed makes small files of its own beside what it puts.
+        with tempfile.TemporaryDirectory() as folder, self.writer.expecting():
+            self.save_model(folder, _internal_call=True)
+            self._save_optimizer_and_scheduler(folder)
         self.at("data")
 
     def finish_save(self) -> None:

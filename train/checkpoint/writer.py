@@ -2,8 +2,9 @@
 
 `train.save=sync` writes each part where it is put. `train.save=async` copies a part into host memory (pinned
 where it comes from a GPU), and a thread of each rank writes the copies once all of them are made. Files,
-manifest and publication are the same, and so is the code that writes them. The copies' memory is kept for the
-next save. A thread is enough: torch, safetensors and hashlib release the GIL while they write and hash.
+manifest and publication are the same, and so is the code that writes them. The copies' memory is allocated by
+a thread early in the run, and kept for all saves. A thread is enough: torch, safetensors and hashlib release
+the GIL while they write and hash.
 
 DeepSpeed has writers of its own, which publish nothing atomically: here it makes its state as always, and
 hands it to `put`, file by file, in place of `torch.save`.
@@ -48,6 +49,13 @@ class SaveTime(NamedTuple):
     total: float
 
 
+class Buffer(NamedTuple):
+    """Host memory for a copy."""
+
+    num_bytes: int
+    is_pinned: bool
+
+
 class CheckpointWriter:
     """Writes one checkpoint at a time. `num_sharing`: how many ranks of this host copy state at once.
 
@@ -61,6 +69,8 @@ class CheckpointWriter:
         self._group = group_of_own(timeout=PEER_TIMEOUT) if self.is_async else None
         self._writes: list[Callable[[], None]] = []
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._expected: dict[str, list[Buffer]] | None = None
+        self._allocating: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._began = 0.0
@@ -79,12 +89,36 @@ class CheckpointWriter:
         """Wait for the save before, and raise its error. Collective."""
         self._began = time.monotonic()
         self.wait()
-        self._writes = []
+        if self._allocating is not None:
+            self._allocating.join()
+        self._writes, self._allocating = [], None
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """What is `put` inside is not written: a thread allocates the memory for its copies afterwards."""
+        expected: dict[str, list[Buffer]] = {}
+        self._expected = expected
+        try:
+            yield
+        finally:
+            self._expected = None
+
+        def allocate() -> None:
+            # Where memory is short, the save will meet it too, and says so.
+            with contextlib.suppress(RuntimeError):
+                for name, buffers in expected.items():
+                    self._allocate(name, buffers)
+
+        self._allocating = threading.Thread(target=allocate, name="memory of saves", daemon=True)
+        self._allocating.start()
 
     def put(self, path: Path, state: Any, write: Callable[[Any], None]) -> None:
         """Let `write(state)` make the file `path`: now, or later with a copy of `state`, a tree of dicts,
         lists and tuples with tensors.
         """
+        if self._expected is not None:
+            self._expected[path.name] = [_buffer_for(source) for source in _storages(state).values()]
+            return
         copied = self._copied(path.name, state) if self.is_async else None
         if copied is None:
             write(state)
@@ -163,40 +197,60 @@ class CheckpointWriter:
 
         Tensors that share storage share it in the copy, so that a file holds it once.
         """
-        storages: dict[tuple[str, int], Tensor] = {}
-        for tensor in _tensors(state):
-            whole, place = _bytes_of(tensor), _place(tensor)
-            if place not in storages or storages[place].numel() < whole.numel():
-                storages[place] = whole
-        known = {
-            (name, index): source
-            for index, source in enumerate(storages.values())
-            if (held := self._buffers.get((name, index))) is None or held.numel() != source.numel()
-        }
-        needed = sum(_allocated(source) for source in known.values()) * self.num_sharing
-        available = available_bytes()
-        if needed > USABLE_SHARE * available:
+        storages = _storages(state)
+        if (
+            lacking := self._allocate(name, [_buffer_for(source) for source in storages.values()])
+        ) is not None:
             log.warning(
                 "the copy of %s needs %.2f GiB of host memory, and %.2f GiB are available: training waits "
                 "while it is written, as with train.save=sync",
-                *(name, needed / 2**30, available / 2**30),
+                *(name, *(amount / 2**30 for amount in lacking)),
             )
             return None
-        for key, source in known.items():
-            self._buffers.pop(key, None)
-            self._buffers[key] = _host_buffer(source)
         copies: dict[tuple[str, int], Tensor] = {}
         for index, (place, source) in enumerate(storages.items()):
             copies[place] = self._buffers[name, index].copy_(source)
         return _replaced(state, copies)
 
+    def _allocate(self, name: str, buffers: list[Buffer]) -> tuple[int, int] | None:
+        """Allocate those of the part `name` that are not there. If they do not fit, returns the bytes that
+        are needed and available.
+        """
+        missing = {
+            (name, index): buffer
+            for index, buffer in enumerate(buffers)
+            if (held := self._buffers.get((name, index))) is None or held.numel() != buffer.num_bytes
+        }
+        needed = sum(_allocated(buffer) for buffer in missing.values()) * self.num_sharing
+        available = available_bytes()
+        if needed > USABLE_SHARE * available:
+            return needed, available
+        for key, buffer in missing.items():
+            self._buffers.pop(key, None)
+            self._buffers[key] = _host_buffer(buffer)
+        return None
 
-def _host_buffer(source: Tensor) -> Tensor:
+
+def _storages(state: Any) -> dict[tuple[str, int], Tensor]:
+    """The bytes of every storage of the tensors in `state`, by place."""
+    storages: dict[tuple[str, int], Tensor] = {}
+    for tensor in _tensors(state):
+        whole, place = _bytes_of(tensor), _place(tensor)
+        if place not in storages or storages[place].numel() < whole.numel():
+            storages[place] = whole
+    return storages
+
+
+def _buffer_for(source: Tensor) -> Buffer:
+    return Buffer(source.numel(), source.device.type == "cuda")
+
+
+def _host_buffer(buffer: Buffer) -> Tensor:
     try:
-        return torch.empty(source.numel(), dtype=torch.uint8, pin_memory=source.device.type == "cuda")
+        return torch.empty(buffer.num_bytes, dtype=torch.uint8, pin_memory=buffer.is_pinned)
     except RuntimeError:
         # The driver, or a limit of locked memory, refuses. The copy is slower then.
-        return torch.empty(source.numel(), dtype=torch.uint8)
+        return torch.empty(buffer.num_bytes, dtype=torch.uint8)
 
 
 def available_bytes() -> int:
@@ -237,10 +291,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _allocated(source: Tensor) -> int:
+def _allocated(buffer: Buffer) -> int:
     """Bytes that torch takes for the buffer: pinned memory comes in powers of two."""
-    num_bytes = source.numel()
-    return 1 << (num_bytes - 1).bit_length() if source.device.type == "cuda" and num_bytes else num_bytes
+    num_bytes = buffer.num_bytes
+    return 1 << (num_bytes - 1).bit_length() if buffer.is_pinned and num_bytes else num_bytes
 
 
 def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:

@@ -284,6 +284,21 @@ class StopRequests(TrainerCallback):
         self.received, control.should_training_stop = number, True
 
 
+class MemoryOfSaves(TrainerCallback):
+    """After the first step, which makes the optimizer's state, the writer learns what saves will copy. Behind
+    `StopRequests`: a save that follows at once need not be expected.
+    """
+
+    def __init__(self, trainer: IdlmTrainer) -> None:
+        self.trainer: IdlmTrainer | None = trainer
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None and not control.should_save:
+            trainer.expect_saves()
+        return control
+
+
 def seconds_since_start() -> float:
     """Seconds since this process was started; where the system does not say so, since this file was read."""
     try:

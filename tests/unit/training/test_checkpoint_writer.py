@@ -68,6 +68,46 @@ def test_the_next_save_uses_the_memory_of_the_one_before() -> None:
     assert second["b"].tolist() == [1.0] * 9
 
 
+def test_memory_of_the_first_save_is_allocated_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the allocation of pinned memory, which lasts until training has gone on."""
+    writer, goes_on, events = CheckpointWriter("async"), threading.Event(), []
+    allocate = writing._host_buffer
+
+    def slow(buffer: writing.Buffer) -> torch.Tensor:
+        assert goes_on.wait(timeout=60)
+        events.append(f"allocated {buffer.num_bytes}")
+        return allocate(buffer)
+
+    monkeypatch.setattr(writing, "_host_buffer", slow)
+    written: list[Any] = []
+    with writer.expecting():
+        writer.put(tmp_path / "part", {"a": torch.zeros(3), "b": torch.ones(2)}, written.append)
+    events.append("step")
+    goes_on.set()
+    writer.begin()
+    assert events == ["step", "allocated 12", "allocated 8"] and not written
+    assert copied(writer, {"a": torch.ones(3), "b": torch.zeros(2)})["a"].tolist() == [1.0] * 3
+    assert len(events) == 3, "the save finds its memory"
+    assert copied(writer, {"a": torch.ones(3), "b": torch.zeros(9)})["b"].tolist() == [0.0] * 9
+    assert events[3:] == ["allocated 36"], "other sizes than expected are allocated by the save"
+
+
+def test_memory_that_is_not_there_is_no_error_before_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CheckpointWriter("async")
+
+    def refuse(buffer: writing.Buffer) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_host_buffer", refuse)
+        with writer.expecting():
+            writer.put(Path("part"), torch.zeros(3), lambda _: None)
+        writer.begin()
+    assert copied(writer, torch.ones(3)).tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize("num_sharing", [1, 8])
 def test_ranks_of_a_host_share_its_memory(num_sharing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "available_bytes", lambda: 8000)
