@@ -6,7 +6,7 @@ The signal comes when a quarter of the first checkpoint is in its staging folder
 pass signals on to its ranks, so its whole process group gets it, as from a terminal or Slurm. Kernels are
 deterministic, and attention is dense: that of `idlm_split` adds in no fixed order.
 
-Started by a launcher, `python -m benchmarks.training.launched TRACE ARGUMENTS` is `idlm-train` with its data
+Started by a launcher, the module benchmarks.training.launched TRACE ARGUMENTS is `idlm-train` with its data
 items traced.
 """
 
@@ -21,9 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,23 @@ Outcome = Callable[[Path], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """Runs of one shape below `folder`, which end within RUN_SECONDS."""
+    """Runs of one shape below `folder`. Each ends within RUN_SECONDS, and all within `seconds`."""
 
     folder: Path
     shape: str
     layers: int
     device: str
+    seconds: float = 3600.0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def end(self) -> float:
+        """When a run that begins now is killed."""
+        return min(time.monotonic() + RUN_SECONDS, self.began + self.seconds)
+
+    def say(self, what: str) -> None:
+        """At once: the machine may be taken away."""
+        print(f"{time.monotonic() - self.began:6.1f} s  {what}", flush=True)
 
     def checkpoint_bytes(self) -> int:
         """About the size of a checkpoint; the vocabulary of the tasks is small."""
@@ -116,7 +127,8 @@ class Launched:
     def reference(self, outcome: Outcome) -> dict[str, Any]:
         """What a run that is left alone gives; it saves at its end."""
         run = self.folder / "reference"
-        status = wait(self.start(run, "torchrun", "sync", save_every=STEPS))
+        status = wait(self.start(run, "torchrun", "sync", save_every=STEPS), self.end)
+        self.say(f"the run left alone ended with {status}")
         assert status == 0, f"{status=} {log_of(run)}"
         found = outcome(run)
         shutil.rmtree(run)
@@ -124,27 +136,30 @@ class Launched:
 
     def stop_in_a_save(self, launcher: str, writer: str) -> str:
         """Start a run and stop it in its first save. Returns what came of it, "" where no save was met."""
-        run = self.folder / f"{launcher}-{writer}"
+        run, end = self.folder / f"{launcher}-{writer}", self.end
         process = self.start(run, launcher, writer)
-        while process.poll() is None:
-            if bytes_in_staging(run / "out" / "run") >= SIGNAL_AT * self.checkpoint_bytes():
-                break
+        while bytes_in_staging(run / "out" / "run") < SIGNAL_AT * self.checkpoint_bytes():
+            if process.poll() is not None or time.monotonic() > end:
+                self.say(f"{launcher} {writer} met no save: {wait(process, end)} {log_of(run)}")
+                return ""
             time.sleep(0.01)
-        else:
-            return ""
+        self.say(f"{launcher} {writer} is in its first save")
         start = time.monotonic()
         if launcher == "deepspeed":
             os.killpg(process.pid, signal.SIGTERM)
         else:
             process.terminate()
-        status = wait(process)
+        status = wait(process, end)
         kept = sorted(path.name for path in (run / "out" / "run").glob("checkpoint-*"))
-        return f"ended with {status} after {time.monotonic() - start:.1f} s, with {kept}"
+        told = f"ended with {status} after {time.monotonic() - start:.1f} s, with {kept}"
+        self.say(f"{launcher} {writer} {told}")
+        return told
 
     def resumed(self, launcher: str, writer: str, outcome: Outcome) -> dict[str, Any]:
         """Outcome of the run after a resume to its end."""
         run = self.folder / f"{launcher}-{writer}"
-        status = wait(self.start(run, launcher, writer))
+        status = wait(self.start(run, launcher, writer), self.end)
+        self.say(f"{launcher} {writer}, resumed, ended with {status}")
         if status != 0:
             return {"status": status, "log": log_of(run)}
         found = outcome(run)
@@ -164,9 +179,11 @@ class Verdict:
 
 
 def verdicts(
-    runs: Launched, cases: list[tuple[str, ...]], outcome: Outcome, *, together: int
+    runs: Launched, cases: Sequence[tuple[str, ...]], outcome: Outcome, *, together: int
 ) -> Iterator[Verdict]:
-    """The verdict of each (launcher, writer), `together` at a time; the run left alone goes beside them."""
+    """The verdict of each (launcher, writer), `together` at a time, those first that are done first; the run
+    left alone goes beside them.
+    """
     with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(together) as pool:
         expected = alone.submit(runs.reference, outcome)
 
@@ -183,7 +200,8 @@ def verdicts(
             seconds = time.monotonic() - start
             return Verdict(launcher=case[0], writer=case[1], told=told, complaint=complaint, seconds=seconds)
 
-        yield from pool.map(judge, cases)
+        for done in as_completed([pool.submit(judge, case) for case in cases]):
+            yield done.result()
 
 
 def measure(options: dict[str, str], outcome: Outcome) -> int:
@@ -203,10 +221,11 @@ def measure(options: dict[str, str], outcome: Outcome) -> int:
             shape=options["shape"],
             layers=int(options["layers"]),
             device=options["device"],
+            seconds=float(options["seconds"]),
         )
         for found in verdicts(runs, cases, outcome, together=int(options["together"])):
-            print(f"{found.launcher} {found.writer}: {found.told}, {found.seconds:.0f} s", flush=True)
-            print(found.complaint or "bitwise equal", flush=True)
+            name = f"{found.launcher} {found.writer} after {found.seconds:.0f} s"
+            runs.say(f"{name}: {found.complaint or 'bitwise equal'}")
             if options["record"] == "true":
                 append_rows("resume", _rows(runs, found), results=Path(options["results"]))
             is_equal = is_equal and not found.complaint
@@ -236,9 +255,8 @@ def bytes_in_staging(run: Path) -> int:
     return total
 
 
-def wait(process: subprocess.Popen[bytes]) -> int:
-    """Status of a launcher once all processes of its group have ended; what is left is killed in the end."""
-    end = time.monotonic() + RUN_SECONDS
+def wait(process: subprocess.Popen[bytes], end: float) -> int:
+    """Status of a launcher once all processes of its group have ended; what is left is killed at `end`."""
     while (process.poll() is None or _is_alive(process.pid)) and time.monotonic() < end:
         time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):

@@ -3,7 +3,7 @@
     python -m benchmarks.resume [worlds=1,2] [writers=sync,async] [kills=50] [points=all] [flips=200]
         [blocked=true] [record=true] [results=FOLDER]
     python -m benchmarks.resume shape=qwen3_8b [layers=4] [device=cuda] [together=2] [place=FOLDER]
-        [stops=torchrun:async,deepspeed:sync] [record=true] [results=FOLDER]
+        [stops=torchrun:async,deepspeed:sync] [seconds=3600] [record=true] [results=FOLDER]
 
 World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at random moments, to
 one process or to all. `points` are deaths on every rank at every change of a file (crashes.py) while a stage
@@ -12,7 +12,8 @@ items and the sha256 of all final weights must equal those of the run left alone
 flips and truncations of a published checkpoint must all be refused with the name of the file. `writers` are
 values of `train.save`. `blocked`: which share of a save training waits for (blocked_share.py), with
 checkpoints of 181 MB. With `shape` the second command runs instead (launched.py): SIGTERM to a launcher in
-the middle of a save of a large checkpoint, `together` runs at a time.
+the middle of a save of a large checkpoint, `together` runs at a time; runs that go on after `seconds` are
+killed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from idlm.train.config.schema import TrainConfig
 
 OPTIONS = {"worlds": "1,2", "writers": "sync,async", "kills": "50", "points": "all", "flips": "200"}
 OPTIONS |= {"blocked": "true", "seed": "0", "record": "false", "results": str(RESULTS)}
-OPTIONS |= {"shape": "", "layers": "4", "device": "cuda", "together": "2", "place": ""}
+OPTIONS |= {"shape": "", "layers": "4", "device": "cuda", "together": "2", "place": "", "seconds": "3600"}
 OPTIONS |= {"stops": "torchrun:async,deepspeed:sync,torchrun:sync,deepspeed:async"}
 STEPS = 5
 STAGE_END = 3

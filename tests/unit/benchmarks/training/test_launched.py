@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ class Told(Launched):
 
 def test_a_resumed_run_counts_if_it_was_stopped_in_a_save_and_all_is_equal(tmp_path: Path) -> None:
     runs = Told(folder=tmp_path, shape="small", layers=1, device="cpu")
-    equal, other, missed = verdicts(runs, CASES, lambda run: WHOLE, together=2)  # type: ignore[arg-type]
+    found = verdicts(runs, CASES, lambda run: WHOLE, together=2)
+    equal, other, missed = sorted(found, key=lambda one: CASES.index((one.launcher, one.writer)))
     assert (equal.launcher, equal.writer, equal.complaint) == ("torchrun", "async", "")
     assert "losses" in other.complaint and "weights" not in other.complaint.partition("differ")[0]
     assert missed.complaint and not missed.told
@@ -47,5 +50,33 @@ def test_only_files_of_unpublished_checkpoints_count_as_a_running_save(tmp_path:
 @pytest.mark.parametrize("changed", [{"shape": "tiny"}, {"stops": "slurm:sync"}, {"stops": "torchrun"}])
 def test_unknown_shapes_and_launchers_are_refused(changed: dict[str, str]) -> None:
     options = {"shape": "small", "stops": "torchrun:sync", "layers": "1", "device": "cpu", "place": ""}
+    options["seconds"] = "60"
     with pytest.raises(UserError, match="IDLM-0107"):
         measure(options | changed, lambda run: {})
+
+
+def test_the_first_verdict_does_not_wait_for_others(tmp_path: Path) -> None:
+    told = threading.Event()
+
+    class Slow(Told):
+        def stop_in_a_save(self, launcher: str, writer: str) -> str:
+            assert launcher == "deepspeed" or told.wait(timeout=60)
+            return "ended with 1"
+
+    runs = Slow(folder=tmp_path, shape="small", layers=1, device="cpu")
+    found = verdicts(runs, CASES[:2], lambda run: WHOLE, together=2)
+    assert next(found).launcher == "deepspeed"
+    told.set()
+    assert next(found).launcher == "torchrun"
+
+
+def test_a_run_that_goes_on_after_all_time_is_killed_and_met_no_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Endless(Launched):
+        def command(self, run: Path, launcher: str, writer: str, save_every: int) -> list[str]:
+            return [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+
+    runs = Endless(folder=tmp_path, shape="small", layers=1, device="cpu", seconds=2.0)
+    assert runs.stop_in_a_save("torchrun", "sync") == ""
+    assert "torchrun sync met no save: -9 begun" in capsys.readouterr().out
