@@ -66,7 +66,8 @@ def has_gluon(device: torch.device) -> bool:
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the device, or a small number in the interpreter."""
-    return 3 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    device = gpu_of(device)
+    return 3 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def rounds_as_written() -> dict[str, Any]:

@@ -160,7 +160,7 @@ def test_a_pass_without_gradients_is_progress() -> None:
     step, before = TrainingStep.__new__(TrainingStep), progress_count()
     step._forward = lambda model, batch, compute: Terms(sums=torch.zeros(1))  # type: ignore[method-assign]
     step.model = torch.nn.Identity()
-    step.objective = SimpleNamespace(terms=None)  # type: ignore[assignment]
+    step.objective = SimpleNamespace(terms=lambda **_: None)  # type: ignore[assignment]
     for _ in range(3):
         step.evaluate(Stage(index=0, stride=2, num_steps=1, clean_weight=0.0), {})
     assert progress_count() == before + 3
