@@ -4,7 +4,8 @@ A part of `python -m benchmarks.resume shape=qwen3_8b` (resume.py): one process 
 of the shape and as many layers as memory and disk hold, started by torchrun or DeepSpeed as a user starts it.
 The signal comes when a quarter of the first checkpoint is in its staging folder. DeepSpeed's command does not
 pass signals on to its ranks, so its whole process group gets it, as from a terminal or Slurm. Kernels are
-deterministic, and attention is dense: that of `idlm_split` adds in no fixed order.
+deterministic, and attention is dense by plain products: `idlm_split` adds in no fixed order, and neither does
+the backward pass of PyTorch's memory-efficient attention.
 
 Started by a launcher, the module benchmarks.training.launched TRACE ARGUMENTS is `idlm-train` with its data
 items traced.
@@ -32,7 +33,8 @@ from benchmarks.training import crashes
 from idlm.errors import UserError
 from idlm.train.checkpoint.writer import SAVE_MODES
 
-STEPS, SAVED_STEP = 4, 2
+STEPS = {"cpu": 4, "cuda": 120}
+"""The first save comes in the middle. On a GPU, steps enough to outlast an asynchronous one."""
 BYTES_PER_WEIGHT = 14
 """Of a checkpoint: bfloat16, and the float32 master with both moments."""
 SIGNAL_AT = 0.25
@@ -91,7 +93,7 @@ class Launched:
             "model.attention": "idlm_sdpa",
             "model.compile": "off",
             "data.source": "task",
-            "train.stages": f"[{{stride: 2, steps: {STEPS}}}]",
+            "train.stages": f"[{{stride: 2, steps: {STEPS[self.device]}}}]",
             "train.max_length": 300,
             "train.row_length": 560,
             "train.learning_rate": 1e-4,
@@ -108,15 +110,16 @@ class Launched:
         return [sys.executable, *LAUNCHERS[launcher], *worker, *(f"{k}={v}" for k, v in values.items())]
 
     def start(
-        self, run: Path, launcher: str, writer: str, save_every: int = SAVED_STEP
+        self, run: Path, launcher: str, writer: str, *, saves_once: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Start a run in a process group of its own."""
+        """Start a run in a process group of its own; it also saves in the middle, unless it `saves_once`."""
         run.mkdir(exist_ok=True)
         environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "840", "OMP_NUM_THREADS": "2"}
         environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if self.device == "cpu":
             environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = self.command(run, launcher, writer, save_every)
+        steps = STEPS[self.device]
+        command = self.command(run, launcher, writer, steps if saves_once else steps // 2)
         if launcher == "deepspeed":
             command[3:3] = ["--master_port", str(crashes.free_port())]
         with (run / "log.txt").open("a") as log:
@@ -127,7 +130,7 @@ class Launched:
     def reference(self, outcome: Outcome) -> dict[str, Any]:
         """What a run that is left alone gives; it saves at its end."""
         run = self.folder / "reference"
-        status = wait(self.start(run, "torchrun", "sync", save_every=STEPS), self.end)
+        status = wait(self.start(run, "torchrun", "sync", saves_once=True), self.end)
         self.say(f"the run left alone ended with {status}")
         assert status == 0, f"{status=} {log_of(run)}"
         found = outcome(run)
@@ -288,6 +291,8 @@ def main() -> int:
     trace = Path(sys.argv[1])
     trace.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     crashes.record_items(trace, int(os.environ.get("RANK", "0")))
     return cli.main(sys.argv[2:])
