@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,6 +193,10 @@ class Engine:
                 if (stop or streams) and self.tokenizer is not None:
                     self._texts[request] = AnswerText(Detokenizer(self.tokenizer), stop)
                 self.scheduler.add(request)
+
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of text prompts, as `add_request` encodes each. Raises the UserErrors that it raises."""
+        return self._parts.encode(prompts)
 
     def begin_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
         """Begin to compile the grammar of a request in a thread. While the future is kept and done,

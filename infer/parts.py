@@ -23,7 +23,7 @@ from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.text.detokenizer import answer_text
-from idlm.text.tokenizer import encode_prompt
+from idlm.text.tokenizer import encode_prompts
 
 Prompt = str | Sequence[int]
 
@@ -94,7 +94,7 @@ class EngineParts:
         if params.max_tokens is None:
             params = replace(params, max_tokens=self.decoder.default_max_tokens)
         _check_vocabulary(request_id, params, vocab_size)
-        known = self.encode(prompt) if isinstance(prompt, str) else prompt
+        known = self.encode([prompt])[0] if isinstance(prompt, str) and prompt else prompt
         if isinstance(known, list):
             # Check the length first, because checking millions of ids takes gigabytes.
             self._check_length(request_id, len(known))
@@ -126,19 +126,17 @@ class EngineParts:
             for index in range(params.n)
         ]
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text prompt, through the chat template if the tokenizer has one.
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of text prompts, through the chat template if the tokenizer has one.
 
-        Raises UserError IDLM-0414 without a tokenizer.
+        Raises UserError IDLM-0414 without a tokenizer, and what `encode_prompts` raises.
         """
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="give prompts as token ids"
             )
-        if not prompt:
-            return []
         template, max_tokens = self.settings.chat_template, self.settings.max_length
-        return list(encode_prompt(self.tokenizer, prompt, template=template, max_tokens=max_tokens))
+        return encode_prompts(self.tokenizer, prompts, template=template, max_tokens=max_tokens)
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
         """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it, and

@@ -161,12 +161,23 @@ def encode_prompt(
     encodes the bare text with the special tokens that the tokenizer itself adds. Raises UserError IDLM-0218
     for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`.
     """
-    if not prompt:
+    return encode_prompts(tokenizer, [prompt], template=template, max_tokens=max_tokens)[0]
+
+
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[str], *, template: Literal["auto", "none"], max_tokens: int | None
+) -> list[list[int]]:
+    """Return the ids of each prompt, as `encode_prompt` does; the tokenizer's threads share many of them."""
+    if not all(prompts):
         raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
-    if template == "auto" and tokenizer.chat_template:
-        return encode_messages(tokenizer, [{"role": "user", "content": prompt}], max_tokens=max_tokens)
-    check_size(tokenizer, prompt, max_tokens)
-    return encode_text(tokenizer, prompt, add_special_tokens=True)
+    is_bare, texts = template == "none" or not tokenizer.chat_template, list(prompts)
+    if not is_bare:
+        turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
+        texts = [render(tokenizer, turn, open_turn=True, enable_thinking=None) for turn in turns]
+    for text in texts:
+        check_size(tokenizer, text, max_tokens)
+    encoded = tokenizer(texts, add_special_tokens=is_bare, return_attention_mask=False)
+    return [list(ids) for ids in encoded["input_ids"]]
 
 
 def encode_messages(

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -243,14 +244,18 @@ def evaluate(
     """
     from idlm.infer.cli.answers import AnswerRun, check_lines
 
+    encoded: Sequence[str | list[int]] = [sample.prompt for sample in samples]
+    # Encoded once, together. If one is refused they stay texts, so that `check_lines` says which one.
+    with suppress(UserError):
+        encoded = engine.encode([sample.prompt for sample in samples])
     lines = [
         PromptLine(
             place=f"prompt {i + 1}",
             request_id=str(i),
-            prompt=sample.prompt,
+            prompt=prompt,
             params=params if params.seed is None else params.with_seed((params.seed + i) % NUM_SEEDS),
         )
-        for i, sample in enumerate(samples)
+        for i, prompt in enumerate(encoded)
     ]
     check_lines(engine, lines)
     start = time.perf_counter()

@@ -54,7 +54,7 @@ def _answers(
     engine = Engine.from_pretrained(options["mismatches"], decoder, **settings)
     room = engine.settings.max_length
     assert room is not None
-    longest = max(len(engine._parts.encode(prompt)) for prompt in prompts)
+    longest = max(map(len, engine.encode(prompts)))
     shortened = [replace(one, max_tokens=min(one.max_tokens or room, room - longest)) for one in params]
     return engine.generate(prompts, shortened)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.evaluate import evaluate, run_evaluation, task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.model_runner import Runner
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
@@ -130,10 +132,25 @@ def test_an_interrupted_evaluation_can_be_repeated(monkeypatch: pytest.MonkeyPat
         interrupt_after(patch, 3)
         evaluate(engine, task, samples, params)
     assert not engine.has_work
-    with pytest.raises(UserError, match="IDLM-0412"):
+    with pytest.raises(UserError, match="IDLM-0412: prompt 4: "):
         evaluate(engine, task, [*samples, dataclasses.replace(samples[0], prompt="x " * 400)], params)
     assert not engine.has_work
     assert len(evaluate(engine, task, samples, params).completions) == 3
+
+
+def test_prompts_are_encoded_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, calls, encode = TASKS.get("ledger")(level="tiny"), list[int](), EngineParts.encode
+
+    def counted(parts: EngineParts, prompts: Sequence[str]) -> list[list[int]]:
+        calls.append(len(prompts))
+        return encode(parts, prompts)
+
+    monkeypatch.setattr(EngineParts, "encode", counted)
+    samples, params = task_samples(task, "test", 3), SamplingParams(temperature=0, max_tokens=8)
+    result = evaluate(reference(), task, samples, params)
+    assert calls == [3]
+    alone = reference().generate([sample.prompt for sample in samples], params)
+    assert [done.token_ids for done in result.completions] == [done.token_ids for done in alone]
 
 
 def test_one_decoder_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ right."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -195,6 +196,10 @@ def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
     assert task_tokenizer.decode(bare) == "<bos>Lea has 9."
     with pytest.raises(UserError, match="IDLM-0218"):
         tokens.encode_prompt(byte_level, "")
+    texts = ["Hi", "Lea has 9 shells. " * 20, "é 🙂"]
+    for tokenizer, template in itertools.product((byte_level, task_tokenizer), ("auto", "none")):
+        together = tokens.encode_prompts(tokenizer, texts, template=template, max_tokens=None)
+        assert together == [tokens.encode_prompt(tokenizer, text, template=template) for text in texts]
 
 
 TURNS = [
