@@ -15,6 +15,7 @@ from idlm.cli import command
 from idlm.cli.help import CommandHelp, print_help
 
 if TYPE_CHECKING:
+    from idlm.train.pipeline import Outcome
     from idlm.train.planning.report import Sampler
 
 TIME_UP_STATUS = 85
@@ -92,21 +93,23 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
     outcome = run_training(config, console=console, sampler=sampler)
     if outcome.signal is not None or outcome.is_time_up:
-        _print_how_to_resume(console, argv, outcome.last_step)
+        _print_how_to_resume(console, argv, outcome)
         return TIME_UP_STATUS if outcome.signal is None else 128 + outcome.signal
     if outcome.report is not None:
         console.print(f"report: {outcome.report}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _print_how_to_resume(console: Any, argv: list[str], step: int) -> None:
+def _print_how_to_resume(console: Any, argv: list[str], outcome: Outcome) -> None:
     from idlm.train.config.trainer_arguments import num_processes
 
     kept = [argument for argument in argv if not argument.startswith("resume=")]
     how = f"to continue:\n{shlex.join(['idlm-train', *kept, 'resume=auto'])}"
     if num_processes() > 1:
         how = f"to continue, start the same launcher with {num_processes()} processes and resume=auto"
-    console.print(f"stopped and saved at step {step}; {how}", highlight=False, soft_wrap=True)
+    step, saved = outcome.last_step, outcome.saved_step
+    where = f"and saved at step {step}" if saved == step else f"at step {step}, saved at step {saved}"
+    console.print(f"stopped {where}; {how}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

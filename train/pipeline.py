@@ -61,10 +61,13 @@ ASSUMED_BYTES_PER_SECOND = 200e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`signal` stopped the run, or the end of its time; `report` is None when none was written."""
+    """`signal` stopped the run, or the end of its time. `saved_step` is that of its last save; `report` is
+    None when none was written.
+    """
 
     signal: int | None
     last_step: int
+    saved_step: int = 0
     is_time_up: bool = False
     report: Path | None = None
 
@@ -247,8 +250,13 @@ def train(
         progress.close()
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
-    last_step = trainer.state.global_step
-    return Outcome(signal=stop.received, last_step=last_step, is_time_up=stop.is_time_up), trainer.release
+    outcome = Outcome(
+        signal=stop.received,
+        last_step=trainer.state.global_step,
+        saved_step=trainer.saved_step,
+        is_time_up=stop.is_time_up,
+    )
+    return outcome, trainer.release
 
 
 def _open_tracker(config: TrainConfig, progress: Progress) -> None:

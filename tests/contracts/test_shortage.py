@@ -305,7 +305,7 @@ def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pyt
     assert schedule is not None
     captured: list[int] = []
 
-    def capture(self: StaticStep, shape: Any) -> _Graph:
+    def capture(self: StaticStep, shape: Any, **_: Any) -> _Graph:
         assert len(self._graphs) < 3, "room is made before the capture"
         captured.append(shape.mode)
         return _Graph(shape)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from tests.toy import write_spelling_toy
 
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 LETTERS = Constraint(kind="regex", text="(foo|bar)+[0-9]{3,8}")
+CAPTURE = StaticStep._capture
 PER_ROW = 1e-4
 """Seconds per row of the clock that stands for the GPU's."""
 
@@ -65,10 +68,13 @@ class _Stream:
     def __init__(self, device: torch.device) -> None:
         del device
 
+    def wait_stream(self, other: _Stream) -> None:
+        """Nothing runs beside the host."""
+
 
 @pytest.fixture(autouse=True)
 def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def capture(self: StaticStep, shape: PassShape) -> _Graph:
+    def capture(self: StaticStep, shape: PassShape, **_: Any) -> _Graph:
         graph = _Graph(self, shape)
         graph.replay()
         return graph
@@ -237,6 +243,33 @@ def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
     assert len(_step(engine)._graphs) == before, "one with more log-probabilities holds it"
     engine.generate(PROMPTS[:1], greedy(max_tokens=20, logprobs=3))
     assert engine.metrics()["graphs_captured_in_traffic"] == 1
+
+
+@pytest.mark.parametrize("frees_memory", [True, False])
+def test_a_capture_in_traffic_has_the_memory_that_the_pass_before_it_has_freed(
+    frees_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator keeps it for that stream, and while a graph is captured it frees none of it."""
+    events = list[str]()
+
+    def notes(name: str) -> Any:
+        return lambda *_: events.append(name)
+
+    class Graph:
+        capture_begin, capture_end = notes("begin"), notes("end")
+
+    stream = _Stream(torch.device("cpu"))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, notes(name))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    step: Any = SimpleNamespace(_beside=stream, _memory=(0, 1), _step=notes("pass"))
+    step._no_sequences = step._batch = lambda *_: None
+    shape: Any = SimpleNamespace(decides=True)
+    CAPTURE(step, shape, frees_memory=frees_memory)
+    freed = ["empty_cache"] * frees_memory
+    assert events == ["pass", "synchronize", *freed, "begin", "pass", "end"]
 
 
 def test_without_a_warm_up_shapes_are_captured_when_they_are_first_seen(checkpoint: Path) -> None:

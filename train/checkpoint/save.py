@@ -48,6 +48,8 @@ class SavingTrainer(Trainer):
     zero_stage: int | None = None
     writer: CheckpointWriter
     watchdog: Watchdog | None = None
+    saved_step = 0
+    """That of the newest checkpoint of this process."""
     _staging: str | None = None
 
     def resume(self, checkpoint: Path) -> None:
@@ -130,6 +132,7 @@ class SavingTrainer(Trainer):
                 self._staging = None
             complete = partial(self._complete, Path(staging), target)
             self.writer.publish(target, Path(staging), stack.pop_all(), complete, self._remove_old)
+        self.saved_step = self.state.global_step
         self.at("data")
 
     def expect_saves(self) -> None:

@@ -73,6 +73,7 @@ class CheckpointWriter:
         self._allocating: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._is_ending = False
         self._began = 0.0
 
     @property
@@ -184,12 +185,15 @@ class CheckpointWriter:
     def lingering(self) -> Iterator[None]:
         """When training inside ends by an error, finish the running save first: it is worth as much as one
         that training has waited for. After an unexpected error a rank may be missing, which it needs.
+        A thread that still computes when the interpreter ends would abort the process (status 134).
         """
         try:
             yield
         except BaseException as error:
-            if self._thread is not None:
-                self._thread.join(timeout=None if isinstance(error, UserError) else LINGER_SECONDS)
+            self._is_ending = True
+            for thread in (self._allocating, self._thread):
+                if thread is not None:
+                    thread.join(timeout=None if isinstance(error, UserError) else LINGER_SECONDS)
             raise
 
     def _copied(self, name: str, state: Any) -> Any:
@@ -226,6 +230,8 @@ class CheckpointWriter:
         if needed > USABLE_SHARE * available:
             return needed, available
         for key, buffer in missing.items():
+            if self._is_ending:
+                break
             self._buffers.pop(key, None)
             self._buffers[key] = _host_buffer(buffer)
         return None

@@ -259,9 +259,9 @@ class SteadyTrace(SteadyBlocks):
             return
         capture = step._capture
 
-        def counting(shape: Any) -> Any:
+        def counting(shape: Any, **options: Any) -> Any:
             self.num_captured += 1
-            return capture(shape)
+            return capture(shape, **options)
 
         step._capture = counting  # type: ignore[method-assign]
 

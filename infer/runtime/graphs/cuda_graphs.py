@@ -123,8 +123,6 @@ class StaticStep:
         """Capture a shape's graph and keep it. Without `frees_memory`, which takes time, the graph cannot
         have the memory that earlier passes have freed.
         """
-        if frees_memory:
-            torch.cuda.empty_cache()
         if len(self._graphs) >= MAX_CUDA_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
@@ -132,7 +130,7 @@ class StaticStep:
         self._num_padded.pop(shape, None)
         for each in [each for each in self._wasted if each.num_sequences == shape.num_sequences]:
             del self._wasted[each]
-        self._graphs[shape] = self._capture(shape)
+        self._graphs[shape] = self._capture(shape, frees_memory=frees_memory)
 
     def seconds(self, shape: PassShape) -> float:
         """Time of a pass of the shape without sequences, in its graph if it has one; waits for the device."""
@@ -258,7 +256,7 @@ class StaticStep:
             room=shape.room,
         )
 
-    def _capture(self, shape: PassShape) -> _Graph:
+    def _capture(self, shape: PassShape, *, frees_memory: bool) -> _Graph:
         """Run the shape without a sequence, so that kernels are compiled, then capture it."""
         columns_3B = self._no_sequences(shape)
         here, beside = torch.cuda.current_stream(), self._beside
@@ -269,8 +267,10 @@ class StaticStep:
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         result = fed = None
-        # `torch.cuda.graph` would free memory each time.
         torch.cuda.synchronize()
+        # `torch.cuda.graph` would do so each time. While it captures, torch frees nothing for an allocation.
+        if frees_memory:
+            torch.cuda.empty_cache()
         with _without_garbage_collection(), torch.cuda.stream(beside):
             graph.capture_begin(self._memory)
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from idlm.checkpoint import verify
 from idlm.train import cli
 from idlm.train.checkpoint import writer as writing
+from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.loop import trainer as training
 from idlm.train.planning.report import SampleReport
 from tests.integration.training.stopped_runs import (
@@ -200,6 +202,24 @@ def test_a_run_ends_before_its_time_is_over_and_goes_on(
     assert cli.main(arguments(base, output, **changes)) == 0
     assert metrics_of(output) == metrics_of(sync_run)
     assert_same_weights(output / "model.safetensors", sync_run / "model.safetensors")
+
+
+def test_a_signal_while_a_thread_saves_names_the_step_that_was_saved(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listen = training.StopRequests.on_step_end
+
+    def hear(self: Any, args: Any, state: Any, control: Any, **options: Any) -> Any:
+        if state.global_step == 3:
+            self._note(signal.SIGTERM, None)
+        return listen(self, args, state, control, **options)
+
+    monkeypatch.setattr(training.StopRequests, "on_step_end", hear)
+    monkeypatch.setattr(CheckpointWriter, "is_saving", True)
+    output, changes = tmp_path / "out", ASYNC | {"train.save_every": 2}
+    assert cli.main(arguments(base, output, **changes)) == 128 + signal.SIGTERM
+    assert checkpoints(output) == ["checkpoint-2"]
+    assert "stopped at step 3, saved at step 2; to continue" in capsys.readouterr().out
 
 
 def test_the_engine_of_the_report_finds_no_memory_of_training(base: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from idlm.cli.command import Terminated
+from idlm.errors import UserError
 from idlm.train.checkpoint import writer as writing
 from idlm.train.checkpoint.writer import CheckpointWriter, SaveTime
 from idlm.train.loop import trainer as trainer_module
@@ -92,6 +93,27 @@ def test_memory_of_the_first_save_is_allocated_while_training_goes_on(
     assert len(events) == 3, "the save finds its memory"
     assert copied(writer, {"a": torch.ones(3), "b": torch.zeros(9)})["b"].tolist() == [0.0] * 9
     assert events[3:] == ["allocated 36"], "other sizes than expected are allocated by the save"
+
+
+def test_a_run_that_fails_leaves_no_thread_that_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the interpreter it would abort the process, whose status would not say why it ended."""
+    writer, begun, goes_on = CheckpointWriter("async"), threading.Event(), threading.Event()
+    allocate = writing._host_buffer
+
+    def slow(buffer: writing.Buffer) -> torch.Tensor:
+        begun.set()
+        assert goes_on.wait(timeout=60)
+        return allocate(buffer)
+
+    monkeypatch.setattr(writing, "_host_buffer", slow)
+    with pytest.raises(UserError), writer.lingering():
+        with writer.expecting():
+            writer.put(Path("part"), [torch.zeros(3), torch.ones(2)], lambda _: None)
+        assert begun.wait(timeout=60)
+        threading.Timer(0.2, goes_on.set).start()
+        raise UserError("IDLM-0503", "weights", fix="none")
+    assert writer._allocating is not None and not writer._allocating.is_alive()
+    assert len(writer._buffers) == 1, "only what was under way is allocated"
 
 
 def test_memory_that_is_not_there_is_no_error_before_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
