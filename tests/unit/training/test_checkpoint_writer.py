@@ -97,11 +97,11 @@ def test_memory_of_the_first_save_is_allocated_while_training_goes_on(
 
 def test_a_run_that_fails_leaves_no_thread_that_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of the interpreter it would abort the process, whose status would not say why it ended."""
-    writer, begun, goes_on = CheckpointWriter("async"), threading.Event(), threading.Event()
+    writer, started, goes_on = CheckpointWriter("async"), threading.Event(), threading.Event()
     allocate = writing._host_buffer
 
     def slow(buffer: writing.Buffer) -> torch.Tensor:
-        begun.set()
+        started.set()
         assert goes_on.wait(timeout=60)
         return allocate(buffer)
 
@@ -109,7 +109,7 @@ def test_a_run_that_fails_leaves_no_thread_that_allocates(monkeypatch: pytest.Mo
     with pytest.raises(UserError), writer.lingering():
         with writer.expecting():
             writer.put(Path("part"), [torch.zeros(3), torch.ones(2)], lambda _: None)
-        assert begun.wait(timeout=60)
+        assert started.wait(timeout=60)
         threading.Timer(0.2, goes_on.set).start()
         raise UserError("IDLM-0503", "weights", fix="none")
     assert writer._allocating is not None and not writer._allocating.is_alive()
