@@ -33,7 +33,7 @@ from idlm.infer.memory.base import (
     runner_of,
 )
 from idlm.infer.models import fp8, moe
-from idlm.infer.models.loader import LoadedModel, load_outline, make_trunk, read_outline
+from idlm.infer.models.loader import LoadedModel, load_outline, make_trunk, read_outline, slot_share
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
@@ -253,13 +253,11 @@ def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCost
     """
     if decoder.kv_policy.kind == "none":
         return None
-    local, experts = model.local, model.local.moe
+    experts = model.local.moe
     weight_rows = STREAMED_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
-    slot_bytes = 2 * local.num_layers * local.num_kv_heads * local.head_dim * sizes.kv_dtype.itemsize
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.trunk.parameters())
     return PassCosts(
         weight_rows=weight_rows,
-        slot_rows=weight_rows * slot_bytes / max(1, weight_bytes),
+        slot_rows=weight_rows * slot_share(model, sizes.kv_dtype.itemsize),
         sequence_rows=min(rows_by_mode(decoder, sizes.max_length)),
     )
 

@@ -21,7 +21,7 @@ from idlm import __version__
 from idlm.devices import memory_bytes
 from idlm.infer.decoders.base import Decoder, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
-from idlm.infer.models.loader import LoadedModel
+from idlm.infer.models.loader import LoadedModel, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.buckets import (
     FED_BLOCK_BUCKETS,
@@ -175,10 +175,8 @@ class _Work:
         """The shapes to capture: those that are timed, then those of the modes that these times speak for."""
         timed = set(self.timed.values())
         yield from (shape for shape in self.shapes if shape in timed)
-        others, controller = (
-            [shape for shape in self.shapes if shape not in timed],
-            self.parts.stride_controller,
-        )
+        others = [shape for shape in self.shapes if shape not in timed]
+        controller = self.parts.stride_controller
         if controller is not None and self.times and self.is_alone:
             _teach(self.parts, self.times)
             likely = functools.cache(controller.likely_modes)
@@ -219,15 +217,13 @@ def _teach(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
     """Give the stride controller the times. The shortest pass reads all weights, and keys and values are read
     as fast.
     """
-    controller, local, model = parts.stride_controller, parts.model.local, parts.model
+    controller, model = parts.stride_controller, parts.model
     assert controller is not None
     itemsize = 1 if parts.settings.kv_cache == "fp8" else model.dtype.itemsize
-    slot_bytes = 2 * local.num_layers * local.num_kv_heads * local.head_dim * itemsize
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.trunk.parameters())
     controller.times = StepTimes(
         measured=times,
         widths=rows_by_mode(parts.decoder, parts.table.max_length),
-        seconds_per_slot=slot_bytes * min(times.values()) / max(1, weight_bytes),
+        seconds_per_slot=slot_share(model, itemsize) * min(times.values()),
     )
 
 
