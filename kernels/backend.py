@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 HOPPER = (9, 0)
+INTERPRETED_MULTIPROCESSORS = 6
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on a CPU, which it decides when they are imported."""
 _only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
@@ -67,7 +68,9 @@ def has_gluon(device: torch.device) -> bool:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the device, or a small number in the interpreter."""
     device = gpu_of(device)
-    return 3 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def rounds_as_written() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 import triton
 
-from idlm.kernels.backend import gpu_of, has_pdl
+from idlm.kernels.backend import has_pdl, num_multiprocessors
 from idlm.kernels.paged_attention.choice import Launch, choose_launch, walks_apart
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
 from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
@@ -30,7 +30,6 @@ from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 RECORD = 32
 PADDED_SEQUENCES, PADDED_TILES = (32, 512), (64, 512)
 """Entries that a program of the plan reads, padded to a few sizes: each is compiled by itself."""
-INTERPRETED_MULTIPROCESSORS = 6
 ANY_ROWS = (1 << 31) - 1
 """No maximum."""
 
@@ -241,12 +240,3 @@ def most_fixed_splits(launch: Launch, num_slots: int) -> int:
     while units > launch.octave << (octave + 1):
         octave += 1
     return int(triton.cdiv(units, 1 << octave)) + octave * launch.octave
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of the device, or a small number in the interpreter."""
-    device = gpu_of(device)
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

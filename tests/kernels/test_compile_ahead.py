@@ -26,8 +26,7 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.kernels.backend import has_gluon, has_pdl, only_compiled
-from idlm.kernels.paged_attention.planning import num_multiprocessors
+from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
 from idlm.semantics import Semantics
 
 triton = pytest.importorskip("triton")

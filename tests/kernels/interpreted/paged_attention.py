@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from idlm.kernels import backend
 from idlm.kernels.paged_attention import HeadShape, choice, paged_attention, plan_attention, planning
 from idlm.kernels.paged_attention.choice import Launch
 from idlm.kernels.paged_attention.planning import TritonPlan
@@ -187,7 +188,7 @@ def test_any_number_of_splits(programs_per_sm: int) -> None:
     case = build([causal(130, 2)], SMALL)
     tunables = replace(TINY, programs_per_sm=programs_per_sm)
     plan = plan_of(case, tunables)
-    wanted = max(1, planning.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
+    wanted = max(1, backend.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
     used = plan.items[:, 2] > 0
     split = plan.items[0, 15].item()
     assert split == min(wanted, 9), "132 slots are 9 blocks of 16"
