@@ -6,7 +6,7 @@ computed further on, with the masks on a branch that does not see them. `branch`
 every possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1; `branch_K`
 hangs K groups, on the pending token, on the last draft and evenly between them. `alternate` saves rows where
 they are dear: a pass that verifies feeds no masks, and the next one only drafts, for N rows. Any
-distribution that is known exactly when the draft is drawn is a valid q, hence all three emit the AR law. So
+distribution that is known exactly when the draft is drawn is a valid q, hence all of them emit the AR law. So
 does leaving out drafts by a choice that does not look at them, which is how the stride changes.
 """
 
