@@ -127,9 +127,9 @@ class Launched:
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def reference(self, outcome: Outcome) -> dict[str, Any]:
+    def reference(self, outcome: Outcome, name: str = "reference") -> dict[str, Any]:
         """What a run that is left alone gives; it saves at its end."""
-        run = self.folder / "reference"
+        run = self.folder / name
         status = wait(self.start(run, "torchrun", "sync", saves_once=True), self.end)
         self.say(f"the run left alone ended with {status}")
         assert status == 0, f"{status=} {log_of(run)}"
@@ -184,11 +184,11 @@ class Verdict:
 def verdicts(
     runs: Launched, cases: Sequence[tuple[str, ...]], outcome: Outcome, *, together: int
 ) -> Iterator[Verdict]:
-    """The verdict of each (launcher, writer), `together` at a time, those first that are done first; the run
-    left alone goes beside them.
+    """The verdict of each (launcher, writer), `together` at a time, those first that are done first; two runs
+    left alone go beside them, since kernels that differ from run to run would look like a wrong resume.
     """
-    with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(together) as pool:
-        expected = alone.submit(runs.reference, outcome)
+    with ThreadPoolExecutor(2) as alone, ThreadPoolExecutor(together) as pool:
+        expected, again = (alone.submit(runs.reference, outcome, name) for name in ("reference", "again"))
 
         def judge(case: tuple[str, ...]) -> Verdict:
             start, (launcher, writer) = time.monotonic(), case
@@ -198,13 +198,23 @@ def verdicts(
                 # First, so that the disk need not hold this run's checkpoint too.
                 wanted = expected.result()
                 found = runs.resumed(launcher, writer, outcome)
-                wrong = [key for key, value in wanted.items() if found.get(key) != value]
+                wrong = different(wanted, found)
                 complaint = f"{wrong} differ: {found}" if wrong else ""
+                if wrong and (unlike := different(wanted, again.result())):
+                    complaint = f"the runs left alone differ too, in {unlike}; {complaint}"
             seconds = time.monotonic() - start
             return Verdict(launcher=case[0], writer=case[1], told=told, complaint=complaint, seconds=seconds)
 
         for done in as_completed([pool.submit(judge, case) for case in cases]):
             yield done.result()
+
+
+def different(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What `found` has otherwise than `wanted`; of losses the first step too."""
+    wrong = [key for key, value in wanted.items() if found.get(key) != value]
+    pairs = zip(wanted["losses"], found.get("losses", []), strict=False)
+    steps = (step for step, (one, two) in enumerate(pairs, start=1) if one != two)
+    return [f"losses from step {next(steps, None)}" if key == "losses" else key for key in wrong]
 
 
 def measure(options: dict[str, str], outcome: Outcome) -> int:

@@ -19,7 +19,7 @@ CASES = [("torchrun", "async"), ("deepspeed", "sync"), ("torchrun", "sync")]
 class Told(Launched):
     """Runs whose results are given."""
 
-    def reference(self, outcome: Any) -> dict[str, Any]:
+    def reference(self, outcome: Any, name: str = "reference") -> dict[str, Any]:
         return WHOLE
 
     def stop_in_a_save(self, launcher: str, writer: str) -> str:
@@ -36,6 +36,19 @@ def test_a_resumed_run_counts_if_it_was_stopped_in_a_save_and_all_is_equal(tmp_p
     assert (equal.launcher, equal.writer, equal.complaint) == ("torchrun", "async", "")
     assert "losses" in other.complaint and "weights" not in other.complaint.partition("differ")[0]
     assert missed.complaint and not missed.told
+
+
+def test_a_difference_is_laid_to_kernels_where_runs_left_alone_differ(tmp_path: Path) -> None:
+    class Unsteady(Told):
+        def reference(self, outcome: Any, name: str = "reference") -> dict[str, Any]:
+            return WHOLE if name == "reference" else WHOLE | {"losses": [2.0]}
+
+    runs = Unsteady(folder=tmp_path, shape="small", layers=1, device="cpu")
+    equal, other = sorted(
+        verdicts(runs, CASES[:2], lambda run: WHOLE, together=2), key=lambda one: one.complaint
+    )
+    assert not equal.complaint
+    assert "the runs left alone differ too, in ['losses from step 1']" in other.complaint
 
 
 def test_only_files_of_unpublished_checkpoints_count_as_a_running_save(tmp_path: Path) -> None:
