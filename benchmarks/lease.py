@@ -28,6 +28,7 @@ from idlm.errors import UserError
 
 DEFAULTS = {"plan": "", "out": "", "seconds": "540", "lines": "25"}
 SECONDS_TO_PACK = 5
+MARK = "IDLM_LEASE_STEP"
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,15 @@ def run_stream(steps: list[Step], folder: Path, deadline: float) -> list[str]:
 
 
 def run_step(step: Step, folder: Path, seconds: float) -> str:
-    """Run one command in a group of its own, so that a stop reaches all its processes."""
+    """Run one command, and end all its processes with it. A variable of the environment marks them, because
+    launchers start ranks in groups of their own.
+    """
+    mark = f"{folder.name}-{step.gpu}-{step.number}"
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": str(step.gpu),
         "RESULTS": str(folder),
+        MARK: mark,
         "PYTHONUNBUFFERED": "1",
     }
     with (folder / f"{step.gpu}_{step.number:03}.log").open("w") as log:
@@ -97,10 +102,18 @@ def run_step(step: Step, folder: Path, seconds: float) -> str:
         except subprocess.TimeoutExpired:
             return "stopped"
         finally:
-            # What it started may outlive it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # What it started may outlive it, with the memory of a GPU.
+            end_marked(mark)
             process.wait()
+
+
+def end_marked(mark: str) -> None:
+    """Kill the processes that have this mark."""
+    wanted = f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def main() -> int:

@@ -13,14 +13,16 @@ import json
 import os
 import socket
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters, num_elements
 
 STAGES = (0, 1, 2, 3)
 # Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
@@ -72,6 +74,20 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
             "stage3_gather_16bit_weights_on_model_save": False,
         }
     return base | {"zero_optimization": zero}
+
+
+def hold_gradients(settings: dict[str, Any], parameters: Iterable[Tensor]) -> None:
+    """Make buckets of ZeRO-1 and 2 in `settings` hold the largest gradient, if they overlap communication.
+
+    DeepSpeed 0.19.8 reduces a larger gradient where it lies, on a stream of its own, and frees it at once.
+    Later kernels then write into it: the head and the embedding of Qwen3-8B got wrong or infinite gradients.
+    """
+    zero = settings.get("zero_optimization", {})
+    if zero.get("stage") in (1, 2) and zero.get("overlap_comm"):
+        given = zero.get("reduce_bucket_size", BUCKET_ELEMENTS)
+        sizes = [num_elements(one) for one in parameters if one.requires_grad]
+        # "auto" would be the square of the model's width.
+        zero["reduce_bucket_size"] = max(BUCKET_ELEMENTS if given == "auto" else int(given), *sizes)
 
 
 def deepspeed_problems(config: TrainConfig) -> list[str]:

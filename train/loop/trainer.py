@@ -7,7 +7,9 @@ those for saving in `idlm.train.checkpoint.save`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -73,6 +75,10 @@ class IdlmTrainer(SavingTrainer):
             decay=decay,
         )
         previous = PreviousMeans() if balance == "previous" else None
+        if args.deepspeed_plugin is not None:
+            from idlm.train.distributed.deepspeed_settings import hold_gradients
+
+            hold_gradients(args.deepspeed_plugin.deepspeed_config, model.parameters())
         super().__init__(
             model=model,
             args=args,
@@ -167,6 +173,8 @@ class IdlmTrainer(SavingTrainer):
         # accelerate's loader hands out the rows of one that it holds.
         inner = getattr(loader, "base_dataloader", loader)
         inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
+        atexit.unregister(end_workers)
+        atexit.register(end_workers)
         return loader
 
 
@@ -180,6 +188,15 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
         seed(worker)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_workers() -> None:
+    """Kill data workers. At the end of a process multiprocessing sends them SIGTERM, which they ignore, and
+    waits: a run that failed with its loader still open would never end.
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 class TimeLimit:

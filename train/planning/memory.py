@@ -212,7 +212,8 @@ def _buffer_terms(shape: ModelShape, run: RunSetup, trained: int) -> list[Term]:
         return [*terms, Term("DDP buckets", 4 * trained, "4 P")] if run.world_size > 1 else terms
     bucket = min(BUCKET_ELEMENTS, trained)
     if run.zero_stage in (1, 2):
-        terms.append(Term("ZeRO buckets", 2 * e * bucket, f"2 e x min({BUCKET_ELEMENTS:.0e}, P)"))
+        whole = min(max(BUCKET_ELEMENTS, shape.vocabulary * shape.width), trained)
+        terms.append(Term("ZeRO buckets", 2 * e * whole, f"2 e x min(max({BUCKET_ELEMENTS:.0e}, V D), P)"))
     if run.zero_stage >= SHARDS_WEIGHTS:
         live = min(LIVE_ELEMENTS, shape.num_parameters)
         terms.append(Term("ZeRO-3 bucket", e * bucket, "e x min(2e8, P)"))

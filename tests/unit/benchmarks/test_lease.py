@@ -45,7 +45,7 @@ def is_alive(pid: str) -> bool:
 def test_a_late_command_is_stopped_with_what_it_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = "[0]\n3 sleep 1000 & echo $! > $RESULTS/pid; sleep 1000\n50 touch $RESULTS/next"
+    plan = "[0]\n3 setsid sleep 1000 & echo $! > $RESULTS/pid; sleep 1000\n50 touch $RESULTS/next"
     found = run(monkeypatch, tmp_path, plan)
     assert "next" in found and not is_alive(found["pid"].strip())
     assert "stopped" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from idlm.errors import UserError
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import gathered, num_parameters, whole_weights, zero_stage
-from idlm.train.distributed.deepspeed_settings import deepspeed_config
+from idlm.train.distributed.deepspeed_settings import deepspeed_config, hold_gradients
 from idlm.train.planning.estimate import advice, explain_out_of_memory, state_bytes
 from idlm.train.planning.memory import ModelShape, memory_plan
 from idlm.train.planning.state import GIB, state_setup, state_terms
@@ -170,3 +170,22 @@ def test_the_last_resort_is_a_shorter_sample() -> None:
     told = advice(config, num_trained=GIB, num_frozen=0, world_size=8)
     assert any("train.max_length=2048" in line for line in told)
     assert not any("batch_size" in line or "zero_stage" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 7}, 7 * 10**8),
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": "auto"}, 7 * 10**8),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 9e8}, 9 * 10**8),
+        ({"stage": 2, "overlap_comm": True}, 7 * 10**8),
+        # Nothing is freed on another stream.
+        ({"stage": 2, "overlap_comm": False, "reduce_bucket_size": 7}, 7),
+        ({"stage": 3, "overlap_comm": True, "reduce_bucket_size": 7}, 7),
+    ],
+)
+def test_buckets_hold_the_largest_gradient(given: dict[str, object], held: int) -> None:
+    head, frozen = torch.empty(7 * 10**8, device="meta"), torch.empty(2 * 10**9, device="meta")
+    settings = {"zero_optimization": dict(given)}
+    hold_gradients(settings, [head.requires_grad_(), frozen])
+    assert settings["zero_optimization"]["reduce_bucket_size"] == held
