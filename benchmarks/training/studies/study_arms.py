@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.training.studies.study_no_shift import NAME as NO_SHIFT
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.tasks import TASKS, Task
@@ -140,6 +141,7 @@ def _strided(
     *overrides: str,
     stages: str | None = None,
     phase: str = "response",
+    objective: str = "idlm",
 ) -> Arm:
     """An I-DLM: the stages of recipe tiny (strides in turn, the last one balanced), or `stages`."""
     if stages is None:
@@ -148,7 +150,7 @@ def _strided(
         listed = [f"{{stride: {one}, fraction: {share}, clean_weight: 0.2}}" for one in before]
         rest = round(1 - share * len(before), 3)
         stages = ", ".join([*listed, f"{{stride: {stride}, fraction: {rest}, clean_weight: auto}}"])
-    common = ("objective=idlm", f"train.stages=[{stages}]", f"train.phase={phase}")
+    common = (f"objective={objective}", f"train.stages=[{stages}]", f"train.phase={phase}")
     return Arm(overrides=(*common, *overrides), cells=cells, stride=stride)
 
 
@@ -167,7 +169,8 @@ _FIXED = ", ".join(
 ARMS = {
     BASE: Arm(overrides=("objective=ar",), cells=AR),
     CONTROL: Arm(overrides=("objective=ar",), cells=AR),
-    # Cells of one engine stand next to each other.
+    # Cells of one engine stand next to each other. `block_4` is the arm with blocks that are bidirectional,
+    # without the shift of logits: the block diffusion of the paper's Figure 6(a).
     "idlm_4": _strided(4, (AR[0], *COLDS, RELAXED, *BRANCHES, PUBLISHED)),
     "block_4": Arm(
         overrides=("objective=block", "train.stages=[{stride: 4, fraction: 1.0}]"), cells=BLOCKS, stride=4
@@ -179,6 +182,8 @@ ARMS = {
     # Ablations of idlm_4, and of lora_4.
     "no_balance": _strided(4, STRIDED, stages=_FIXED),
     "no_curriculum": _strided(4, STRIDED, stages="{stride: 4, fraction: 1.0, clean_weight: auto}"),
+    # Compared in training alone (study_no_shift.py).
+    NO_SHIFT: _strided(4, AR[:1], objective=NO_SHIFT),
     "random_phase": _strided(4, STRIDED, phase="random"),
     "lora_kl": _drafting("kl"),
     "lora_overlap": _drafting("overlap"),

@@ -57,11 +57,11 @@ def job_of(folder: Path, name: str) -> Job:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base and two arms on it, in this process."""
+    """A base and three arms on it, in this process."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "0").mkdir()
     study_worker.write_samples(folder / "0", 2)
-    for name in (BASE, "idlm_4", "lora_4"):
+    for name in (BASE, "idlm_4", "lora_4", "no_shift"):
         study_worker.run_arm(job_of(folder, name))
     return folder
 
@@ -69,8 +69,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_arms_are_trained_and_decoded_as_they_say(trained: Path) -> None:
     assert Semantics.load(trained / "0" / "idlm_4").stride == 4
     assert Semantics.load(trained / "0" / "lora_4").gated
+    assert Semantics.load(trained / "0" / "no_shift").stride == 1
     records = read_records([trained / "results"])
-    assert [record["name"] for record in records] == [BASE, "idlm_4", "lora_4"]
+    assert [record["name"] for record in records] == [BASE, "idlm_4", "lora_4", "no_shift"]
+    assert [len(record["trained"]["acceptance"]) for record in records] == [0, 3, 3, 3]
     for record in records:
         found = [(cell["strategy"], cell["temperature"], cell["task"]) for cell in record["cells"]]
         cells = ARMS[record["name"]].cells
@@ -221,7 +223,7 @@ def test_only_a_gpu_decodes_deterministically_and_the_base_is_asked_itself(
 
 def test_arms_have_equal_flops(tmp_path: Path) -> None:
     words = {**study.OPTIONS, "size": "toy", "device": "cpu"}
-    jobs = study.planned_jobs(words, [CONTROL, "idlm_4", "lora_4", "block_4"])
+    jobs = study.planned_jobs(words, [CONTROL, "idlm_4", "lora_4", "block_4", "no_shift"])
     for job in jobs:
         each = flops_per_step(job.name, SIZES["toy"], device="cpu")
         assert job.flops == pytest.approx(jobs[0].flops, abs=0.51 * each), job.name
