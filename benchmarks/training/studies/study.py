@@ -8,10 +8,11 @@ A run trains the base of its seed, then `parallel` arms at a time (study_arms.py
 own (study_worker.py), on one GPU. Beside the base, every arm is rehearsed for a few steps and answers, so
 that its kernels are compiled (on disk) when it begins. An arm without time left is not begun. Records are in
 `results/study`, cell by cell; whole ones, there or in `known`, are not made again, so that the same command
-continues a study. On a machine that is lent, `keep` gets the checkpoints of the base and of idlm_4 (10 MB
-each) and `base=FILE` takes the first of them in the next lease. Two GPUs take a seed each, or two parts of
-`arms` with one `base`. Ablations have bases of their own, so their records are in
-`results/ablations/study`.
+continues a study. Where `folder` and `results` stay, training goes on from its last save and decoding from
+the last cell: `continues=true` says so, and arms begin that cannot end. On a machine that is lent, `keep`
+gets the checkpoints of the base and of idlm_4 (10 MB each) and `base=FILE` takes the first of them in the
+next lease. Two GPUs take a seed each, or two parts of `arms` with one `base`. Ablations have bases of their
+own, so their records are in `results/ablations/study`, and those of `size=large` in `results/large/study`.
 
 An AR base learns from generated problems alone, in a tokenizer of 165 ids.
 """
@@ -65,6 +66,7 @@ OPTIONS = {
     "seconds": "1600",
     "parallel": "5",
     "rehearse": "auto",
+    "continues": "false",
     "size": "small",
     "base_steps": "4000",
     "share": "0.25",
@@ -82,6 +84,8 @@ PARTS = ("run", "table", "plan")
 LINES_OF_A_FAILURE = 25
 ABLATIONS = "ablations"
 """Below the results: records of arms on other bases than the study's, which only ablations compare."""
+LARGE = "large"
+"""Below the results: records of the larger model, which have a table of their own."""
 WORKER = ("-m", "benchmarks.training.studies.study_worker")
 REHEARSAL: dict[str, Any] = {"steps": 6, "flops": 0.0, "max_tokens": 8, "workers": 1, "keep": ""}
 """Six steps have some for each of three stages."""
@@ -107,6 +111,10 @@ def study(arguments: list[str]) -> int:
     if options["part"] == "table":
         records, ablations = read_records([results]), read_records([results / ABLATIONS])
         print(report(records, ablations=ablations, results=results, plots=Path("docs/plots")))
+        if large := read_records([results / LARGE]):
+            size = SIZES[large[0]["size"]]
+            print(f"\nA model of {size.parameters:,} parameters:\n")
+            print(report(large, results=results, bench=f"study_{LARGE}"))
         return 0
     if options["device"] == "auto":
         options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,7 +164,7 @@ def run_seed(options: dict[str, str], names: Sequence[str]) -> int:
             f"the base of seed {seed} is not in {folder / BASE}, and no arm of this run trains it",
             fix="add the arm base, or give base=FILE, the checkpoint that keep=DIR has kept",
         )
-    processes, has_all = Processes(folder, deadline), True
+    processes, has_all = Processes(folder, deadline, continues=options["continues"] == "true"), True
     jobs: list[Job] = []
     rehearses = options["rehearse"] == "true" or (options["rehearse"], options["device"]) == ("auto", "cuda")
     try:
@@ -231,10 +239,12 @@ class Running:
 
 
 class Processes:
-    """Arms in processes of their own, which end with `stop` or at the `deadline` (monotonic clock)."""
+    """Arms in processes of their own, which end with `stop` or at the `deadline` (monotonic clock). With
+    `continues`, those begin too that cannot end.
+    """
 
-    def __init__(self, folder: Path, deadline: float) -> None:
-        self.folder, self.deadline = folder, deadline
+    def __init__(self, folder: Path, deadline: float, *, continues: bool = False) -> None:
+        self.folder, self.deadline, self.continues = folder, deadline, continues
         self.running: list[Running] = []
         self.longest = 0.0
         self.has_failed = False
@@ -303,7 +313,7 @@ class Processes:
         for one in [one for one in self.running if one.process.poll() is not None]:
             self.running.remove(one)
             seconds, status = time.monotonic() - one.start, one.process.returncode
-            if one.job.name != BASE and not one.is_rehearsal:
+            if one.job.name != BASE and not (one.is_rehearsal or self.continues):
                 self.longest = max(self.longest, seconds)
             is_fine = status == 0 and one.job.record.is_file()
             kind = " (rehearsal)" if one.is_rehearsal else ""

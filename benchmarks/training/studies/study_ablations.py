@@ -11,7 +11,8 @@ An option becomes the default if three seeds or more have all these cells and
 
 Of two options that exclude each other and both pass, the one with the larger gain becomes the default. All
 arms have the same FLOPs, so that what an option costs is in its gain. An arm that was trained and not decoded
-has `training_gain`, points of acceptance in the last steps of training, which decides nothing.
+has `training_gain`, points of acceptance in the last steps of training, which decides nothing: the mean over
+drafts, of `no_shift` over those as far from the last clean token as a draft of the other arm.
 
 Beside these rows: in how many greedy answers R-ISD (`RISD`) differs from its base.
 """
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import result_row
 from benchmarks.training.studies.study_arms import CHAINS, STRIDED
+from benchmarks.training.studies.study_no_shift import NAME as NO_SHIFT
+from benchmarks.training.studies.study_no_shift import NEAREST
 
 if TYPE_CHECKING:
     from benchmarks.training.studies.study_report import Key, Measured
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 BENCH = "study_ablations"
 OPTIONS = {"random_phase": "idlm_4", "lora_kl": "lora_4", "lora_overlap": "lora_4"}
 """Arms whose options may become defaults, and the arm without."""
-ABLATIONS = OPTIONS | {"no_balance": "idlm_4", "no_curriculum": "idlm_4"}
+ABLATIONS = OPTIONS | {"no_balance": "idlm_4", "no_curriculum": "idlm_4", NO_SHIFT: "idlm_4"}
 MIN_GAIN, MAX_LOSS = 0.01, 0.005
 MIN_SEEDS = 3
 RISD = "lora_4"
@@ -128,12 +131,17 @@ def _training_gains(measured: Mapping[Key, Measured], arm: str, over: str) -> tu
         }
         for name in (arm, over)
     )
-    return tuple(
-        statistics.fmean(mine[seed]["trained_acceptance"])
-        - statistics.fmean(other[seed]["trained_acceptance"])
-        for seed in sorted(mine.keys() & other.keys())
-        if mine[seed]["base"] == other[seed]["base"] and mine[seed]["trained_acceptance"]
-    )
+    found = []
+    for seed in sorted(mine.keys() & other.keys()):
+        mine_by, other_by = _by_distance(arm, mine[seed]), _by_distance(over, other[seed])
+        if (common := mine_by.keys() & other_by.keys()) and mine[seed]["base"] == other[seed]["base"]:
+            found.append(statistics.fmean(mine_by[one] - other_by[one] for one in sorted(common)))
+    return tuple(found)
+
+
+def _by_distance(arm: str, cell: Mapping[str, Any]) -> dict[int, float]:
+    """Acceptance in training by the distance of a draft from the last clean token that its mask sees."""
+    return dict(enumerate(cell["trained_acceptance"], start=NEAREST if arm == NO_SHIFT else 2))
 
 
 def drafted_greedily(measured: Mapping[Key, Measured]) -> Iterator[tuple[Key, int, int]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.training.studies.study_no_shift import NAME as NO_SHIFT
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.tasks import TASKS, Task
@@ -22,15 +23,18 @@ CHAINS = {"short": (4, 8), "long": (12, 16)}
 """Steps of the problems that are asked; training has all from the shortest to the longest."""
 LEVEL = "p4"
 MAX_LENGTH, MAX_TOKENS = 544, 440
-BASE_RATE, ARM_RATE = 2e-3, 7e-4
-"""Peaks of the cosine. At the base's rate the control fell from 81 to 67 % of short chains in 600 steps."""
+BASE_RATE, ARM_RATE, LORA_RATE = 2e-3, 7e-4, 3e-3
+"""Peaks of the cosine at a width of 256. At the base's rate the control fell from 81 to 67 % of short chains
+in 600 steps.
+"""
 TASK_ARGS = f"{{min_steps: {CHAINS['short'][0]}, max_steps: {CHAINS['long'][1]}}}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model and its batches."""
+    """A model with `parameters` weights and its batches; `rate` multiplies all peaks of learning rates."""
 
+    parameters: int
     hidden: int
     ffn: int
     layers: int
@@ -38,6 +42,7 @@ class Size:
     head_dim: int
     batch: int
     row_length: int
+    rate: float = 1.0
 
     def model(self) -> list[str]:
         """Overrides for new weights."""
@@ -56,9 +61,25 @@ class Size:
 
 
 SIZES = {
-    # 4.8 M parameters: a bf16 checkpoint takes 9.6 MB.
-    "small": Size(hidden=256, ffn=768, layers=6, heads=4, head_dim=64, batch=32, row_length=1152),
-    "toy": Size(hidden=32, ffn=48, layers=2, heads=4, head_dim=16, batch=1, row_length=1152),
+    # A bf16 checkpoint takes 9.6 MB.
+    "small": Size(
+        parameters=4_771_840, hidden=256, ffn=768, layers=6, heads=4, head_dim=64, batch=32, row_length=1152
+    ),
+    # A step of Adam changes a product, also that with A of a LoRA, by rate times width: rates are 256 / 640.
+    "large": Size(
+        parameters=49_289_600,
+        hidden=640,
+        ffn=1920,
+        layers=10,
+        heads=10,
+        head_dim=64,
+        batch=32,
+        row_length=1152,
+        rate=0.4,
+    ),
+    "toy": Size(
+        parameters=27_872, hidden=32, ffn=48, layers=2, heads=4, head_dim=16, batch=1, row_length=1152
+    ),
 }
 
 
@@ -104,11 +125,14 @@ BLOCKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """`overrides` of idlm-train beside the common ones; `stride` 1 decides one token a pass."""
+    """`overrides` of idlm-train beside the common ones; `stride` 1 decides one token a pass; `rate` is the
+    peak of its learning rate on a base.
+    """
 
     overrides: tuple[str, ...]
     cells: tuple[Cell, ...]
     stride: int = 1
+    rate: float = ARM_RATE
 
 
 def _strided(
@@ -117,6 +141,7 @@ def _strided(
     *overrides: str,
     stages: str | None = None,
     phase: str = "response",
+    objective: str = "idlm",
 ) -> Arm:
     """An I-DLM: the stages of recipe tiny (strides in turn, the last one balanced), or `stages`."""
     if stages is None:
@@ -125,15 +150,16 @@ def _strided(
         listed = [f"{{stride: {one}, fraction: {share}, clean_weight: 0.2}}" for one in before]
         rest = round(1 - share * len(before), 3)
         stages = ", ".join([*listed, f"{{stride: {stride}, fraction: {rest}, clean_weight: auto}}"])
-    common = ("objective=idlm", f"train.stages=[{stages}]", f"train.phase={phase}")
+    common = (f"objective={objective}", f"train.stages=[{stages}]", f"train.phase={phase}")
     return Arm(overrides=(*common, *overrides), cells=cells, stride=stride)
 
 
 def _drafting(distill: str = "none", *, cells: tuple[Cell, ...] = ()) -> Arm:
     """R-ISD: a gated LoRA, whose clean rows are the base's and have no loss."""
     stages = "{stride: 2, fraction: 0.25}, {stride: 3, fraction: 0.25}, {stride: 4, fraction: 0.5}"
-    adapter = ("adapter.rank=64", "adapter.alpha=128", "train.learning_rate=3e-3", f"train.distill={distill}")
-    return _strided(4, (AR[0], *STRIDED, *cells), *adapter, stages=stages)
+    adapter = ("adapter.rank=64", "adapter.alpha=128", f"train.distill={distill}")
+    arm = _strided(4, (AR[0], *STRIDED, *cells), *adapter, stages=stages)
+    return replace(arm, rate=LORA_RATE)
 
 
 _FIXED = ", ".join(
@@ -143,7 +169,8 @@ _FIXED = ", ".join(
 ARMS = {
     BASE: Arm(overrides=("objective=ar",), cells=AR),
     CONTROL: Arm(overrides=("objective=ar",), cells=AR),
-    # Cells of one engine stand next to each other.
+    # Cells of one engine stand next to each other. `block_4` is the arm with blocks that are bidirectional,
+    # without the shift of logits: the block diffusion of the paper's Figure 6(a).
     "idlm_4": _strided(4, (AR[0], *COLDS, RELAXED, *BRANCHES, PUBLISHED)),
     "block_4": Arm(
         overrides=("objective=block", "train.stages=[{stride: 4, fraction: 1.0}]"), cells=BLOCKS, stride=4
@@ -155,6 +182,8 @@ ARMS = {
     # Ablations of idlm_4, and of lora_4.
     "no_balance": _strided(4, STRIDED, stages=_FIXED),
     "no_curriculum": _strided(4, STRIDED, stages="{stride: 4, fraction: 1.0, clean_weight: auto}"),
+    # Compared in training alone (study_no_shift.py).
+    NO_SHIFT: _strided(4, AR[:1], objective=NO_SHIFT),
     "random_phase": _strided(4, STRIDED, phase="random"),
     "lora_kl": _drafting("kl"),
     "lora_overlap": _drafting("overlap"),
@@ -201,7 +230,7 @@ def train_arguments(
         f"train.batch_size={size.batch}",
         f"train.max_length={MAX_LENGTH}",
         f"train.row_length={size.row_length}",
-        f"train.learning_rate={BASE_RATE if base is None else ARM_RATE}",
+        f"train.learning_rate={size.rate * (BASE_RATE if base is None else ARMS[name].rate):g}",
         "train.warmup=0.03",
         "train.weight_decay=0.01",
         "train.adam_beta2=0.98",
@@ -210,7 +239,8 @@ def train_arguments(
         # The base trains alone.
         f"train.workers={(2 if name == BASE else 1) * workers if is_gpu else 0}",
         f"train.log_every={max(1, min(50, steps // 10))}",
-        f"train.save_every={steps}",
+        # An arm that is cut off goes on in the next run.
+        f"train.save_every={max(1, steps // (4 if name == BASE else 2))}",
         "train.save_total_limit=1",
         *start,
         *ARMS[name].overrides,

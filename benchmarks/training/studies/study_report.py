@@ -23,7 +23,16 @@ from benchmarks.figures import save_svg
 from benchmarks.results import check_row, result_row
 from benchmarks.training.studies.study_ablations import BENCH as ABLATIONS_BENCH
 from benchmarks.training.studies.study_ablations import ablation_rows, decisions, drafted_greedily
-from benchmarks.training.studies.study_arms import ARMS, BASE, BRANCH, CHAINS, COLD, CONTROL, DETERMINISTIC
+from benchmarks.training.studies.study_arms import (
+    ARMS,
+    BASE,
+    BRANCH,
+    CHAINS,
+    COLD,
+    CONTROL,
+    DETERMINISTIC,
+    SIZES,
+)
 from benchmarks.training.studies.study_paper import beside_paper, draw_efficiency
 from benchmarks.training.studies.study_worker import MACHINE, marks_of
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -146,13 +155,14 @@ def control_of(key: Key, measured: dict[Key, Measured]) -> Measured | None:
     return None if control is None or not control.seeds_beside(measured[key]) else control
 
 
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Result rows of all cells."""
+def rows(records: Sequence[Record], bench: str = BENCH) -> list[dict[str, Any]]:
+    """Result rows of all cells; those of another table than the study's name the size of the model."""
+    size = {} if bench == BENCH else {"parameters": SIZES[records[-1]["size"]].parameters}
     measured, out = collect(records), []
     for key, cell in measured.items():
         arm, strategy, temperature, chain = key
         first = next(iter(cell.cells.values()))
-        case = {
+        case = size | {
             "arm": arm,
             "stride": first["stride"] if first["stride"] > 1 else ARMS[arm].stride,
             "strategy": strategy,
@@ -163,31 +173,28 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         for metric, value, unit, baseline in metrics(cell, control_of(key, measured)):
             out.append(
                 result_row(
-                    BENCH,
+                    bench,
                     case,
                     metric,
                     value,
                     unit,
                     baseline=baseline,
                     exactness=first["exactness"],
-                    command="python -m benchmarks.study",
+                    command=f"python -m benchmarks.{BENCH}"
+                    + (f" size={records[-1]['size']}" if size else ""),
                 )
             )
     return out
 
 
-def write_rows(records: Sequence[Record], ablations: Sequence[Record], results: Path) -> None:
-    """Replace the rows of earlier records, with the machine and commit of the last record of each table."""
-    for bench, made, found in (
-        (BENCH, records, rows(records)),
-        (ABLATIONS_BENCH, ablations, ablation_rows(collect(ablations))),
-    ):
-        machine = max((record["machine"] for record in made), key=lambda one: one["date"])
-        stamped = [row | {name: machine[name] for name in MACHINE} for row in found]
-        for row in stamped:
-            check_row(row)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in stamped)
-        (results / f"{bench}.jsonl").write_text(text, encoding="utf-8")
+def write_rows(bench: str, records: Sequence[Record], found: Iterable[dict[str, Any]], results: Path) -> None:
+    """Replace the rows of earlier records, with the machine and commit of the last one of `records`."""
+    machine = max((record["machine"] for record in records), key=lambda one: one["date"])
+    stamped = [row | {name: machine[name] for name in MACHINE} for row in found]
+    for row in stamped:
+        check_row(row)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in stamped)
+    (results / f"{bench}.jsonl").write_text(text, encoding="utf-8")
 
 
 def metrics(cell: Measured, control: Measured | None) -> list[tuple[str, float, str, float | None]]:
@@ -214,15 +221,18 @@ def report(
     ablations: Sequence[Record] = (),
     results: Path | None = None,
     plots: Path | None = None,
+    bench: str = BENCH,
 ) -> str:
     """The table and the goals as text; with `results`, its rows replace those of earlier records there.
-    Without `ablations`, they are among the records.
+    Without `ablations`, they are among the records; only those of the study have rows.
     """
     if not records:
         return "there are no records"
-    if results is not None:
-        write_rows(records, ablations or records, results)
     measured, compared = collect(records), collect(ablations or records)
+    if results is not None:
+        write_rows(bench, records, rows(records, bench), results)
+        if bench == BENCH:
+            write_rows(ABLATIONS_BENCH, ablations or records, ablation_rows(compared), results)
     if plots is not None:
         draw(measured, plots)
     lines = [*table(records, measured), ""]

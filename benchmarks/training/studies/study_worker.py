@@ -121,7 +121,8 @@ def main(arguments: list[str]) -> int:
 
 def run_arm(job: Job) -> None:
     """Train the arm, unless its folder says that it is trained, then decode it. Every cell adds to its
-    record, because a machine that is lent may be taken back at any time.
+    record, because a machine that is lent may be taken back at any time; cells that the record of this job
+    has are not decoded again.
     """
     if not (job.output / TRAINED).is_file():
         train(job)
@@ -136,8 +137,13 @@ def run_arm(job: Job) -> None:
         "cells": [],
     }
     job.record.parent.mkdir(parents=True, exist_ok=True)
+    if job.record.is_file():
+        known = read_json(job.record)
+        changing = ("machine", "is_whole", "cells")
+        if all(known.get(key) == value for key, value in record.items() if key not in changing):
+            record["cells"] = known["cells"]
     num_cells = len(ARMS[job.name].cells) * len(CHAINS)
-    for cell in measured(job):
+    for cell in measured(job, num_known=len(record["cells"])):
         record["cells"].append(cell)
         record["is_whole"] = len(record["cells"]) == num_cells
         replace_text(job.record, json.dumps(record) + "\n")
@@ -189,22 +195,27 @@ def pack(checkpoint: Path, target: Path) -> None:
                 packed.add(path, path.name)
 
 
-def measured(job: Job) -> Iterator[dict[str, Any]]:
-    """A dict for every cell and chain; one engine for cells that differ in the settings of requests alone."""
+def measured(job: Job, *, num_known: int = 0) -> Iterator[dict[str, Any]]:
+    """A dict for every cell and chain behind the first `num_known`; one engine for cells that differ in the
+    settings of requests alone. Greedy AR answers stay in the folder of the arm for cells of a later run.
+    """
     arm = ARMS[job.name]
     problems = {chain: read_samples(Path(job.folder), chain, job.num) for chain in CHAINS}
-    greedy: dict[str, list[tuple[int, ...]]] = {}
-    for _, cells in itertools.groupby(arm.cells, key=lambda one: (one.decoder, one.engine, one.of_base)):
-        first, *others = cells
-        engine = engine_of(job, first)
-        for cell, chain in itertools.product((first, *others), CHAINS):
+    stored = job.output / "greedy.json"
+    greedy: dict[str, list[list[int]]] = read_json(stored) if num_known and stored.is_file() else {}
+    left = list(itertools.product(arm.cells, CHAINS))[num_known:]
+    for _, group in itertools.groupby(left, key=lambda one: (one[0].decoder, one[0].engine, one[0].of_base)):
+        cells = list(group)
+        engine = engine_of(job, cells[0][0])
+        for cell, chain in cells:
             params = SamplingParams(
                 temperature=cell.temperature, max_tokens=job.max_tokens, seed=SEED, **cell.sampling
             )
             result = evaluate(engine, task_of(chain), problems[chain], params)
-            answers = [tuple(done.token_ids) for done in result.completions]
+            answers = [list(done.token_ids) for done in result.completions]
             if cell.decoder == "ar" and cell.temperature == 0:
                 greedy[chain] = answers
+                replace_text(stored, json.dumps(greedy))
             known = greedy.get(chain) if cell.temperature == 0 else None
             yield figures(cell, chain, result, arm.stride if cell.decoder == "isd" else 1) | {
                 "equal_to_ar": None if known is None else equal_share(answers, known)
@@ -271,7 +282,7 @@ def marks_of(text: str, num: int) -> list[bool]:
     return [bool(bits >> place & 1) for place in range(num)]
 
 
-def equal_share(answers: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> float:
+def equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
     """Share of problems with the same answer, token for token."""
     return sum(mine == theirs for mine, theirs in zip(answers, others, strict=True)) / len(answers)
 

@@ -86,7 +86,7 @@ def test_an_option_becomes_the_default_by_the_rule(
 ) -> None:
     line, *others = decisions(collect(pair("random_phase", forwards, **changes)))
     assert line.endswith(said)
-    assert others == ["no_balance over idlm_4: not run", "no_curriculum over idlm_4: not run"]
+    assert others == [f"{arm} over idlm_4: not run" for arm in ("no_balance", "no_curriculum", "no_shift")]
 
 
 def test_the_gain_is_that_of_pairs_on_one_base() -> None:
@@ -127,6 +127,16 @@ def test_an_arm_that_was_trained_alone_decides_nothing(tmp_path: Path) -> None:
     assert f"{said} in 0 seeds of 3" in text
     found = {row["metric"]: row["value"] for row in read_rows("study_ablations", results=tmp_path)}
     assert found == {"training_gain": pytest.approx(2), "training_gain_se": pytest.approx(1 / 3**0.5)}
+
+
+def test_drafts_without_the_shift_are_compared_at_equal_distances() -> None:
+    """The first of them is as far as the clean row's own token; a last one of the other arm has no pair."""
+    other, mine = record_of("idlm_4", 0, 3.0), record_of("no_shift", 0, 1.0, cells=1)
+    other["trained"]["acceptance"] = [0.96, 0.93, 0.1]
+    mine["trained"]["acceptance"] = [0.99, 0.90, 0.89]
+    [gain] = gains(collect([other, mine]))
+    assert (gain.arm, gain.forwards) == ("no_shift", ())
+    assert gain.training == pytest.approx((-0.05,))
 
 
 def test_greedy_answers_of_gated_lora_are_counted_against_its_base(tmp_path: Path) -> None:

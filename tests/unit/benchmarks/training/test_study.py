@@ -1,4 +1,4 @@
-"""The study: equal FLOPs, processes that fail or are late, records of a toy run, means over seeds."""
+"""The study: equal FLOPs, processes that fail or are late, records of a toy run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results import read_rows
 from benchmarks.training.studies import study, study_worker
 from benchmarks.training.studies.study_arms import (
     ARMS,
@@ -24,12 +23,18 @@ from benchmarks.training.studies.study_arms import (
     SIZES,
     chosen_arms,
     flops_per_step,
+    train_arguments,
 )
-from benchmarks.training.studies.study_paper import efficiency
-from benchmarks.training.studies.study_report import collect, read_records, report
-from benchmarks.training.studies.study_worker import Job, is_whole, marks_of, marks_text, record_path
+from benchmarks.training.studies.study_report import read_records
+from benchmarks.training.studies.study_worker import Job, is_whole, record_path
+from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.semantics import Semantics
+from idlm.tasks import Task
+from idlm.train.config.schema import TrainConfig
+from idlm.train.loop.trainer import IdlmTrainer
+from idlm.train.planning.dry_run import meta_model
+from idlm.train.prepare import prepare_tokenizer
 
 
 def job_of(folder: Path, name: str) -> Job:
@@ -52,11 +57,11 @@ def job_of(folder: Path, name: str) -> Job:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base and two arms on it, in this process."""
+    """A base and three arms on it, in this process."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "0").mkdir()
     study_worker.write_samples(folder / "0", 2)
-    for name in (BASE, "idlm_4", "lora_4"):
+    for name in (BASE, "idlm_4", "lora_4", "no_shift"):
         study_worker.run_arm(job_of(folder, name))
     return folder
 
@@ -64,8 +69,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_arms_are_trained_and_decoded_as_they_say(trained: Path) -> None:
     assert Semantics.load(trained / "0" / "idlm_4").stride == 4
     assert Semantics.load(trained / "0" / "lora_4").gated
+    assert Semantics.load(trained / "0" / "no_shift").stride == 1
     records = read_records([trained / "results"])
-    assert [record["name"] for record in records] == [BASE, "idlm_4", "lora_4"]
+    assert [record["name"] for record in records] == [BASE, "idlm_4", "lora_4", "no_shift"]
+    assert [len(record["trained"]["acceptance"]) for record in records] == [0, 3, 3, 3]
     for record in records:
         found = [(cell["strategy"], cell["temperature"], cell["task"]) for cell in record["cells"]]
         cells = ARMS[record["name"]].cells
@@ -216,7 +223,7 @@ def test_only_a_gpu_decodes_deterministically_and_the_base_is_asked_itself(
 
 def test_arms_have_equal_flops(tmp_path: Path) -> None:
     words = {**study.OPTIONS, "size": "toy", "device": "cpu"}
-    jobs = study.planned_jobs(words, [CONTROL, "idlm_4", "lora_4", "block_4"])
+    jobs = study.planned_jobs(words, [CONTROL, "idlm_4", "lora_4", "block_4", "no_shift"])
     for job in jobs:
         each = flops_per_step(job.name, SIZES["toy"], device="cpu")
         assert job.flops == pytest.approx(jobs[0].flops, abs=0.51 * each), job.name
@@ -244,6 +251,97 @@ def test_a_record_without_all_cells_is_made_again(trained: Path, tmp_path: Path)
     assert len(read["cells"]) == 3
 
 
+def test_an_arm_that_was_cut_off_while_decoding_goes_on_with_the_next_cell(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is trained again, and later cells are compared with the answers of the first run."""
+    job = job_of(trained, "idlm_4")
+    whole = json.loads(job.record.read_text())
+    job = replace(job, results=str(tmp_path))
+    job.record.parent.mkdir()
+    job.record.write_text(json.dumps(whole | {"cells": whole["cells"][:3], "is_whole": False}))
+    asked: list[str] = []
+    task_of = study_worker.task_of
+
+    def seen(chain: str) -> Task:
+        asked.append(chain)
+        return task_of(chain)
+
+    monkeypatch.setattr(study_worker, "train", None)
+    monkeypatch.setattr(study_worker, "task_of", seen)
+    study_worker.run_arm(job)
+    made = json.loads(job.record.read_text())
+    assert made["is_whole"] and len(asked) == len(whole["cells"]) - 3
+    for mine, other in zip(made["cells"], whole["cells"], strict=True):
+        assert mine | {"seconds": 0} == other | {"seconds": 0}
+    # A record of other weights says nothing of these.
+    asked.clear()
+    job.record.write_text(json.dumps(made | {"base": "another"}))
+    study_worker.run_arm(job)
+    assert len(asked) == len(whole["cells"])
+
+
+def test_a_base_that_was_cut_off_while_training_goes_on(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its last save, to the weights of a run that nothing cut off."""
+    job, training_step, steps = replace(job_of(tmp_path, BASE), keep=""), IdlmTrainer.training_step, []
+
+    def cut_off(trainer: IdlmTrainer, *words: Any, **named: Any) -> Any:
+        steps.append(trainer.state.global_step)
+        if steps == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return training_step(trainer, *words, **named)
+
+    monkeypatch.setattr(IdlmTrainer, "training_step", cut_off)
+    with pytest.raises(UserError, match="IDLM-0108"):
+        study_worker.train(job)
+    assert not (job.output / study_worker.TRAINED).is_file()
+    study_worker.train(job)
+    assert steps == [0, 1, 2, 2, 3]
+    weights = [path / BASE / "model.safetensors" for path in (tmp_path / "0", trained / "0")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    facts = [json.loads((path.parent / study_worker.TRAINED).read_text()) for path in weights]
+    assert facts[0]["tokens"] == facts[1]["tokens"]
+
+
+def test_where_the_study_continues_arms_begin_that_cannot_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "WORKER", ("-c", WORKER))
+    (tmp_path / "0").mkdir()
+    processes = study.Processes(tmp_path / "0", time.monotonic() + 70, continues=True)
+    started = processes.begin
+
+    def begin(job: Job, *, is_rehearsal: bool = False) -> None:
+        started(job, is_rehearsal=is_rehearsal)
+        processes.running[-1].start -= 1000
+
+    monkeypatch.setattr(processes, "begin", begin)
+    assert processes.run([job_of(tmp_path, name) for name in ("ar", "idlm_4")], parallel=1)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_has_the_parameters_that_it_says(name: str, tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"seed": 0, "output": tmp_path, "steps": 20, "device": "cpu", "workers": 0}
+    config = compose("train", TrainConfig, train_arguments(BASE, SIZES[name], base=None, **shared))
+    model = meta_model(config, prepare_tokenizer(config))
+    assert sum(weight.numel() for weight in model.parameters()) == SIZES[name].parameters
+
+
+def test_rates_shrink_with_the_width(tmp_path: Path) -> None:
+    def rate(arm: str, size: str, base: Path | None) -> float:
+        shared: dict[str, Any] = {"seed": 0, "output": tmp_path, "steps": 20, "device": "cpu", "workers": 0}
+        words = train_arguments(arm, SIZES[size], base=base, **shared)
+        [given] = [word.partition("=")[2] for word in words if word.startswith("train.learning_rate=")]
+        return float(given)
+
+    small = [rate(BASE, "small", None), rate("idlm_4", "small", tmp_path), rate("lora_4", "small", tmp_path)]
+    assert small == [2e-3, 7e-4, 3e-3]
+    large = [rate(BASE, "large", None), rate("idlm_4", "large", tmp_path), rate("lora_4", "large", tmp_path)]
+    assert large == pytest.approx([0.4 * one for one in small])
+
+
 def test_rehearsals_change_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,93 +360,3 @@ def test_rehearsals_change_no_result(
 def test_unknown_arms_are_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0107"):
         chosen_arms("ar,idlm4")
-
-
-def test_marks_survive_a_record() -> None:
-    marks = [True, False, False, True, False]
-    assert marks_of(marks_text(marks), 5) == marks
-
-
-def record_of(name: str, seed: int, marks: str, **changes: Any) -> dict[str, Any]:
-    cell = {
-        "task": "long",
-        "decoder": "isd" if name.startswith("idlm") else "ar",
-        "strategy": "cold" if name.startswith("idlm") else "ar",
-        "temperature": 1.0,
-        "stride": 3 if name.startswith("idlm") else 1,
-        "exactness": "exact",
-        "marks": marks_text([mark == "+" for mark in marks]),
-        "num_tokens": 170,
-        "num_forwards": 110,
-        "num_prompt_passes": 10,
-        "accepted": [40, 30] if name.startswith("idlm") else [],
-        "tested": [50, 40] if name.startswith("idlm") else [],
-        "seconds": 1.0,
-        "num_failed": 0,
-        "equal_to_ar": None,
-    }
-    machine = {
-        "gpu": None,
-        "num_gpus": 0,
-        "torch": "2",
-        "triton": None,
-        "commit": None,
-        "date": f"2026-1-{seed}",
-    }
-    return {
-        "name": name,
-        "seed": seed,
-        "size": "toy",
-        "steps": 5,
-        "flops": 1.0,
-        "num": len(marks),
-        "trained": {"seconds": 1.5},
-        "is_whole": True,
-        "machine": machine,
-        "cells": [cell | changes],
-    }
-
-
-def test_rows_are_means_over_seeds_beside_the_control(tmp_path: Path) -> None:
-    records = [
-        *(record_of(CONTROL, seed, marks) for seed, marks in enumerate(("++++", "+++-", "++--"))),
-        *(record_of("idlm_3", seed, marks) for seed, marks in enumerate(("+++-", "++--", "++--"))),
-    ]
-    text = report(records, results=tmp_path, plots=tmp_path)
-    found = {
-        (row["case"]["arm"], row["metric"]): (row["value"], row["baseline"], row["case"]["seeds"])
-        for row in read_rows("study", results=tmp_path)
-    }
-    assert found["idlm_3", "exact_match"] == (pytest.approx(7 / 12), pytest.approx(9 / 12), 3)
-    shares = (3 / 4, 2 / 4, 2 / 4)
-    deviation = math.sqrt(sum((share - 7 / 12) ** 2 for share in shares) / 2)
-    assert found["idlm_3", "exact_match_se"][0] == pytest.approx(deviation / math.sqrt(3))
-    assert found["idlm_3", "paired_difference"][0] == pytest.approx(-2 / 12)
-    assert found["idlm_3", "acceptance_2"][0] == pytest.approx(0.75)
-    assert found["idlm_3", "tokens_per_forward"][0] == pytest.approx(1.6)
-    # Eq. 3 with P_1 = 0.8, P_2 = 0.6: (2 + 0.8) / (2 - 0.6) = 2.
-    assert found["idlm_3", "eq3_ratio"][0] == pytest.approx(0.8)
-    assert ("ar", "paired_difference") not in found
-    assert "NOT  eq. 3: off by 0.200 at most, idlm_3 cold long T=1" in text
-    assert "| 3 |  | 1.60 |  | 58.3 +- 8.3 |" in text and "Table 4: relaxed" not in text
-    assert {path.name for path in tmp_path.glob("*.svg")} == {
-        "study_efficiency.svg",
-        "study_quality.svg",
-        "study_tokens_per_forward.svg",
-    }
-
-
-def test_efficiency_is_that_of_the_paper() -> None:
-    """Table 5: TPF / OH with one rate p for all drafts; it crosses 1 near p = 0.83 at N = 4 (section 2)."""
-    for stride, p in ((2, 0.7), (4, 0.9), (8, 0.95)):
-        tokens = 2 + sum(p**k for k in range(1, stride - 1))
-        overhead = (3 * stride - 1 - stride * p ** (stride - 1)) / tokens
-        assert efficiency([p] * (stride - 1)) == pytest.approx(tokens / (2 - p ** (stride - 1)) / overhead)
-    assert efficiency([0.82] * 3) < 1 < efficiency([0.84] * 3)
-
-
-def test_one_seed_has_the_error_of_its_problems() -> None:
-    cells = collect([record_of(CONTROL, 0, "+++-")])
-    [cell] = cells.values()
-    assert cell.exact_match_se == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
-    assert cell.tokens_per_forward == pytest.approx(1.6)
