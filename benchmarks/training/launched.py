@@ -115,7 +115,6 @@ class Launched:
         """Start a run in a process group of its own; it also saves in the middle, unless it `saves_once`."""
         run.mkdir(exist_ok=True)
         environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "840", "OMP_NUM_THREADS": "2"}
-        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if self.device == "cpu":
             environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         steps = STEPS[self.device]
@@ -292,18 +291,24 @@ def log_of(run: Path) -> str:
     return (run / "log.txt").read_text(errors="replace")[-3000:]
 
 
-def main() -> int:
-    """`idlm-train` with deterministic kernels."""
+def fix_order_of_sums() -> None:
+    """Make kernels of this process deterministic; call it before any is launched."""
     import torch
 
-    from idlm.train import cli
-
-    trace = Path(sys.argv[1])
-    trace.mkdir(parents=True, exist_ok=True)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+
+
+def main() -> int:
+    """`idlm-train` with deterministic kernels."""
+    from idlm.train import cli
+
+    trace = Path(sys.argv[1])
+    trace.mkdir(parents=True, exist_ok=True)
+    fix_order_of_sums()
     crashes.record_items(trace, int(os.environ.get("RANK", "0")))
     return cli.main(sys.argv[2:])
 

@@ -194,6 +194,8 @@ def end_workers() -> None:
     """Kill data workers. At the end of a process multiprocessing sends them SIGTERM, which they ignore, and
     waits: a run that failed with its loader still open would never end.
     """
+    # torch's handler would raise that a worker was killed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         if worker.daemon:
             worker.kill()
