@@ -1,7 +1,7 @@
 """Time of one training step of `[x_t | x_0]` against the arithmetic limit of the same machine.
 
     python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,full_zero1,gated_lora] [mode=profile]
-        [record=true] [results=FOLDER]
+        [accumulation=16] [record=true] [results=FOLDER]
 
 Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights of the true
 shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
@@ -11,7 +11,8 @@ activations. `full_zero1` sums gradients on each GPU and reduces them once per s
 8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves attention out of compiled
 layers, which are then four pieces each; `gated_lora_plain` trains without DeepSpeed, which handles every
 weight's gradient in Python. Losses of arms that train the same weights must agree
-(`gate_passed`). A LoRA has micro-batches of its own. `mode=profile` prints and records the milliseconds of
+(`gate_passed`). A LoRA has micro-batches of its own; `accumulation` is that of other arms, by default what
+the recipe has on 8 GPUs. `mode=profile` prints and records the milliseconds of
 one more step by part.
 """
 
@@ -39,7 +40,7 @@ VOCAB_SIZE = 151_936
 MASK_TOKEN_ID = 151_669
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
-OPTIONS |= {"record": "false", "results": str(RESULTS)}
+OPTIONS |= {"accumulation": "", "record": "false", "results": str(RESULTS)}
 HEAD_DIM, KV_HEADS = 128, 8
 COMMON: dict[str, Any] = {
     "model_type": "qwen3",
@@ -78,10 +79,10 @@ class Shape:
         }
         return [f"+model.config.{key}={value}" for key, value in values.items()]
 
-    def batches(self, arm: str) -> list[str]:
+    def batches(self, arm: str, accumulation: str = "") -> list[str]:
         """How an arm divides a step; the recipe has the micro-batch of arms without LoRA."""
         if arm not in MODES:
-            return [f"train.accumulation={self.accumulation}"]
+            return [f"train.accumulation={accumulation or self.accumulation}"]
         batch_size, accumulation = self.lora
         if MODES[arm] == "ungated_lora":
             # It keeps clean rows too for the backward pass.
@@ -222,7 +223,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "train.epochs=null",
             "train.steps=10000",
             "train.global_batch=null",
-            *shape.batches(arm),
+            *shape.batches(arm, options["accumulation"]),
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],
@@ -283,6 +284,8 @@ def _rows_of_arm(
         "arm": arm,
         "attention": result["attention"],
     }
+    if options["accumulation"]:
+        case["accumulation"] = int(options["accumulation"])
     limit = result["matmul_flops"] / shape.flops_per_token(mode)
     measured: list[tuple[str, float, str, float | None]] = [
         ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
