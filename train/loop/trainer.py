@@ -139,11 +139,14 @@ class IdlmTrainer(SavingTrainer):
         """Fit DeepSpeed's `engine`, which exists when training begins, and the step to each other, once."""
         if self._has_adopted_engine:
             return
+        from idlm.train.distributed.zero_gradients import shorten
+
         self._has_adopted_engine = True
         self.step.guard.watch(engine.basic_optimizer)
         # What DeepSpeed has read from our configuration or the user's; versions without the key average.
         if not getattr(engine, "gradient_average", True):
             self.step.averaged_ranks = 1
+        shorten(engine.optimizer)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
