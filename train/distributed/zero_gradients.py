@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 with the same gradients and norms, for fewer bytes and launches.
+"""DeepSpeed's ZeRO-2 with the same gradients and norms, for fewer bytes, launches and waits.
 
 `shorten` replaces methods of one optimizer, read in DeepSpeed 0.19.8. An optimizer that lacks what they
 use keeps its own: another version, ZeRO-1 or 3, offloaded states, float32 weights. For P weights of a rank's
@@ -9,6 +9,7 @@ partition:
     norm      one pass over the flat sums, 4 P bytes. DeepSpeed copies each gradient to float64, 20 P bytes.
     overflow  the norm finds what is not finite: two passes less, of 8 P bytes and a dozen kernels per weight.
     clipping  is left out where it multiplies by 1, 8 P bytes.
+    reduction of a micro-batch's last bucket goes on during the next forward pass, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def shorten(optimizer: Any) -> None:
     if getattr(optimizer, "compute_grad_norm", False) and hasattr(stage_1_and_2, "is_invalid_grad_norm"):
         optimizer.check_overflow = lambda *args, **kwargs: None
     _shorten_clipping(optimizer)
+    if optimizer.overlap_comm and optimizer.contiguous_gradients and optimizer.reduction_stream is not None:
+        _shorten_epilogue(optimizer)
 
 
 def add_reduced(output: Tensor | None, source: Tensor) -> None:
@@ -74,3 +77,34 @@ def _shorten_clipping(optimizer: Any) -> None:
             own(gradients, total_norm)
 
     optimizer.unscale_and_clip_grads = clip
+
+
+def _shorten_epilogue(optimizer: Any) -> None:
+    """DeepSpeed ends each backward pass with a wait of the host for the device. The streams' order is enough:
+    the optimizer waits for the sums, and buckets stay until they are reduced.
+    """
+    own, own_setup = optimizer.independent_gradient_partition_epilogue, optimizer.setup_buckets
+    held: list[Tensor] = []
+
+    def wait() -> None:
+        torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
+        held.clear()
+
+    def epilogue() -> None:
+        optimizer.reduce_ipg_grads()
+        held.extend(buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer)
+        if optimizer.is_gradient_accumulation_boundary():
+            wait()
+        # With it the host waits; nothing is left to reduce.
+        optimizer.overlap_comm = False
+        try:
+            own()
+        finally:
+            optimizer.overlap_comm = True
+
+    def setup_buckets() -> None:
+        if held and not optimizer.ready_for_gradients:
+            wait()
+        own_setup()
+
+    optimizer.independent_gradient_partition_epilogue, optimizer.setup_buckets = epilogue, setup_buckets

@@ -26,7 +26,8 @@ MICRO_BATCHES, STEPS = 3, 4
 RATE = 1e-2
 CASES: dict[str, dict[str, Any]] = {
     "zero2": {"clip": 1e6},
-    # Norms fall from 4.5 to 1: the first steps are clipped, the last are not.
+    "overlapped": {"clip": 1e6, "overlap_comm": True},
+    # On a CPU norms fall from 4.5 to 1: the first steps are clipped, the last are not.
     "clipped": {"clip": 1.5},
     "averaged": {"clip": 1e6, "gradient_allreduce_op": "mean"},
     "infinite": {"clip": 1.0, "bad_step": 1},
@@ -35,6 +36,16 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"stage": 2, "clip": 1.0, "offload": "true"},
     "float32": {"stage": 2, "clip": 1.0, "dtype": "float32"},
 }
+
+
+class Stream:
+    """In place of CUDA's streams on a CPU, where all work is done in the order of its calls."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        other.waits += 1
 
 
 def engine_of(case: dict[str, Any], device: str, width: int) -> Any:
@@ -60,6 +71,8 @@ def engine_of(case: dict[str, Any], device: str, width: int) -> Any:
         settings["gradient_allreduce_op"] = case["gradient_allreduce_op"]
     # Several buckets in one backward pass.
     settings["zero_optimization"]["reduce_bucket_size"] = 2 * width * width
+    if "overlap_comm" in case:
+        settings["zero_optimization"]["overlap_comm"] = True
     settings["zero_allow_untested_optimizer"] = True
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.LayerNorm(width))]
@@ -78,6 +91,9 @@ def steps_of(case: dict[str, Any], device: str, width: int, *, shortens: bool) -
     engine = engine_of(case, device, width)
     optimizer = engine.optimizer
     before = set(vars(optimizer))
+    stream = Stream()
+    if case.get("overlap_comm") and device == "cpu":
+        optimizer.reduction_stream = stream
     if shortens:
         shorten(optimizer)
     found: dict[str, Any] = {"replaced": sorted(set(vars(optimizer)) - before)}
@@ -102,6 +118,7 @@ def steps_of(case: dict[str, Any], device: str, width: int, *, shortens: bool) -
         found["norms"].append(float(norm))
         found["overflows"].append(bool(optimizer.overflow))
         found["weights"].append([one.detach().clone() for one in engine.module.parameters()])
+    found["waits"] = stream.waits
     engine.destroy()
     return found
 
@@ -137,7 +154,9 @@ def main() -> int:
     prepare_environment(on_cpu=device == "cpu")
     import deepspeed
 
-    if device == "cuda":
+    if device == "cpu":
+        vars(torch.cuda)["current_stream"] = Stream
+    else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.use_deterministic_algorithms(True, warn_only=True)
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
@@ -149,6 +168,7 @@ def main() -> int:
         told[name] = {
             "replaced": ours["replaced"],
             "num_sums": len(ours["sums"]),
+            "waits": ours["waits"],
             "padding": everywhere(ours["padding"]),
             "sums": is_equal(own["sums"], ours["sums"]),
             "norms": [own["norms"], ours["norms"]],
