@@ -45,7 +45,7 @@ def losses(told: dict[str, Any]) -> list[list[float]]:
 
 def norms(told: dict[str, Any]) -> list[float]:
     """Gradient norms of the steps: AdamW would hide gradients that are scaled."""
-    return [record["grad_norm"] for record in told["losses"]]
+    return [record["gradient_norm"] for record in told["losses"]]
 
 
 def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
