@@ -6,8 +6,8 @@
     terms      Inside that pass, in place of the output head, the objective (train/objectives/) sums the
                negative log-likelihood of each term: L_mask and L_clean for `idlm`.
     weights    s in L_mask + s * L_clean: a number, or L_mask / L_clean of global means.
-    loss       ranks * sum over terms of weight * sum / count. The average of its gradient over ranks is the
-               gradient of the global mean, for any number of ranks and micro-batches.
+    loss       sum over terms of weight * sum / count, times the ranks that gradients are averaged over: 1
+               where ZeRO adds them. So they become those of the global mean, for any ranks and micro-batches.
     guard      `LossGuard` ends the run on every rank before a loss that is not finite changes a weight.
     optimizer  transformers' Trainer: backward pass, gradient clipping, AdamW, learning rate schedule.
                Its subclass in train/loop/trainer.py calls `start`, `loss` and the guard, and nothing else.
@@ -75,6 +75,7 @@ class TrainingStep:
     """Computes the losses of optimizer steps: `start` once per step, then `loss` once per micro-batch.
 
     `autocast`: context of a forward pass. `previous`: means of the step before, for train.balance=previous.
+    `averaged_ranks`: the number that gradients are divided by after the sum over ranks; 1 where they are not.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class TrainingStep:
         self.runner = BodyAndHead(model)
         self.guard = LossGuard(Path(args.output_dir))
         self.previous = previous
+        self.averaged_ranks = args.world_size
         self.losses: StepLosses | None = None
 
     def is_logged(self, step: int) -> bool:
@@ -157,7 +159,7 @@ class TrainingStep:
                 sums = self.objective.terms(head, hidden_BTD.detach(), batch, asked).sums
                 means = step.means(sums)
                 step.weights = self.objective.weights(step.stage, means)
-            coefficients = step.weights / step.counts.clamp_min(1) * self.args.world_size
+            coefficients = step.weights / step.counts.clamp_min(1) * self.averaged_ranks
             asked = Asked(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
             return self.objective.terms(head, hidden_BTD, batch, asked)
 

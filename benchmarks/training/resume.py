@@ -49,7 +49,16 @@ OPTIONS |= {"stops": "torchrun:async,deepspeed:sync,torchrun:sync,deepspeed:asyn
 STEPS = 5
 STAGE_END = 3
 RUN_SECONDS = 120.0
-SAME = ("step", "stage", "stride", "clean_weight", "acceptance", "learning_rate", "grad_norm", "num_tokens")
+SAME = (
+    "step",
+    "stage",
+    "stride",
+    "clean_weight",
+    "acceptance",
+    "learning_rate",
+    "gradient_norm",
+    "num_tokens",
+)
 IMPORTED_BY_RUNS = (
     "deepspeed.runtime.engine",
     "deepspeed.module_inject",

@@ -54,6 +54,9 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": loop.zero_stage}
     if loop.zero_stage:
         base["data_types"] = {"grad_accum_dtype": "fp32"}
+        if loop.zero_stage != SHARDS_WEIGHTS:
+            # No pass over all gradients divides them: the loss has no factor for it (`IdlmTrainer._adopt`).
+            base["gradient_allreduce_op"] = "sum"
         zero |= {
             # With true, DeepSpeed copies the slices of a bucket into another tensor, reduces that for all
             # ranks too, and copies back. ZeRO-3 scatters in any case.

@@ -100,6 +100,7 @@ class IdlmTrainer(SavingTrainer):
         )
         if previous is not None:
             previous.step = self.step
+        self._has_adopted_engine = False
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -127,12 +128,25 @@ class IdlmTrainer(SavingTrainer):
         """Forward and backward pass of one micro-batch; a loss that is not finite ends the run here."""
         guard, engine = self.step.guard, getattr(self.accelerator, "deepspeed_engine_wrapped", None)
         if engine is not None:
-            guard.watch(engine.engine.basic_optimizer)
+            self._adopt(engine.engine)
         loss = super().training_step(model, inputs, num_items_in_batch)
         guard.check()
         if engine is not None:
             guard.check_skipped(engine.engine.optimizer)
         return loss
+
+    def _adopt(self, engine: Any) -> None:
+        """Fit DeepSpeed's `engine`, which exists when training begins, and the step to each other, once."""
+        if self._has_adopted_engine:
+            return
+        from idlm.train.distributed.zero_gradients import shorten
+
+        self._has_adopted_engine = True
+        self.step.guard.watch(engine.basic_optimizer)
+        # What DeepSpeed has read from our configuration or the user's; versions without the key average.
+        if not getattr(engine, "gradient_average", True):
+            self.step.averaged_ranks = 1
+        shorten(engine.optimizer)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

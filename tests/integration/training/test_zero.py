@@ -43,11 +43,17 @@ def losses(told: dict[str, Any]) -> list[list[float]]:
     return [[value for key, value in record.items() if key.endswith("_loss")] for record in told["losses"]]
 
 
+def norms(told: dict[str, Any]) -> list[float]:
+    """Gradient norms of the steps: AdamW would hide gradients that are scaled."""
+    return [record["gradient_norm"] for record in told["losses"]]
+
+
 def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
     alone, together = losses(quick["one"]), losses(quick["two"])
     assert len(alone) == len(together) == 5
     for first, second in zip(alone, together, strict=True):
         assert second == pytest.approx(first, abs=1e-6, rel=0)
+    assert norms(quick["two"]) == pytest.approx(norms(quick["one"]), rel=1e-4)
 
 
 def test_two_plain_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
@@ -120,12 +126,14 @@ def test_another_number_of_rows_is_refused_with_numbers(quick: dict[str, Any]) -
 @pytest.mark.slow
 def test_every_zero_stage_trains_resumes_and_exports() -> None:
     told = told_by("stages")
-    alone = losses(told.pop("one"))
+    one = told.pop("one")
+    alone = losses(one)
     for name, run in told.items():
         assert run["resumes"] == [1, 1], (name, run["complaints"])
         tolerance = 5e-2 if name == "bf16" else 1e-6
         for first, second in zip(alone, losses(run), strict=True):
             assert second == pytest.approx(first, abs=tolerance, rel=0), name
+        assert norms(run) == pytest.approx(norms(one), rel=max(tolerance, 1e-4)), name
         assert len(run["weights"]) == 2, name
         assert run.get("floats_left", 0) < 1000
         if "recut" in run:

@@ -48,6 +48,8 @@ def test_nothing_is_compiled_and_nothing_is_float16(stage: int, dtype: str) -> N
     assert told["bf16"]["enabled"] is (dtype == "bfloat16")
     if stage:
         assert told["data_types"]["grad_accum_dtype"] == "fp32"
+    # DeepSpeed refuses it with stage 3.
+    assert told.get("gradient_allreduce_op") == ("sum" if stage in (1, 2) else None)
     json.dumps(told)
 
 
@@ -64,6 +66,7 @@ def test_an_own_file_fills_in_and_wins(tmp_path: Path) -> None:
     check_config(config)
     told = deepspeed_config(config, "cuda")
     assert told["steps_per_print"] == 5 and told["train_batch_size"] == "auto"
+    assert "gradient_allreduce_op" not in told
     assert zero_stage(config.train) == 3
 
 

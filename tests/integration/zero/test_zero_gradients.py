@@ -1,0 +1,81 @@
+"""`shorten` leaves DeepSpeed's gradients, norms, clipping and skipped steps as they are.
+
+IDLM_ZERO_DEVICE=cuda IDLM_ZERO_PROCESSES=2 runs it over NCCL, with larger layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = os.environ.get("IDLM_ZERO_DEVICE", "cpu")
+PROCESSES = int(os.environ.get("IDLM_ZERO_PROCESSES", "2"))
+WIDTH = 13 if DEVICE == "cpu" else 4099
+STEPS, MICRO_BATCHES = 4, 3
+"""As in `zero_gradient_steps`, whose imports are slow."""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("steps")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(PROCESSES), "-m", "tests.integration.zero.zero_gradient_steps"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Bitwise equality needs kernels with a fixed order of sums.
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    done = subprocess.run(
+        [*command, str(folder), DEVICE, str(WIDTH)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads((folder / "told.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["zero2", "averaged", "clipped", "overlapped"])
+def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(told: dict[str, Any], name: str) -> None:
+    run = told[name]
+    assert {"_add_to_grad_partition_buffer", "check_overflow", "get_grad_norm_direct"} <= set(run["replaced"])
+    assert run["num_sums"] == 2 * STEPS
+    padding = [value for rank in run["padding"] for value in rank]
+    assert padding and not any(padding)
+    own, ours = run["norms"]
+    assert ours[0] == pytest.approx(own[0], rel=1e-6, abs=0) and all(norm > 0 for norm in own)
+    assert run["overflows"] == [[False] * STEPS] * 2
+    if name == "clipped":
+        assert max(run["far"][:2]) <= 1e-6
+        assert DEVICE == "cuda" or (own[0] > 2 and own[-1] < 1.3 and max(run["far"]) <= 1e-6)
+    else:
+        assert ours == pytest.approx(own, rel=1e-6, abs=0)
+        assert run["sums"] and run["given"] and run["weights"] == [True] * STEPS
+
+
+def test_sums_that_end_later_are_waited_for(told: dict[str, Any]) -> None:
+    run = told["overlapped"]
+    assert "setup_buckets" in run["replaced"] and "setup_buckets" not in told["float32"]["replaced"]
+    # Before the next micro-batch's buckets, or before the optimizer: once for each micro-batch.
+    assert DEVICE == "cuda" or run["waits"] == STEPS * MICRO_BATCHES
+
+
+@pytest.mark.skipif(PROCESSES & (PROCESSES - 1) != 0, reason="only powers of two divide without rounding")
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_added_gradients_are_the_averaged_ones_of_a_loss_times_ranks(told: dict[str, Any], name: str) -> None:
+    assert told[name]["is_averaged"] and told[name]["has_its_norms"]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(told: dict[str, Any]) -> None:
+    run = told["infinite"]
+    assert run["overflows"] == [[False, True, False, False]] * 2
+    assert run["norms"][1][1] == math.inf and run["stands_still"]
+
+
+@pytest.mark.parametrize("name", ["zero1", "offload", "float32"])
+def test_other_optimizers_keep_their_own(told: dict[str, Any], name: str) -> None:
+    assert told[name]["replaced"] == [] and all(told[name]["weights"])
