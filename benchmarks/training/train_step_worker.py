@@ -32,7 +32,7 @@ from idlm.train.loop.trainer import IdlmTrainer
 from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.planning.estimate import estimate_run
 
-WARM_STEPS = 2
+WARM_STEPS = 1
 LEARNT_STEPS = 1_000_000
 """Length of the schedule, so that the learning rate of measured steps is not that of the end of a run."""
 
