@@ -28,7 +28,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("steps")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(PROCESSES), "-m", "tests.integration.zero.zero_gradient_steps"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # Bitwise equality needs kernels with a fixed order of sums.
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     done = subprocess.run(
