@@ -81,9 +81,10 @@ def _shorten_clipping(optimizer: Any) -> None:
 
 def _shorten_epilogue(optimizer: Any) -> None:
     """DeepSpeed ends each backward pass with a wait of the host for the device. The streams' order is enough:
-    the optimizer waits for the sums, and buckets stay until they are reduced.
+    the optimizer waits for the sums, and buckets stay until they are reduced. The next backward pass waits at
+    its start: whatever it runs on other streams, as compiled layers may, comes later.
     """
-    own, own_setup = optimizer.independent_gradient_partition_epilogue, optimizer.setup_buckets
+    own, own_enter = optimizer.independent_gradient_partition_epilogue, optimizer.enter_backward
     held: list[Tensor] = []
 
     def wait() -> None:
@@ -102,9 +103,9 @@ def _shorten_epilogue(optimizer: Any) -> None:
         finally:
             optimizer.overlap_comm = True
 
-    def setup_buckets() -> None:
-        if held and not optimizer.ready_for_gradients:
+    def enter_backward() -> None:
+        if held:
             wait()
-        own_setup()
+        own_enter()
 
-    optimizer.independent_gradient_partition_epilogue, optimizer.setup_buckets = epilogue, setup_buckets
+    optimizer.independent_gradient_partition_epilogue, optimizer.enter_backward = epilogue, enter_backward

@@ -60,9 +60,10 @@ def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(told: dict[str, Any], name
 
 def test_sums_that_end_later_are_waited_for(told: dict[str, Any]) -> None:
     run = told["overlapped"]
-    assert "setup_buckets" in run["replaced"] and "setup_buckets" not in told["float32"]["replaced"]
-    # Before the next micro-batch's buckets, or before the optimizer: once for each micro-batch.
+    assert "enter_backward" in run["replaced"] and "enter_backward" not in told["float32"]["replaced"]
+    # Before the optimizer, or when the next backward pass starts: once for each micro-batch.
     assert DEVICE == "cuda" or run["waits"] == STEPS * MICRO_BATCHES
+    assert DEVICE == "cuda" or run["starts"] == list(range(STEPS * MICRO_BATCHES))
 
 
 @pytest.mark.skipif(PROCESSES & (PROCESSES - 1) != 0, reason="only powers of two divide without rounding")

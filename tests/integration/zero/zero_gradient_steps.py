@@ -85,8 +85,8 @@ def engine_of(case: dict[str, Any], device: str, width: int) -> Any:
 
 
 def steps_of(case: dict[str, Any], device: str, width: int, *, shortens: bool) -> dict[str, Any]:
-    """Sums before each step, what AdamW is given, norms, overflows, weights after each step, and which
-    methods are replaced.
+    """Sums before each step, what AdamW is given, norms, overflows, weights after each step, which methods
+    are replaced, and how many waits there were when each backward pass started.
     """
     engine = engine_of(case, device, width)
     optimizer = engine.optimizer
@@ -97,7 +97,8 @@ def steps_of(case: dict[str, Any], device: str, width: int, *, shortens: bool) -
     if shortens:
         shorten(optimizer)
     found: dict[str, Any] = {"replaced": sorted(set(vars(optimizer)) - before)}
-    found |= {"sums": [], "given": [], "norms": [], "overflows": [], "weights": [], "padding": []}
+    lists = ("sums", "given", "norms", "overflows", "weights", "padding", "starts")
+    found |= {name: [] for name in lists}
     # ZeRO steps one group at a time.
     engine.basic_optimizer.register_step_pre_hook(
         lambda adamw, *_: found["given"].append(adamw.param_groups[0]["params"][0].grad.clone())
@@ -107,7 +108,10 @@ def steps_of(case: dict[str, Any], device: str, width: int, *, shortens: bool) -
     for step in range(STEPS):
         for _ in range(MICRO_BATCHES):
             row = torch.randn(5, width, generator=rows).to(device, next(engine.module.parameters()).dtype)
-            loss = engine(row).float().square().mean() * factor
+            output = engine(row)
+            # Behind DeepSpeed's hook, before the gradient of any weight.
+            output.register_hook(lambda _: found["starts"].append(stream.waits))
+            loss = output.float().square().mean() * factor
             if case.get("bad_step") == step and dist.get_rank() == 0:
                 loss = loss * torch.inf
             engine.backward(loss)
@@ -169,6 +173,7 @@ def main() -> int:
             "replaced": ours["replaced"],
             "num_sums": len(ours["sums"]),
             "waits": ours["waits"],
+            "starts": ours["starts"],
             "padding": everywhere(ours["padding"]),
             "sums": is_equal(own["sums"], ours["sums"]),
             "norms": [own["norms"], ours["norms"]],
