@@ -212,8 +212,11 @@ def _buffer_terms(shape: ModelShape, run: RunSetup, trained: int) -> list[Term]:
         return [*terms, Term("DDP buckets", 4 * trained, "4 P")] if run.world_size > 1 else terms
     bucket = min(BUCKET_ELEMENTS, trained)
     if run.zero_stage in (1, 2):
-        whole = min(max(BUCKET_ELEMENTS, shape.vocabulary * shape.width), trained)
-        terms.append(Term("ZeRO buckets", 2 * e * whole, f"2 e x min(max({BUCKET_ELEMENTS:.0e}, V D), P)"))
+        # `hold_gradients`: the head is the largest weight that trains, if it does.
+        head = 0 if run.rank else shape.vocabulary * shape.width
+        limit = f"{BUCKET_ELEMENTS:.0e}" if run.rank else f"max({BUCKET_ELEMENTS:.0e}, V D)"
+        whole = min(max(BUCKET_ELEMENTS, head), trained)
+        terms.append(Term("ZeRO buckets", 2 * e * whole, f"2 e x min({limit}, P)"))
     if run.zero_stage >= SHARDS_WEIGHTS:
         live = min(LIVE_ELEMENTS, shape.num_parameters)
         terms.append(Term("ZeRO-3 bucket", e * bucket, "e x min(2e8, P)"))

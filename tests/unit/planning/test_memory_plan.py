@@ -251,6 +251,15 @@ def test_what_shards_more_or_keeps_less_needs_less() -> None:
     assert peak(rows=4096) < peak() < peak(rows=16384)
 
 
+def test_buckets_hold_the_head_where_it_trains() -> None:
+    def buckets(**changes: int) -> int:
+        plan = memory_plan(SHAPE, replace(RUN, **changes))
+        return next(term.num_bytes for term in plan.terms if term.name == "ZeRO buckets")
+
+    assert buckets() == 2 * 2 * 151_936 * 4096
+    assert buckets(rank=128, adapter_parameters=350_000_000) == 2 * 2 * 200_000_000
+
+
 def test_dense_masks_grow_with_the_square_of_a_row() -> None:
     one, two = (peak(attention="idlm_sdpa", rows=rows) - peak(rows=rows) for rows in (8192, 16384))
     assert one == 8192**2 * (1 + 2 * SHAPE.layers) and two == 4 * one
