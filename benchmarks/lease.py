@@ -77,8 +77,8 @@ def run_stream(steps: list[Step], folder: Path, deadline: float) -> list[str]:
 
 
 def run_step(step: Step, folder: Path, seconds: float) -> str:
-    """Run one command, and end all its processes with it. A variable of the environment marks them, because
-    launchers start ranks in groups of their own.
+    """Run one command in a group of its own, and end all its processes with it. A variable of the environment
+    marks them too, because launchers start ranks in other groups; one that sets its title may lose the mark.
     """
     mark = f"{folder.name}-{step.gpu}-{step.number}"
     environment = {
@@ -103,6 +103,8 @@ def run_step(step: Step, folder: Path, seconds: float) -> str:
             return "stopped"
         finally:
             # What it started may outlive it, with the memory of a GPU.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             end_marked(mark)
             process.wait()
 

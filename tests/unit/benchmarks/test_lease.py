@@ -42,10 +42,12 @@ def is_alive(pid: str) -> bool:
         return False
 
 
+@pytest.mark.parametrize("start", ["setsid", "env -u IDLM_LEASE_STEP"], ids=["its group", "the mark"])
 def test_a_late_command_is_stopped_with_what_it_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = "[0]\n3 setsid sleep 1000 & echo $! > $RESULTS/pid; sleep 1000\n50 touch $RESULTS/next"
+    """Also with a process that has left `start`."""
+    plan = f"[0]\n3 {start} sleep 1000 & echo $! > $RESULTS/pid; sleep 1000\n50 touch $RESULTS/next"
     found = run(monkeypatch, tmp_path, plan)
     assert "next" in found and not is_alive(found["pid"].strip())
     assert "stopped" in capsys.readouterr().out
