@@ -223,7 +223,7 @@ def kill_points(world: World, points: str, generator: random.Random) -> int:
         shutil.copytree(before, counted)
         world.run(counted, crashes.Plan(rank=rank, step=STAGE_END, counts=True))
         # The export of the stage is the same for both writers.
-        is_async = world.changes.get("train.save") == "async"
+        is_async = world.changes["train.save"] == "async"
         listed = _points_of_first_save(counted / "trace" / f"points-{rank}.jsonl", of_save=is_async)
         chosen = listed if points == "all" else generator.sample(listed, min(int(points), len(listed)))
         for point in chosen:

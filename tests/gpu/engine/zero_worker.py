@@ -42,6 +42,7 @@ def arguments(output: Path, base: Path, device: str, changes: list[str]) -> list
         "train.device": device,
         "train.log_every": 1,
         "train.save_every": STEPS,
+        "train.save": "sync",
         "report.enabled": "false",
     }
     return [*(f"{key}={value}" for key, value in values.items()), *changes]

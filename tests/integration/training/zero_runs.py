@@ -152,7 +152,7 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
     cases: dict[str, dict[str, Any]] = {
         "zero1": {"train.zero_stage": 1} | ASYNC,
         "zero3": {"train.zero_stage": 3} | ASYNC,
-        "offload": {"train.zero_stage": 2, "train.offload_optimizer": "true"},
+        "offload": {"train.zero_stage": 2, "train.offload_optimizer": "true", "train.save": "sync"},
         "bf16": {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"} | ASYNC,
         "ddp": {"train.zero_stage": "null"} | ASYNC,
     }
