@@ -83,11 +83,11 @@ class Shape:
         """How an arm divides a step; the recipe has the micro-batch of arms without LoRA."""
         if arm not in MODES:
             return [f"train.accumulation={accumulation or self.accumulation}"]
-        batch_size, accumulation = self.lora
+        batch_size, num_batches = self.lora
         if MODES[arm] == "ungated_lora":
             # It keeps clean rows too for the backward pass.
-            batch_size, accumulation = batch_size // 2, 2 * accumulation
-        return [f"train.batch_size={batch_size}", f"train.accumulation={accumulation}"]
+            batch_size, num_batches = batch_size // 2, 2 * num_batches
+        return [f"train.batch_size={batch_size}", f"train.accumulation={num_batches}"]
 
     def flops_per_token(self, mode: str) -> float:
         """Needed FLOPs per data token of `[x_t | x_0]` where every token is supervised.
