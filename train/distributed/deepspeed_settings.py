@@ -27,6 +27,8 @@ from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters,
 STAGES = (0, 1, 2, 3)
 # Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
 BUCKET_ELEMENTS = 200_000_000
+DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
+"""What DeepSpeed takes where a file of the user does not say."""
 LIVE_ELEMENTS = 1_000_000_000
 FILLED_BY_TRAINER = (
     "train_micro_batch_size_per_gpu",
@@ -87,7 +89,7 @@ def hold_gradients(settings: dict[str, Any], parameters: Iterable[Tensor]) -> No
     """
     zero = settings.get("zero_optimization", {})
     if zero.get("stage") in (1, 2) and zero.get("overlap_comm"):
-        given = zero.get("reduce_bucket_size", BUCKET_ELEMENTS)
+        given = zero.get("reduce_bucket_size", DEEPSPEED_BUCKET_ELEMENTS)
         sizes = [num_elements(one) for one in parameters if one.requires_grad]
         # "auto" would be the square of the model's width.
         zero["reduce_bucket_size"] = max(BUCKET_ELEMENTS if given == "auto" else int(given), *sizes)
