@@ -88,7 +88,7 @@ def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> Us
     return UserError(
         DISK_CODE,
         f"cannot save {target}: {reason} ({_mib(_free_bytes(target))} free{done}){_intact(target)}",
-        fix="free space or choose another path, then save again",
+        fix="free space or choose another path, then start the same command again",
     )
 
 

@@ -60,6 +60,15 @@ class SavingTrainer(Trainer):
             self.add_callback(MendLoaded())
         self.train(resume_from_checkpoint=str(checkpoint))
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # A checkpoint holds tied weights once.
+        names, unique = (
+            {name for name, _ in self.model.named_parameters(remove_duplicate=removes)}
+            for removes in (False, True)
+        )
+        missing = [key for key in load_result.missing_keys if key not in names - unique]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def refuse_bad_weights(self) -> None:
         """Raise UserError IDLM-0503 on every rank when a weight of any rank is not finite. Collective."""
         bad = [name for name, value in self.model.named_parameters() if not _is_finite(local_part(value))]

@@ -293,7 +293,10 @@ def _loop_problems(config: TrainConfig) -> list[str]:
     if loop.max_length == 1:
         problems.append("train.max_length=1 leaves no token to predict")
     if loop.steps is not None and loop.steps < max(1, len(loop.stages)):
-        problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
+        least = max(1, len(loop.stages))
+        problems.append(
+            f"train.steps={loop.steps} is too few for {len(loop.stages)} stages: give {least} or more"
+        )
     if attention == "idlm_sdpa" and config.is_gated and loop.batch_size > 1:
         problems.append(
             f"model.attention=idlm_sdpa with a gated adapter has one mask over the rows of all "

@@ -66,7 +66,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         report_to=[],
         deepspeed=deepspeed,
         ddp_find_unused_parameters=False,
-        dataloader_num_workers=loop.workers,
+        # More than there are cores would only warn and wait for each other.
+        dataloader_num_workers=min(loop.workers, len(os.sched_getaffinity(0))),
         accelerator_config={"non_blocking": on_gpu},  # Otherwise a batch waits for the step before.
     )
     if args.n_gpu > 1:

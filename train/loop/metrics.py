@@ -124,7 +124,7 @@ def describe(record: dict[str, Any]) -> str:
     parts += [f"stride {record['stride']}"] if record["stride"] > 1 else []
     parts += [f"{key[:-5]} loss {value:.3f}" for key, value in record.items() if key.endswith("_loss")]
     if record["stride"] > 1 and "clean_weight" in record and "clean_loss" in record:
-        parts.append(f"s {record['clean_weight']:.2f}")
+        parts.append(f"clean weight {record['clean_weight']:.2f}")
     if record["acceptance"]:
         parts.append("acceptance " + " ".join(f"{value:.3f}" for value in record["acceptance"]))
     parts += [f"{key} {value:.3f}" for key, value in record.items() if key.endswith(DECODED)]

@@ -45,7 +45,7 @@ PAGES = [
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
 CLIENTS = {"idlm-serve": ServeConfig, "idlm-chat": ChatConfig, "idlm-bench": BenchConfig}
 """Commands that are composed by their schema."""
-OTHERS = ("genai-bench", "guidellm", "aiperf", "vllm")
+OTHERS = ("curl", "genai-bench", "guidellm", "aiperf", "vllm")
 """Programs of others, whose arguments no test here knows."""
 MARKS = ("needs: ", "run by hand: ")
 PLACEHOLDER = re.compile(r"<[\w .-]+>")
