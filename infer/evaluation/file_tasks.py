@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.files.paths import DAMAGE, json_problem, translate_path_errors, unpacked
 from idlm.registry import Registry
 from idlm.tasks import TaskSample, Verdict
 
@@ -126,7 +126,10 @@ def _objects(path: str, text: str, fix: str) -> Iterator[tuple[str, Any]]:
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {error}", fix=fix) from error
+            # A list spans lines.
+            number += getattr(error, "lineno", 1) - 1
+            problem = json_problem(error)
+            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {problem}", fix=fix) from error
         if is_list:
             yield from ((f"{path}, record {index}", record) for index, record in enumerate(parsed))
         else:

@@ -47,7 +47,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("code", "line", "words"),
     [
-        ("IDLM-0432", '{"prompt": "x"', "JSON"),
+        ("IDLM-0432", '{"prompt": "x"', ":4 is not valid JSON: Expecting ',' delimiter: column 15"),
         ("IDLM-0432", "[" * 100_000, "JSON"),
         ("IDLM-0432", '{"prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
         ("IDLM-0432", '{"prompt": "x", "sampling": {"n": 1, "seed": 0, "n": 2}}', "'n' is given twice"),
