@@ -243,17 +243,17 @@ def test_an_empty_file_is_a_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_empty_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     give_stdin(monkeypatch, "\n")
     error = _refusal(BASE)
-    assert error.code == "IDLM-0436"
-    assert error.message == "stdin: prompt is empty"
+    assert (error.code, error.message) == ("IDLM-0436", "there is no prompt")
+    assert "-p TEXT or input=FILE" in error.fix
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert _refusal(BASE).message == "stdin: prompt is empty"
+    assert _refusal(BASE).message == "there is no prompt"
 
 
 @pytest.mark.usefixtures("_no_model")
