@@ -117,6 +117,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ("IDLM-0101", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
         ("IDLM-0101", ["-p", "x", "sampling.temprature=0"], "'sampling.temperature'"),
         ("IDLM-0101", ["-p", "x", "--verbose"], "--verbose"),
+        ("IDLM-0101", ["-p", "x", str(TINY)], f"; write model={TINY}"),
+        ("IDLM-0101", ["-p", "x", "README.md"], "; write key=value"),
+        ("IDLM-0101", ["-p", "x", LONG], "; write key=value"),
         ("IDLM-0101", ["-p", "x", "chat_template=off"], "auto, none"),
     ],
 )
