@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -46,18 +46,19 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str, *, key: str = "") -> T:
+    def get(self, name: str, *, key: str = "", others: Iterable[str] = ()) -> T:
         """Return the member called `name`.
 
         Raises UserError IDLM-0102 with the nearest name and all names if it is unknown; `key` is the option
-        that gave the name.
+        that gave the name, `others` are names that this option takes and another registry has.
         """
         self._scan()
         if not isinstance(name, str) or name not in self._members:
+            names = sorted({*self._members, *others})
             raise UserError(
                 "IDLM-0102",
-                f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, self._members)}",
-                fix=f"choose one of: {', '.join(self.names()) or '(none is registered)'}",
+                f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, names)}",
+                fix=f"choose one of: {', '.join(names) or '(none is registered)'}",
             )
         return self._members[name]
 

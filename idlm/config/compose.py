@@ -6,6 +6,7 @@ files and resolves interpolations, and the schema decides what is allowed.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -103,6 +104,9 @@ def _split(overrides: list[str], schema: type, problems: list[str]) -> tuple[dic
 def _written(given: str, schema: type) -> str:
     """Return what to write instead of an argument that is not `key=value`, such as `--key`."""
     name = given.partition("=")[0]
+    # Path.is_dir raises OSError for a text that is too long for a name, such as a prompt.
+    if os.path.isdir(given) and schemas.is_text(schemas.lookup(schema, "model")):
+        return f"model={given}"
     if "[" in name:
         return "key=value, and a whole list at once: key='[{...}, {...}]'"
     key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""

@@ -79,7 +79,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """
     forms = {key.rpartition(".")[2] if "." not in word else key: key for key in known}
     forms |= {key: key for key in known}
-    return next((forms[form] for form in difflib.get_close_matches(word, forms, n=1, cutoff=0.5)), None)
+    near = difflib.get_close_matches(word, forms, n=1, cutoff=0.5)
+    # Half of the letters in the same order is little: tyni has that of tiny, but response of messages, too.
+    has_letters = bool(near) and difflib.SequenceMatcher(None, near[0], word).quick_ratio() >= 0.6
+    return forms[near[0]] if has_letters else None
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,3 +29,8 @@ def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[
 def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
     """Return the content of an open file: decompressed where `path` ends in `.gz`, else the file itself."""
     return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+
+
+def json_problem(error: Exception) -> str:
+    """Return what is wrong in a line of JSON, and in which column; the caller knows the line."""
+    return f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)

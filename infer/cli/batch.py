@@ -64,16 +64,17 @@ def _reader(config: GenerateConfig) -> Reader:
         )
     elif config.prompt:
         source = partial(text_prompts, config.prompt, config.sampling, place="prompt")
-    # None: the command was started with standard input closed.
-    elif sys.stdin is None or not sys.stdin.isatty():
-        text = "" if sys.stdin is None else sys.stdin.read().rstrip("\r\n")
-        source = partial(text_prompts, [text], config.sampling, place="stdin")
     else:
-        raise UserError(
-            "IDLM-0436",
-            "there is no prompt",
-            fix="give -p TEXT or input=FILE; idlm-chat is for conversations",
-        )
+        # None: the command was started with standard input closed.
+        is_piped = sys.stdin is not None and not sys.stdin.isatty()
+        text = sys.stdin.read().rstrip("\r\n") if is_piped else ""
+        if not text:
+            raise UserError(
+                "IDLM-0436",
+                "there is no prompt",
+                fix="give -p TEXT or input=FILE; idlm-chat is for conversations",
+            )
+        source = partial(text_prompts, [text], config.sampling, place="stdin")
 
     def read() -> Iterator[PromptLine]:
         return with_system(source(), config.system)

@@ -89,16 +89,15 @@ def load_task(config: EvaluateConfig) -> Task | FileTask:
     name, is_file_task = config.task, config.task in FILE_TASKS.names()
     if is_file_task and config.data is not None:
         return FILE_TASKS.get(name).load(name, config.data, allow_code=config.allow_code)
-    if is_file_task or config.data is not None:
-        if not is_file_task:
-            TASKS.get(name)
+    make = None if is_file_task else TASKS.get(name, others=FILE_TASKS.names())
+    if make is None or config.data is not None:
         raise UserError(
             "IDLM-0485",
             f"task={name} {'reads a file of problems' if is_file_task else 'makes its problems itself'}, "
             f"and data={config.data}",
             fix="give data=FILE" if is_file_task else "leave data= out",
         )
-    generated: Task = TASKS.get(name)(level=config.level)
+    generated: Task = make(level=config.level)
     return generated
 
 

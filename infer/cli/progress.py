@@ -65,6 +65,7 @@ class Tally:
     num_tested: int = 0
     num_accepted: int = 0
     num_failed: int = 0
+    num_cut_off: int = 0
     exactness: str = "exact"
 
     def add(self, done: Completion) -> None:
@@ -75,6 +76,7 @@ class Tally:
         self.num_tested += sum(done.tested_by_position)
         self.num_accepted += sum(done.accepted_by_position)
         self.num_failed += done.error is not None
+        self.num_cut_off += done.finish_reason == "length"
         if done.exactness != "exact":
             self.exactness = done.exactness
 
@@ -83,9 +85,10 @@ class Tally:
         if not self.num_forwards:
             return
         acceptance = f", acceptance {self.num_accepted / self.num_tested:.3f}" if self.num_tested else ""
+        cut_off = f", {self.num_cut_off} of {self.num_answers} cut off" if self.num_cut_off else ""
         print(
             f"[{engine_name(engine)}, {self.exactness}] {self.num_tokens} tokens, "
             f"{self.num_tokens / self.num_forwards:.2f} per forward{acceptance}, "
-            f"{self.num_tokens / seconds:.0f} tokens/s",
+            f"{self.num_tokens / seconds:.0f} tokens/s{cut_off}",
             file=sys.stderr,
         )

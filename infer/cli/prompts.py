@@ -14,7 +14,7 @@ from typing import Any
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.files.paths import DAMAGE, json_problem, translate_path_errors, unpacked
 from idlm.infer.cli.config import check_text
 
 SHAPES = ("prompt", "prompt_ids", "messages")
@@ -116,10 +116,14 @@ def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> 
 
 def _record(place: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
+        # With its end, a line that stops too early is wrong in column 1 of the next one.
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+        record = json.loads(text, object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line, in UTF-8"
+            "IDLM-0432",
+            f"{place} is not valid JSON: {json_problem(error)}",
+            fix="one JSON object per line, in UTF-8",
         ) from error
     if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')

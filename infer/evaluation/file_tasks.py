@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.files.paths import DAMAGE, json_problem, translate_path_errors, unpacked
 from idlm.registry import Registry
 from idlm.tasks import TaskSample, Verdict
 
@@ -26,6 +26,8 @@ class FileTask(ABC):
 
     fields: ClassVar[Mapping[str, type]]
     """Fields that every record needs."""
+    marks: ClassVar[Mapping[str, str]] = {}
+    """Fields whose value is the text after the last mark."""
     num_workers: ClassVar[int] = 1
     """How many answers are checked at a time."""
 
@@ -36,7 +38,7 @@ class FileTask(ABC):
     @classmethod
     def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
         """Read the file. UserError IDLM-0481 for a file that cannot be read, IDLM-0482 for another schema."""
-        records = [cls.normalised(record) for record in read_records(name, path, cls.fields)]
+        records = [cls.normalised(record) for record in read_records(name, path, cls)]
         kept = [record for record in records if cls.is_wanted(record)]
         if not kept:
             raise UserError(
@@ -85,8 +87,9 @@ def verdict_of(*, is_correct: bool, reason: str) -> Verdict:
     return Verdict(correct=is_correct, final_answer_correct=is_correct, reason="" if is_correct else reason)
 
 
-def read_records(name: str, path: str, fields: Mapping[str, type]) -> Iterator[Record]:
+def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]:
     """Yield the objects of a file: JSON lines (also `.gz`), or one JSON list."""
+    fields = task.fields
     fix = f"give data=FILE with the problems of {name}; nothing is downloaded"
     with translate_path_errors("IDLM-0481", path, fix=fix):
         if not Path(path).is_file():
@@ -107,6 +110,10 @@ def read_records(name: str, path: str, fields: Mapping[str, type]) -> Iterator[R
                 f"{place}: {missing[0]!r} is not there or is not {KINDS[fields[missing[0]]]}; it {found}",
                 fix=fix,
             )
+        for field, mark in task.marks.items():
+            _, found, value = record[field].rpartition(mark)
+            if not (found and value.strip()):
+                raise UserError("IDLM-0482", f"{place}: {field!r} has no value after {mark!r}", fix=fix)
         yield types.MappingProxyType(record)
 
 
@@ -119,7 +126,10 @@ def _objects(path: str, text: str, fix: str) -> Iterator[tuple[str, Any]]:
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {error}", fix=fix) from error
+            # A list spans lines.
+            number += getattr(error, "lineno", 1) - 1
+            problem = json_problem(error)
+            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {problem}", fix=fix) from error
         if is_list:
             yield from ((f"{path}, record {index}", record) for index, record in enumerate(parsed))
         else:

@@ -31,9 +31,10 @@ class Gsm8k(_BoxedTask):
 
     problem = "question"
     fields: ClassVar = {"question": str, "answer": str}
+    marks: ClassVar = {"answer": "####"}
 
     def reference(self, record: Record) -> str:
-        return str(record["answer"]).rpartition("####")[2].strip()
+        return str(record["answer"]).rpartition(self.marks["answer"])[2].strip()
 
 
 @FILE_TASKS.register("math500")

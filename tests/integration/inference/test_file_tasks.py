@@ -17,6 +17,7 @@ from idlm.infer.evaluation.benchmarks import code
 from idlm.infer.evaluation.benchmarks.code import CodeTask
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
 from idlm.infer.evaluation.sandbox import Outcome, Program, Sandbox
+from idlm.tasks import TASKS
 from tests.integration.inference.command_lines import MODEL, read_lines
 
 GSM8K = {"question": "Two and two?", "answer": "2+2=4\n#### 1,004"}
@@ -144,11 +145,14 @@ def test_a_packed_file_and_a_list_are_read_too(tmp_path: Path) -> None:
         ("IDLM-0482", '{"question": "a"}\n', ["problems.jsonl:1", "'answer'", "text", "['question']"]),
         (
             "IDLM-0482",
-            '{"question": "a", "answer": "1"}\n{"question": 1, "answer": "1"}',
+            '{"question": "a", "answer": "#### 1"}\n{"question": 1, "answer": "1"}',
             [":2", "'question'"],
         ),
-        ("IDLM-0482", '{"question": "a", "answer', [":1 is not JSON"]),
-        ("IDLM-0482", '[{"question": "a", "answer": "1"}, 3]', ["record 1", "not an object"]),
+        ("IDLM-0482", '{"question": "a", "answer', [":1 is not JSON: Unterminated string", ": column 19"]),
+        ("IDLM-0482", '[{"question": "a"},\n  3,\n  }]', [":3 is not JSON: Expecting value: column 3"]),
+        ("IDLM-0482", '[{"question": "a", "answer": "#### 1"}, 3]', ["record 1", "not an object"]),
+        ("IDLM-0482", '{"question": "a", "answer": "It is 4."}', ["problems.jsonl:1", "'answer'", "'####'"]),
+        ("IDLM-0482", '{"question": "a", "answer": "2+2 ####\\n"}', ["problems.jsonl:1", "'####'"]),
         ("IDLM-0482", "", ["holds no problem of task=gsm8k"]),
         ("IDLM-0481", b"\xff\xfe\x00", ["damaged"]),
         ("IDLM-0481", None, ["is not a file"]),
@@ -173,7 +177,9 @@ def test_files_that_are_not_the_tasks(
     [
         ("IDLM-0485", ["task=gsm8k"], "reads a file of problems"),
         ("IDLM-0485", ["task=ledger", "data=FILE"], "makes its problems itself"),
-        ("IDLM-0102", ["task=gsm8", "data=FILE"], "gsm8"),
+        ("IDLM-0102", ["task=gsm8", "data=FILE"], "did you mean 'gsm8k'?"),
+        ("IDLM-0102", ["task=math50"], "did you mean 'math500'?"),
+        ("IDLM-0102", ["task=leger"], "did you mean 'ledger'?"),
         ("IDLM-0464", ["task=gsm8k", "data="], "data=''"),
         ("IDLM-0443", ["task=gsm8k", "data=FILE", "num=2"], "num=2"),
         ("IDLM-0484", ["compare=[isd:acceptance]"], "isd:acceptance"),
@@ -190,6 +196,12 @@ def test_mistakes_are_found_before_a_model_is_loaded(
         run_evaluation([*MODEL, *given])
     assert caught.value.code == code
     assert words in caught.value.message
+
+
+def test_an_unknown_task_is_answered_with_all_tasks() -> None:
+    with pytest.raises(UserError) as caught:
+        run_evaluation([*MODEL, "task=quiz"])
+    assert caught.value.fix == f"choose one of: {', '.join(sorted([*TASKS.names(), *FILE_TASKS.names()]))}"
 
 
 def test_decoders_side_by_side_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

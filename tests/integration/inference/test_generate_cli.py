@@ -55,6 +55,13 @@ def test_several_prompts_and_both_decoders(decoder: list[str], capsys: pytest.Ca
     assert captured.out == "".join(answer(prompt).text + "\n" for prompt in PROMPTS[:2])
     assert captured.err.startswith(f"[{decoder[0].partition('=')[2]}, exact] {2 * SHORT} tokens, ")
     assert ("acceptance" in captured.err) == (decoder == ISD)
+    assert captured.err.endswith(" tokens/s, 2 of 2 cut off\n")
+
+
+def test_a_finished_answer_is_not_called_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    first = answer(PROMPTS[0]).token_ids[0]
+    assert generate([*BASE, "stats=true", "-p", PROMPTS[0], f"sampling.stop_token_ids=[{first}]"]) == 0
+    assert capsys.readouterr().err.endswith(" tokens/s\n")
 
 
 def test_standard_input_is_a_prompt(

@@ -47,7 +47,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("code", "line", "words"),
     [
-        ("IDLM-0432", '{"prompt": "x"', "JSON"),
+        ("IDLM-0432", '{"prompt": "x"', ":4 is not valid JSON: Expecting ',' delimiter: column 15"),
         ("IDLM-0432", "[" * 100_000, "JSON"),
         ("IDLM-0432", '{"prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
         ("IDLM-0432", '{"prompt": "x", "sampling": {"n": 1, "seed": 0, "n": 2}}', "'n' is given twice"),
@@ -117,6 +117,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ("IDLM-0101", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
         ("IDLM-0101", ["-p", "x", "sampling.temprature=0"], "'sampling.temperature'"),
         ("IDLM-0101", ["-p", "x", "--verbose"], "--verbose"),
+        ("IDLM-0101", ["-p", "x", str(TINY)], f"; write model={TINY}"),
+        ("IDLM-0101", ["-p", "x", "README.md"], "; write key=value"),
+        ("IDLM-0101", ["-p", "x", LONG], "; write key=value"),
         ("IDLM-0101", ["-p", "x", "chat_template=off"], "auto, none"),
     ],
 )
@@ -243,17 +246,17 @@ def test_an_empty_file_is_a_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_empty_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     give_stdin(monkeypatch, "\n")
     error = _refusal(BASE)
-    assert error.code == "IDLM-0436"
-    assert error.message == "stdin: prompt is empty"
+    assert (error.code, error.message) == ("IDLM-0436", "there is no prompt")
+    assert "-p TEXT or input=FILE" in error.fix
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_standard_input_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert _refusal(BASE).message == "stdin: prompt is empty"
+    assert _refusal(BASE).message == "there is no prompt"
 
 
 @pytest.mark.usefixtures("_no_model")

@@ -94,6 +94,11 @@ def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
     assert line.carried == {"answer": [1, None], "level": "easy"} and line.request_id == "4"
 
 
+def test_a_key_of_training_data_is_not_taken_for_a_misspelt_one(tmp_path: Path) -> None:
+    error = _refusal(tmp_path / "in", {"prompt": "x", "response": "y"})
+    assert error.message.endswith("unknown key 'response'")
+
+
 @pytest.mark.parametrize("key", ["text", "error", "decoder", "request_id"])
 def test_line_13_a_key_of_the_records_own_is_not_carried(tmp_path: Path, key: str) -> None:
     error = _refusal(tmp_path / "in", {"prompt_ids": [1], key: "x"}, carry_keys=True)

@@ -174,6 +174,10 @@ def test_all_problems_come_in_one_error(conf: Path) -> None:
         assert part in message, message
 
 
+def test_a_folder_is_not_taken_for_a_key_that_the_command_lacks(conf: Path) -> None:
+    assert f"cannot read '{conf}'; write key=value" in refused(conf, str(conf))
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -197,7 +197,7 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
 
 
 BAD_LINES = [
-    ('{"prompt": "a", ', "IDLM-0201", "not valid JSON"),
+    ('{"prompt": "a", x', "IDLM-0201", "enclosed in double quotes: column 17"),
     ("[1, 2]", "IDLM-0202", "a JSON list"),
     ('{"question": "a", "answer": "b"}', "IDLM-0230", "'pair'"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "IDLM-0230", '{"prompt": str'),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, unpacked
+from idlm.files.paths import DAMAGE, json_problem, unpacked
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
@@ -58,7 +58,7 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
 def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
     if isinstance(value, Exception):
         fix = "repair or delete that line; the file must hold one JSON object per line"
-        return UserError("IDLM-0201", f"{origin} is not valid JSON: {value}", fix=fix)
+        return UserError("IDLM-0201", f"{origin} is not valid JSON: {json_problem(value)}", fix=fix)
     if not isinstance(value, dict):
         fix = "write one JSON object per line"
         return UserError("IDLM-0202", f"{origin} has a JSON {type(value).__name__}", fix=fix)
