@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from transformers import Trainer
 
 from idlm.cli.command import Terminated
 from idlm.errors import UserError
 from idlm.train.checkpoint import writer as writing
+from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.checkpoint.writer import CheckpointWriter, SaveTime
 from idlm.train.loop import trainer as trainer_module
 from idlm.train.loop.trainer import EXIT_SECONDS, StopRequests, TimeLimit, seconds_since_start
@@ -243,3 +247,14 @@ def test_a_signal_during_a_save_that_training_waits_for_ends_the_run_with_it() -
     stop._note(signal.SIGTERM, None)
     stop.on_save(None, None, control)  # type: ignore[arg-type]
     assert control.should_training_stop and stop.received == signal.SIGTERM
+
+
+def test_tied_weights_are_not_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(Trainer, "_issue_warnings_after_load", lambda self, result: told.append(result))
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4), "norm": nn.LayerNorm(2)})
+    model["head"].weight = model["embed"].weight
+    trainer = object.__new__(SavingTrainer)
+    trainer.model = model
+    trainer._issue_warnings_after_load(_IncompatibleKeys(["head.weight", "norm.weight"], ["other"]))
+    assert told == [_IncompatibleKeys(["norm.weight"], ["other"])]

@@ -10,13 +10,9 @@ import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
-from transformers import Trainer
 
 from idlm.checkpoint import verify
 from idlm.config.compose import compose
@@ -31,7 +27,6 @@ from idlm.train.checkpoint.resume import (
     store_config,
 )
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_recut
-from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.loop.metrics import read_metrics
@@ -390,14 +385,3 @@ def test_one_keystroke_that_arrives_twice_saves_and_a_second_one_ends(
     now += 5.0
     with pytest.raises(KeyboardInterrupt):
         stop._note(signal.SIGINT, None)
-
-
-def test_tied_weights_are_not_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(Trainer, "_issue_warnings_after_load", lambda self, result: told.append(result))
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4), "norm": nn.LayerNorm(2)})
-    model["head"].weight = model["embed"].weight
-    trainer = object.__new__(SavingTrainer)
-    trainer.model = model
-    trainer._issue_warnings_after_load(_IncompatibleKeys(["head.weight", "norm.weight"], ["other"]))
-    assert told == [_IncompatibleKeys(["norm.weight"], ["other"])]
