@@ -62,11 +62,10 @@ class SavingTrainer(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # A checkpoint holds tied weights once.
-        names, unique = (
-            {name for name, _ in self.model.named_parameters(remove_duplicate=removes)}
-            for removes in (False, True)
+        every, once = (
+            dict(self.model.named_parameters(remove_duplicate=removes)).keys() for removes in (False, True)
         )
-        missing = [key for key in load_result.missing_keys if key not in names - unique]
+        missing = [key for key in load_result.missing_keys if key not in every - once]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def refuse_bad_weights(self) -> None:
