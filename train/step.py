@@ -341,11 +341,13 @@ class LossGuard:
         self._step = 0
         self._watched: Any = None
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check before every step of `optimizer`; further calls change nothing."""
-        if self._watched is not optimizer:
-            self._watched = optimizer
-            optimizer.register_step_pre_hook(lambda *_: self.check())
+    def watch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Check before every step of `optimizer`. Further calls change nothing and return False."""
+        if self._watched is optimizer:
+            return False
+        self._watched = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self.check())
+        return True
 
     def begin(self, step: int, *, num_micro_batches: int) -> None:
         """Forget the previous step; `step` counts from 1."""

@@ -57,7 +57,7 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
     if loop.zero_stage:
         base["data_types"] = {"grad_accum_dtype": "fp32"}
         if loop.zero_stage != SHARDS_WEIGHTS:
-            # No pass over all gradients divides them: the loss has no factor for it (`IdlmTrainer._adopt`).
+            # No pass over all gradients divides them: `IdlmTrainer._prepare_engine` takes that off the loss.
             base["gradient_allreduce_op"] = "sum"
         zero |= {
             # With true, DeepSpeed copies the slices of a bucket into another tensor, reduces that for all

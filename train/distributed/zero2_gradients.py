@@ -56,12 +56,11 @@ def _shorten_norm(optimizer: Any) -> None:
 
     def norm(gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
         flat = getattr(gradients, "flat_partition", None)
-        if flat is None or norm_type != 2:
-            result: Tensor = own(gradients, params, norm_type)
-            return result
-        # Padding between and behind the gradients is zero.
-        parts = torch._foreach_norm(flat.split(NORM_PART), 2, dtype=torch.float64)
-        result = own([torch.stack(parts)], params[:1], norm_type)
+        if flat is not None and norm_type == 2:
+            # Padding between and behind the gradients is zero.
+            parts = torch._foreach_norm(flat.split(NORM_PART), 2, dtype=torch.float64)
+            gradients, params = [torch.stack(parts)], params[:1]
+        result: Tensor = own(gradients, params, norm_type)
         return result
 
     optimizer.get_grad_norm_direct = norm

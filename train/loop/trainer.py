@@ -100,7 +100,6 @@ class IdlmTrainer(SavingTrainer):
         )
         if previous is not None:
             previous.step = self.step
-        self._has_adopted_engine = False
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -127,22 +126,18 @@ class IdlmTrainer(SavingTrainer):
     ) -> Tensor:
         """Forward and backward pass of one micro-batch; a loss that is not finite ends the run here."""
         guard, engine = self.step.guard, getattr(self.accelerator, "deepspeed_engine_wrapped", None)
-        if engine is not None:
-            self._adopt(engine.engine)
+        if engine is not None and guard.watch(engine.engine.basic_optimizer):
+            self._prepare_engine(engine.engine)
         loss = super().training_step(model, inputs, num_items_in_batch)
         guard.check()
         if engine is not None:
             guard.check_skipped(engine.engine.optimizer)
         return loss
 
-    def _adopt(self, engine: Any) -> None:
-        """Fit DeepSpeed's `engine`, which exists when training begins, and the step to each other, once."""
-        if self._has_adopted_engine:
-            return
-        from idlm.train.distributed.zero_gradients import shorten
+    def _prepare_engine(self, engine: Any) -> None:
+        """Fit a new `engine` of DeepSpeed, which exists when training begins, and the step to each other."""
+        from idlm.train.distributed.zero2_gradients import shorten
 
-        self._has_adopted_engine = True
-        self.step.guard.watch(engine.basic_optimizer)
         # What DeepSpeed has read from our configuration or the user's; versions without the key average.
         if not getattr(engine, "gradient_average", True):
             self.step.averaged_ranks = 1
