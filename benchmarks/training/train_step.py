@@ -10,10 +10,9 @@ arm measures. `dense_recompute` does what public trainers of the method do: a de
 activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
 8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves attention out of compiled
 layers, which are then four pieces each; `gated_lora_plain` trains without DeepSpeed, which handles every
-weight's gradient in Python. Losses of arms that train the same weights must agree
-(`gate_passed`). A LoRA has micro-batches of its own; `accumulation` is that of other arms, by default what
-the recipe has on 8 GPUs. `mode=profile` prints and records the milliseconds of
-one more step by part.
+weight's gradient in Python. Losses of arms that train the same weights must agree (`gate_passed`). A LoRA has
+micro-batches of its own; `accumulation` is that of other arms, by default what the recipe has on 8 GPUs.
+`mode=profile` prints and records the milliseconds of one more step by part.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`objective=no_shift`: as `idlm`, but a mask predicts its own token, as in masked language models. An
-ablation of the study, for training alone: no decoder reads such a model, and its checkpoint calls itself AR.
+ablation of the study, for training alone: no decoder reads such a model, and its checkpoint is stored as AR.
 
 Let c be the last clean token that the N - 1 masks of a block see. The distance of a prediction is how far its
 token is behind c.
