@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
 from idlm.errors import UserError
@@ -19,11 +21,15 @@ def render_conversation(
     *,
     enable_thinking: bool | None = None,
     turns: Literal["all", "last"] = "all",
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    untrained: AbstractSet[int] = frozenset(),
 ) -> tuple[list[int], list[bool]]:
     """Return (ids, supervised): a whole conversation, and for each token whether the assistant has to produce
     it.
 
-    `turns` supervises all assistant turns or only the last one. The end-of-turn token is supervised, the
+    `turns` supervises all assistant turns or only the last one, of those whose index is not in `untrained`.
+    `tools` and `template_kwargs` are given to the template. The end-of-turn token is supervised, the
     whitespace that the template puts after it is not. A template with `{% generation %}` blocks marks the
     assistant's tokens. For any other template, the text before a supervised turn must be rendered and
     tokenised exactly as `encode_messages` does it at inference; the ids then differ from those of the whole
@@ -32,19 +38,29 @@ def render_conversation(
     Raises UserError IDLM-0214 if the template renders a shorter conversation differently from the start of a
     longer one, IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
     """
+    extra = dict(template_kwargs or {})
+    if enable_thinking is not None:
+        extra["enable_thinking"] = enable_thinking
+    targets = [
+        turn
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant" and turn not in untrained
+    ]
+    if turns == "last":
+        targets = targets[-1:]
     if tokenizer.chat_template and _GENERATION_BLOCK.search(tokenizer.chat_template):
-        return _marked_conversation(tokenizer, messages, enable_thinking=enable_thinking, turns=turns)
-    whole = render(tokenizer, messages, open_turn=False, enable_thinking=enable_thinking)
-    targets = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        return _marked_conversation(tokenizer, messages, targets, tools=tools, extra=extra)
+    draw = functools.partial(render, tokenizer, enable_thinking=None, tools=tools, template_kwargs=extra)
+    whole = draw(messages, open_turn=False)
     ids: list[int] = []
     supervised: list[bool] = []
     prompts: list[tuple[int, str, int]] = []
     done = ""
-    for turn in targets[-1:] if turns == "last" else targets:
-        before = render(tokenizer, messages[:turn], open_turn=True, enable_thinking=enable_thinking)
+    for turn in targets:
+        before = draw(messages[:turn], open_turn=True)
         after = whole
         if turn + 1 < len(messages):
-            after = render(tokenizer, messages[: turn + 1], open_turn=False, enable_thinking=enable_thinking)
+            after = draw(messages[: turn + 1], open_turn=False)
         _require_prefix(done, before, turn)
         _require_prefix(before, after, turn)
         _require_prefix(after, whole, turn)
@@ -69,24 +85,36 @@ def render_conversation(
 
 
 def _marked_conversation(
-    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None, turns: str
+    tokenizer: Any,
+    messages: Sequence[Message],
+    targets: Sequence[int],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    extra: dict[str, Any],
 ) -> tuple[list[int], list[bool]]:
     """Return the conversation as a template with `{% generation %}` blocks marks it.
 
     An end-of-turn token right after a block belongs to it: without it the model would never stop.
     """
-    whole = render(tokenizer, messages, open_turn=False, enable_thinking=enable_thinking)
-    opened = render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
+    draw = functools.partial(render, tokenizer, enable_thinking=None, tools=tools, template_kwargs=extra)
+    whole, opened = draw(messages, open_turn=False), draw(messages, open_turn=True)
     opener = encode_text(tokenizer, opened[len(whole) :])[:1]
-    extra = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     marked = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True, **extra
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **extra,
     )
     ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
     special = special_token_ids(tokenizer)
     supervised = [False] * len(ids)
     runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
-    for run in [group for key, group in runs if key][-1 if turns == "last" else 0 :]:
+    said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    blocks = [group for key, group in runs if key]
+    if len(blocks) != len(said):
+        raise _disagreement(said[-1] if said else 0, f"marks {len(blocks)} blocks for {len(said)} turns")
+    for run in [block for turn, block in zip(said, blocks, strict=True) if turn in targets]:
         end = run[-1] + 1
         following = ids[end : end + 1]
         is_closed = any(ids[idx] in special for idx in run)

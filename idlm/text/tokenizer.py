@@ -224,9 +224,11 @@ def render(
     open_turn: bool,
     enable_thinking: bool | None,
     tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of a conversation; with `open_turn` it ends where the assistant's turn begins. `tools`
-    that the assistant may call: JSON schemas of functions, as OpenAI writes them.
+    that the assistant may call: JSON schemas of functions, as OpenAI writes them. `template_kwargs`: further
+    names that the template sees.
 
     Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
     """
@@ -238,7 +240,9 @@ def render(
         )
     if not messages:
         return ""
-    extra: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    extra: dict[str, Any] = dict(template_kwargs or {})
+    if enable_thinking is not None:
+        extra["enable_thinking"] = enable_thinking
     if tools:
         extra["tools"] = [dict(tool) for tool in tools]
     try:

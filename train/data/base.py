@@ -7,9 +7,11 @@ knows the objective. A new source is one new file in `train/data/sources` that r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -153,15 +155,40 @@ class Encoder:
         prefix = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
         return self._checked(Sample.from_pair(prefix, self._with_eos(text), origin=origin))
 
-    def messages(self, messages: Sequence[Mapping[str, Any]], *, origin: str) -> list[Sample]:
-        """Assistant turns are targets, other turns are context; one sample, or one per turn (`each`)."""
-        rendered = [self._turn(message, origin) for message in messages]
-        if self.turns != "each":
-            return [self._conversation(rendered, origin=origin)]
-        ends = [place + 1 for place, message in enumerate(rendered) if message["role"] == "assistant"]
+    def messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        origin: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        untrained: AbstractSet[int] = frozenset(),
+    ) -> list[Sample]:
+        """Assistant turns are targets, other turns are context; one sample, or one per turn (`each`).
+
+        `messages` in OpenAI's form: `content` may be absent beside tool calls or reasoning, and arguments of
+        calls are mappings. `untrained`: indices of assistant turns that are context. The template gets
+        `tools` and `template_kwargs`.
+        """
+        rendered = [
+            self._turn(message, origin, is_target=place not in untrained)
+            for place, message in enumerate(messages)
+        ]
+        ends = [
+            place + 1
+            for place, message in enumerate(rendered)
+            if message["role"] == "assistant" and place not in untrained
+        ]
         if not ends:
             raise _nothing_to_predict(origin, "no assistant turn")
-        return [self._conversation(rendered[:end], origin=origin) for end in ends]
+        draw = functools.partial(
+            self._conversation,
+            origin=origin,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            untrained=untrained,
+        )
+        return [draw(rendered[:end]) for end in ends] if self.turns == "each" else [draw(rendered)]
 
     def answer(self, prompt: Any, answer: Mapping[str, Any], *, origin: str) -> list[Sample]:
         """A record of `idlm-generate`: the prompt as it was fed, then the tokens that were generated.
@@ -215,20 +242,29 @@ class Encoder:
             return list(prompt)
         return encode_messages(self.tokenizer, prompt)
 
-    def _conversation(self, messages: Sequence[Message], *, origin: str, turns: str | None = None) -> Sample:
+    def _conversation(
+        self, messages: Sequence[Message], *, origin: str, turns: str | None = None, **settings: Any
+    ) -> Sample:
         which: Literal["all", "last"] = "all" if (turns or self.turns) == "all" else "last"
         token_ids, supervised = render_conversation(
-            self.tokenizer, messages, enable_thinking=self._enable_thinking, turns=which
+            self.tokenizer, messages, enable_thinking=self._enable_thinking, turns=which, **settings
         )
         ids, flags = np.asarray(token_ids, dtype=np.int64), np.asarray(supervised, dtype=bool)
         return self._checked(Sample(token_ids=ids, supervised=flags, origin=origin))
 
-    def _turn(self, message: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    def _turn(self, message: Mapping[str, Any], origin: str, *, is_target: bool = True) -> dict[str, Any]:
+        """Return a message as the template gets it, which may add text to an empty content."""
+        content = message.get("content") or ""
         if message["role"] != "assistant":
-            return dict(message)
+            return dict(message) | {"content": content}
         dropped = () if self.thinking == "keep" else REASONING_KEYS
         kept = {key: value for key, value in message.items() if key not in dropped}
-        return kept | {"content": self._response(message["content"], origin)}
+        if self.thinking != "keep":
+            content = without_thinking(content, origin=origin)
+        is_empty = not content.strip() and not any(kept.get(key) for key in ("tool_calls", *REASONING_KEYS))
+        if is_target and is_empty:
+            raise _nothing_to_predict(origin, "an empty response")
+        return kept | {"content": content}
 
     def _response(self, text: str, origin: str) -> str:
         """Return the assistant's text, without its thinking unless that is kept."""
