@@ -29,6 +29,7 @@ from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.resume import STAGE_FOLDER
 from idlm.train.distributed.collectives import from_rank_zero
 from idlm.train.distributed.deepspeed import whole_weights
+from idlm.train.model.files import export_dtype
 from idlm.train.model.gated_lora import is_trained, merged, peft_tensors
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
@@ -70,7 +71,7 @@ def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, tar
         base_identity=prepared.base_identity if config.is_gated else None,
         stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
     )
-    dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
+    dtype = getattr(torch, export_dtype(config))
     model, tokenizer = prepared.model, prepared.tokenizer
     if adapter is not None and not config.is_gated and weights is not None:
         weights = merged(weights, scaling=adapter.scaling, mask_token_id=prepared.mask_token_id)
@@ -151,7 +152,7 @@ def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
 
 def _converted(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """`weights` in `dtype`, copied to the host where that changes them; tied ones still share one tensor."""
-    if dtype is None:
+    if dtype is None or all(value.dtype == dtype for value in weights.values() if value.is_floating_point()):
         return weights
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     converted = {}

@@ -36,6 +36,7 @@ from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
 from idlm.train.objectives.idlm import PHASES
 
 DTYPES = ("float32", "bfloat16")
+EXPORT_DTYPES = (*DTYPES, "float16")
 DEVICES = ("auto", "cpu", "cuda")
 PUBLISHED_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
@@ -143,7 +144,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "data.thinking": THINKING,
         "data.turns": TURNS,
         "data.on_bad_record": ON_BAD_RECORD,
-        "export.dtype": DTYPES,
+        "export.dtype": EXPORT_DTYPES,
         "wandb.mode": WANDB_MODES,
         "plan.gpu": tuple(MATMUL_TFLOPS),
     }

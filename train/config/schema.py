@@ -148,7 +148,9 @@ class LoopConfig:
 class ExportConfig:
     """The published checkpoint."""
 
-    dtype: str | None = option("float32 or bfloat16; null: the dtype of training", None)
+    dtype: str | None = option(
+        "float32, bfloat16 or float16; null: that of the base, float32 for a gated adapter", None
+    )
     merge: bool = option("true: merge an adapter that is not gated into its base, a whole checkpoint", False)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +23,12 @@ from idlm.errors import UserError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+    from idlm.train.config.schema import TrainConfig
+
 log = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of dtypes in safetensors headers, and torch's names."""
 
 
 def num_tensors(directory: Path) -> int | None:
@@ -37,6 +43,35 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by tensor name; OSError or SafetensorError where the header does not describe the file."""
     with safe_open(str(path), framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def export_dtype(config: TrainConfig) -> str:
+    """The dtype of published weights: `export.dtype`, else that of the base, else that of training.
+
+    A gated adapter has no base weights: it keeps the dtype of training, float32.
+    """
+    if config.export.dtype is not None:
+        return config.export.dtype
+    if config.is_gated:
+        return "float32"
+    stored = None if config.model.path is None else stored_dtype(Path(config.model.path))
+    return stored or config.model.dtype
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype of most elements in the weight files, by their headers; None where there is none, or a file
+    cannot be read.
+    """
+    counts: Counter[str] = Counter()
+    try:
+        for path in weight_files(directory):
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    counts[part.get_dtype()] += math.prod(part.get_shape())
+    except (OSError, ValueError, SafetensorError):
+        return None
+    return STORED_DTYPES.get(counts.most_common(1)[0][0]) if counts else None
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:

@@ -23,10 +23,11 @@ from idlm.train.distributed.deepspeed import (
     num_parameters,
     zero_stage,
 )
+from idlm.train.model.files import export_dtype
 from idlm.train.objectives.curriculum import Curriculum
 
 GIB = 2**30
-EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
+EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DISK_FIX = "free space, lower train.save_total_limit or give another output_dir"
 GRADIENTS = "gradients, float32 sums"
 
@@ -154,8 +155,6 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     """
     trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
     whole = replace(state_setup(config, world_size=1), offloads=False)
-    dtype = config.export.dtype or config.model.dtype
-    is_float32_adapter = config.is_gated and config.export.dtype is None
     published = trained
     if not config.is_gated:
         published = num_parameters(model) - (0 if config.adapter is None else trained)
@@ -169,7 +168,7 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
         num_checkpoints=min(
             config.train.save_total_limit + 1, math.ceil(curriculum.num_steps / config.train.save_every)
         ),
-        export_bytes=published * (4 if is_float32_adapter else EXPORT_BYTES[dtype]),
+        export_bytes=published * EXPORT_BYTES[export_dtype(config)],
         # One more while the engine answers from the weights of a step.
         num_exports=len(curriculum.stages) + (config.eval.num_prompts > 0),
         free_bytes=shutil.disk_usage(place).free,

@@ -297,7 +297,7 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         ("train.accumulation", -1),
         ("plan.num_gpus", 0),
         ("adapter", "{rank: 0}"),
-        ("export.dtype", "float16"),
+        ("export.dtype", "float8"),
         ("train.deepspeed", "/nope.json"),
         ("resume", "/nope"),
         ("data.path", "mine.jsonl"),

@@ -325,17 +325,19 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_without_a_spare_row_grows_one(tmp_path: Path) -> None:
+def test_a_base_without_a_spare_row_grows_one_and_keeps_its_dtype(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     num_ids = save_tokenizer(base)
     config = tiny_config("llama") | {"vocab_size": num_ids}
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
+    create_base(config, attention="idlm_sdpa", dtype=torch.bfloat16, seed=0).save_pretrained(base)
     stages = "[{stride: 2, steps: 1, clean_weight: 0.2}]"
     assert cli.main(arguments(base, tmp_path / "out", **{"train.stages": stages})) == 0
     rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
     assert Semantics.load(tmp_path / "out").mask_token_id == num_ids
     assert len(rows) == 64 * (num_ids // 64 + 1)
+    assert rows.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_new_ar_model_trains_by_the_same_code(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from idlm.checkpoint import MANIFEST
 from idlm.errors import UserError
-from idlm.train.model.files import read_generation_config
+from idlm.train.config.schema import AdapterConfig, ExportConfig, ModelConfig, TrainConfig
+from idlm.train.model.files import export_dtype, read_generation_config
 from idlm.train.model.load import load_base
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
@@ -119,3 +120,16 @@ def test_a_generation_config_that_nothing_mends_is_refused(tmp_path: Path) -> No
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 0}))
     with pytest.raises(UserError, match="IDLM-0541.*max_new_tokens"):
         read_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_published_weights_have_the_dtype_of_most_of_the_base(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"norm": torch.ones(4, dtype=torch.float32), "weight": torch.ones(64, 4, dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = TrainConfig(model=ModelConfig(path=str(tmp_path)))
+    assert getattr(torch, export_dtype(config)) == dtype
+    config.export = ExportConfig(dtype="float32")
+    assert export_dtype(config) == "float32"
+    gated = TrainConfig(model=config.model, adapter=AdapterConfig())
+    assert export_dtype(gated) == "float32"
+    assert export_dtype(TrainConfig(model=ModelConfig(dtype="bfloat16"))) == "bfloat16", "new weights"
