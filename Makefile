@@ -1,6 +1,7 @@
 # The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
-#   make test   lint, types, import rules and every test that needs no GPU
+#   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit: six minutes)
+#   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make docs   the documentation as a site, in site/
 #   make gpu-test PART=engine|block|kernels   the tests of tests/gpu, on a machine with a GPU
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
@@ -27,14 +28,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
 # compare what models decide run on a second instruction set too: rounding must not decide them.
 PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
-TWO_CPUS = -m "decides and not slow and not gpu and not multigpu" \
-	$(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
+FIRST := not sweep and not gpu and not multigpu
+SWEEPS := sweep and not gpu and not multigpu
+DECIDES = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
 
 # tests/gpu has a folder for each part, of at most eight minutes on an H200. Tests that count the bytes of the GPU run
 # first and alone (5: a part has none).
 GPU_WORKERS ?= 8
 
-.PHONY: demo test types run-tests gpu-test docs format clean
+.PHONY: demo test test-all types run-tests gpu-test docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -51,8 +53,12 @@ types:
 	$(RUN) -m mypy
 
 run-tests:
-	$(PYTEST)
-	ATEN_CPU_CAPABILITY=default $(PYTEST) $(TWO_CPUS)
+	$(PYTEST) -m "$(FIRST)"
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and $(FIRST)" $(DECIDES)
+
+test-all: test
+	$(PYTEST) -m "$(SWEEPS)"
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and $(SWEEPS)" $(DECIDES)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:

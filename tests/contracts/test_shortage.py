@@ -115,13 +115,13 @@ def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(
     _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101, 24))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=["ar", "isd"])
 def test_a_shortage_at_each_of_a_hundred_allocations(
     checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
 ) -> None:
-    """pytest -m slow tests/contracts/test_shortage.py"""
+    """pytest -m sweep tests/contracts/test_shortage.py"""
     _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101))
 
 

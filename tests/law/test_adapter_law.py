@@ -3,7 +3,7 @@ transformers.
 
 By default stride 4 with every strategy and few draws; all strides at 2e5 draws:
 
-    .venv/bin/python -m pytest tests/law/test_adapter_law.py -m "slow or not slow"
+    .venv/bin/python -m pytest tests/law/test_adapter_law.py -m "sweep or not sweep"
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_an_adapter_leaves_the_law_of_the_base(law_toy: Path, adapter: Path, str
     _check(law_toy, adapter, 4, strategy, REDUCED)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("stride", "strategy"), list(itertools.product((2, 3, 4), STRATEGIES.names())))
 def test_an_adapter_leaves_the_law_of_the_base_in_full(
     law_toy: Path, adapter: Path, stride: int, strategy: str

@@ -3,7 +3,7 @@
 The toy has 5 tokens, mask id included; tested are the joints of tokens 0..3 and of tokens 4..7. By
 default 2e5 draws of the default strategy, 2e4 of every other case and 2.2e5 of all together; all at 2e5:
 
-    .venv/bin/python -m pytest tests/law/test_engine_law.py -m "slow or not slow"
+    .venv/bin/python -m pytest tests/law/test_engine_law.py -m "sweep or not sweep"
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_all_strides_and_strategies_together_emit_the_ar_law(law_toy: Path) -> N
     assert not misfits(found, LEVEL), found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("stride", "strategy"), [case for case in CASES if case != DEFAULT])
 def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str) -> None:
     _draws(law_toy, stride, strategy, FULL)

@@ -2,7 +2,7 @@
 asynchronous steps.
 
 Prompts and answers with a common prefix share it through the prefix cache. All strategies, more draws:
-`.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "slow or not slow"`
+`.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "sweep or not sweep"`
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_isd_emits_the_ar_law_from_shared_pages(law_toy: Path) -> None:
     _check(law_toy, "branch", DRAWS)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_every_strategy_emits_the_ar_law_from_shared_pages(law_toy: Path, strategy: str) -> None:
     _check(law_toy, strategy, MORE_DRAWS)

@@ -1,6 +1,6 @@
 """The law of answers that match a grammar, against enumeration of the masked AR law; and planted faults.
 
-1e5 draws of a schema of six tokens: `-m slow`.
+1e5 draws of a schema of six tokens: `-m sweep`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_answers_follow_the_masked_ar_law(toy: Path, decoder: str, options: dict
     assert decoder == "ar" or 0.3 < found.acceptance < 0.9, found.acceptance
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("decoder", "options"), [CASES[2], ("isd", BRANCH)])
 def test_the_law_of_a_schema_in_full(toy: Path, decoder: str, options: dict[str, Any]) -> None:
     schema = [params for params in SETTINGS if params.constraint == SCHEMA_TOY]

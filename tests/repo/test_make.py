@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,10 +54,29 @@ def test_imports_are_compiled_once() -> None:
 
 def test_choices_are_compared_on_two_instruction_sets() -> None:
     """A choice that hangs on rounding differs between them."""
-    [line] = [line for line in recipe("test").splitlines() if "ATEN_CPU_CAPABILITY=default" in line]
-    assert '-m "decides and ' in line
-    named = {name for name in line.split() if name.endswith(".py")}
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     marked = {name for name in files if "mark.decides\n" in (ROOT / name).read_text(encoding="utf-8")}
     assert "tests/contracts/block/test_block_traps.py" in marked and len(marked) >= 15
-    assert named == marked
+    lines = [
+        line for line in recipe("test-all").splitlines() if line.startswith("ATEN_CPU_CAPABILITY=default")
+    ]
+    assert len(lines) == 2
+    for line in lines:
+        assert {name for name in line.split() if name.endswith(".py")} == marked
+
+
+def test_both_commands_run_each_test_once() -> None:
+    lines = [line for line in recipe("test", "test-all").splitlines() if " -m pytest " in line]
+    chosen = [re.search(r'-m "([^"]*)"', line) for line in lines]
+    rest = "not gpu and not multigpu"
+    assert [found and found.group(1) for found in chosen] == [
+        f"not sweep and {rest}",
+        f"decides and not sweep and {rest}",
+        f"sweep and {rest}",
+        f"decides and sweep and {rest}",
+    ]
+    assert recipe("test-all") == recipe("test", "test-all"), "a newcomer needs one command"
+    addopts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    assert "-m 'not gpu and not multigpu and not sweep'" in addopts, "pytest alone is what `make test` runs"
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert ci.rstrip().endswith("exec make test test-all")

@@ -1,7 +1,7 @@
 """Block diffusion under load: 64 requests at steps of their own are as 64 alone; none of hundreds that come,
 go and are thrown out leaves anything behind.
 
-All 2,000: python -m pytest tests/contracts/block/test_block_soak.py -m slow (4 minutes)
+All 2,000: python -m pytest tests/contracts/block/test_block_soak.py -m sweep (4 minutes)
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_60_with_aborts_leak_nothing(toys: dict[bool, Path], number: int) -> Non
     soak(toys[number == 2], 60, WAYS[number])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("number", range(len(WAYS)))
 def test_thousands_with_aborts_leak_nothing(toys: dict[bool, Path], shifted: bool, number: int) -> None:
@@ -135,7 +135,7 @@ def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize(
-    ("shifted", "graphs"), [(False, "on"), pytest.param(True, "off", marks=pytest.mark.slow)]
+    ("shifted", "graphs"), [(False, "on"), pytest.param(True, "off", marks=pytest.mark.sweep)]
 )
 def test_64_requests_at_steps_of_their_own_are_as_one_by_one(
     toys: dict[bool, Path], shifted: bool, graphs: str

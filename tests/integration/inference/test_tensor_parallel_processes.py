@@ -1,6 +1,6 @@
 """Ranks as processes: one command starts them, a dead one is an error, and none outlives rank 0.
 
-python -m pytest tests/integration/inference/test_tensor_parallel_processes.py -m "slow or not slow"
+python -m pytest tests/integration/inference/test_tensor_parallel_processes.py -m "sweep or not sweep"
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_an_error(toy: Path) -> None:
         engine.generate(prompts, greedy(max_tokens=9))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_an_error_on_rank_0_ends_the_others(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a pass, where they wait for it."""
     engine = build_engine(toy, "isd", stride=4, tensor_parallel=2)

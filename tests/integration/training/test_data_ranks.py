@@ -1,6 +1,6 @@
 """Several ranks share one cache: rank 0 builds while the others wait, and all ranks train on the same data.
 
-python -m pytest -m slow tests/integration/training/test_data_ranks.py
+python -m pytest -m sweep tests/integration/training/test_data_ranks.py
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def lines_of_ranks(tmp_path: Path) -> list[list[str]]:
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_share_or_build_and_agree(lines_of_ranks: list[list[str]]) -> None:
     first, second = lines_of_ranks
     shared, each = first[1], first[3]

@@ -116,14 +116,14 @@ def test_the_command_line_finds_a_base_that_has_moved(
     assert capsys.readouterr().out == told
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("zero_stage", ["null", 1, 2, 3])
 def test_two_ranks_train_the_same_adapter(
     finished: Path, base: Path, tmp_path: Path, zero_stage: str
 ) -> None:
     """DDP and every ZeRO stage; a stopped run continues bitwise, from a checkpoint without frozen weights.
 
-    pytest tests/integration/training/test_train_lora.py -m slow
+    pytest tests/integration/training/test_train_lora.py -m sweep
     """
 
     def train(output: Path) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
 
-`pytest tests/integration/training/test_zero.py -m slow` adds ZeRO-1, ZeRO-3, offload, bfloat16, DDP, the
+`pytest tests/integration/training/test_zero.py -m sweep` adds ZeRO-1, ZeRO-3, offload, bfloat16, DDP, the
 watchdog and a launcher; `python -m benchmarks.resume` runs the full counts of deaths.
 """
 
@@ -123,7 +123,7 @@ def test_another_number_of_rows_is_refused_with_numbers(quick: dict[str, Any]) -
     assert "3 does not" in refusals["uneven"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_zero_stage_trains_resumes_and_exports() -> None:
     told = told_by("stages")
     one = told.pop("one")
@@ -140,7 +140,7 @@ def test_every_zero_stage_trains_resumes_and_exports() -> None:
             check_recut(run["recut"], losses(run), tolerance=tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_killed_or_stopped_rank_ends_the_others_and_is_named() -> None:
     told = told_by("watchdog")
     for name, words in (("killed", "died without a word"), ("stopped", "silent for")):
@@ -151,7 +151,7 @@ def test_a_killed_or_stopped_rank_ends_the_others_and_is_named() -> None:
         assert run["seconds"] < 60, run["seconds"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_launcher_runs_a_recipe_on_two_processes(tmp_path: Path) -> None:
     base = tmp_path / "out"
     arguments = [

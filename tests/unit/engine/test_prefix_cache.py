@@ -1,5 +1,5 @@
 """The prefix cache and its pages: keys, eviction, sharing, and the scheduler on a simulated device.
-More worlds: `.venv/bin/python -m pytest tests/unit/engine/test_prefix_cache.py -m "slow or not slow"`
+More worlds: `.venv/bin/python -m pytest tests/unit/engine/test_prefix_cache.py -m "sweep or not sweep"`
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_every_read_finds_its_own_text() -> None:
     assert min(totals.values()) > 50, totals
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_read_finds_its_own_text_in_many_worlds() -> None:
     for seed in range(NUM_WORLDS, NUM_WORLDS + NUM_MORE_WORLDS):
         simulate(_world(seed), seed)

@@ -148,7 +148,7 @@ def test_autocast_keeps_what_is_planned() -> None:
         ("idlm_split", False, False),
         ("idlm_split", False, True),
         ("idlm_flex", False, False),
-        pytest.param("idlm_split", True, False, marks=pytest.mark.slow),
+        pytest.param("idlm_split", True, False, marks=pytest.mark.sweep),
     ],
 )
 def test_a_gated_adapter_keeps_what_is_planned(
@@ -210,10 +210,10 @@ def gated_batch() -> dict[str, torch.Tensor]:
     return collate(items)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_compiled_layer_keeps_what_is_planned(family: str) -> None:
-    """`pytest -m slow tests/unit/planning/test_memory_plan.py`: half a minute of compiling."""
+    """`pytest -m sweep tests/unit/planning/test_memory_plan.py`: half a minute of compiling."""
     model = decoder(family, torch.bfloat16)
     for layer in model.model.layers:
         layer.compile(dynamic=False, backend="aot_eager_decomp_partition")
