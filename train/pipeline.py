@@ -166,6 +166,7 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         f"{prepared.attention} on {model.device}",
         f"objective {config.objective} on {config.data.source}, {curriculum.num_steps} steps of "
         f"{curriculum.global_batch} x {prepared.dataset.row_length} rows",
+        *([] if prepared.mask_text is None else [prepared.mask_text]),
         *(f"stage {stage.index + 1}: {stage.name}" for stage in curriculum.stages if stage.stride > 1),
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]

@@ -28,6 +28,7 @@ from idlm.train.model.checks import (
     check_model,
     grow_vocabulary,
     mask_token,
+    mask_token_text,
     num_vocabulary_rows,
     prepare_mask_row,
     window_problem,
@@ -61,6 +62,7 @@ class Prepared:
     held_out: PackedDataset | None = None
     adapter: AdapterSpec | None = None
     base_identity: str | None = None
+    mask_text: str | None = None
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:
@@ -69,6 +71,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     attention = choose_attention(config.model.attention, device, is_16_bit=is_16_bit)
     tokenizer = prepare_tokenizer(config)
     model = prepare_model(config, tokenizer, attention, device).to(device)
+    mask_text = describe_mask(config, model, tokenizer)
     mask_token_id, mask_row_D = prepare_mask(config, model, tokenizer)
     with gathering_forward(model):
         check_model(model, attention=attention)
@@ -92,6 +95,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         held_out=data.held_out,
         attention=attention,
         adapter=adapter,
+        mask_text=mask_text,
         base_identity=base_identity(Path(adapter.base_path)) if adapter and adapter.base_path else None,
     )
 
@@ -128,6 +132,14 @@ def prepare_model(
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values.setdefault(name, getattr(tokenizer, name))
     return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
+
+
+def describe_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> str | None:
+    """Which token is the mask and why, before rows are added; None for objectives without masks."""
+    if not OBJECTIVES.get(config.objective).places_masks:
+        return None
+    rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
+    return mask_token_text(tokenizer, rows, explicit, has_adapter=config.adapter is not None)
 
 
 def prepare_mask(

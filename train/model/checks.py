@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.masks import RowMeta
-from idlm.text.mask_token import resolve_mask_token_id
+from idlm.text.mask_token import resolve_mask_token_id, unused_token_ids
 from idlm.text.tokenizer import num_token_ids
 from idlm.train.distributed.deepspeed import gathered, whole_shape
 from idlm.train.model.attention import mask_arguments
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FIX = "use a causal model of transformers with standard attention layers and a plain output head"
+ROW_MULTIPLE = 64
+"""A vocabulary grows to a multiple of it: the head's products are slow at odd sizes."""
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
 """Of the largest logit: in float32 on a CPU; where attention or its products round to 16 bits."""
 
@@ -39,18 +41,48 @@ def num_vocabulary_rows(model: PreTrainedModel) -> int:
 def mask_token(tokenizer: Any, num_rows: int, explicit: int | None) -> tuple[int, bool]:
     """(mask token id, whether the embedding of `num_rows` rows has a row for it).
 
-    The id is `explicit`, else the tokenizer's mask token, else the first spare row. Raises UserError.
+    The id is that of `resolve_mask_token_id`; without one, that of the first row to add. Raises UserError.
     """
     first_spare = num_token_ids(tokenizer)
-    if explicit is None and tokenizer.mask_token_id is None and first_spare >= num_rows:
+    is_open = explicit is None and tokenizer.mask_token_id is None
+    if is_open and first_spare >= num_rows and not unused_token_ids(tokenizer):
         return first_spare, False
     return resolve_mask_token_id(tokenizer, num_rows, explicit), True
 
 
+def mask_token_text(tokenizer: Any, num_rows: int, explicit: int | None, *, has_adapter: bool) -> str:
+    """Which token `mask_token` chooses for an embedding of `num_rows` rows, and why."""
+    mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
+    text = f"mask token {mask_token_id}"
+    if not has_row:
+        added = _num_padded_rows(mask_token_id) - num_rows
+        how = (
+            "the adapter gets an embedding, which starts"
+            if has_adapter
+            else f"{added} rows are added, which start"
+        )
+        return f"{text}: no row is spare and no special token unused, so {how} at the mean"
+    token = tokenizer.convert_ids_to_tokens(mask_token_id)
+    if explicit is not None:
+        return f"{text}: model.mask_token_id, {'a spare row' if token is None else repr(token)}"
+    if mask_token_id == tokenizer.mask_token_id:
+        return f"{text}: the tokenizer's mask token {token!r}"
+    if token is None:
+        return f"{text}: the first spare row after the tokenizer's ids"
+    return (
+        f"{text}: no row is spare, so the unused special token {token!r} becomes the mask; "
+        "model.mask_token_id chooses another"
+    )
+
+
+def _num_padded_rows(mask_token_id: int) -> int:
+    return -(-(mask_token_id + 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
 def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> None:
-    """Add rows, to a multiple of 64, up to that of the mask token."""
+    """Add rows, to a multiple of 64, up to that of the mask token; they start at the mean embedding."""
     before = num_vocabulary_rows(model)
-    model.resize_token_embeddings(mask_token_id + 1, pad_to_multiple_of=64, mean_resizing=True)
+    model.resize_token_embeddings(_num_padded_rows(mask_token_id), mean_resizing=True)
     after = num_vocabulary_rows(model)
     log.info("no spare vocabulary row for mask id %d: grew %d rows to %d", mask_token_id, before, after)
 

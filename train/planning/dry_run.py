@@ -26,7 +26,7 @@ from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.checks import mask_token
+from idlm.train.model.checks import mask_token, mask_token_text
 from idlm.train.model.files import read_generation_config
 from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
@@ -200,19 +200,11 @@ def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> 
         return None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
     num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
-    lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows"]
     mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
+    why = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
+    lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows", why]
     if not has_row:
-        how = "the adapter gets an embedding for it" if config.adapter is not None else "new rows are added"
-        return mask_token_id, [*lines, f"mask token {mask_token_id}: no row is spare, so {how}"]
-    if explicit is not None:
-        why = "model.mask_token_id"
-    elif tokenizer.mask_token_id is not None:
-        why = f"the tokenizer's mask token {tokenizer.mask_token!r}"
-    else:
-        why = "the first spare row after the tokenizer's ids"
-    kind = "spare" if mask_token_id >= spare else "a special token of the tokenizer"
-    lines.append(f"mask token {mask_token_id}: {why}; its row exists and is {kind}")
+        return mask_token_id, lines
     if config.model.path is not None:
         name = next(name for name, value in model.named_parameters() if value is rows_VD)
         norm = embedding_norm(Path(config.model.path), name, mask_token_id)

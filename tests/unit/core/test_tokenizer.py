@@ -122,6 +122,36 @@ def test_mask_token_order_of_preference(byte_level_dir):
 
 
 @pytest.mark.parametrize(
+    ("added", "chosen"),
+    [
+        # Full vocabularies as those of SmolLM2, Llama 3, Gemma, Phi 3, Mistral and Falcon have.
+        (["<|im_start|>", "<repo_name>", "<file_sep>"], "<repo_name>"),
+        (["<|eot_id|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"], 1),
+        (["<start_of_turn>", "<unused0>", "<unused1>"], 1),
+        (["<|assistant|>", "<|placeholder1|>"], 1),
+        (["[INST]", "[control_8]"], 1),
+        ([">>TITLE<<", ">>UNUSED_119<<"], 1),
+        # In use by the template, or with a meaning in text.
+        (["<|im_start|>", "<|vision_pad|>", "<think>", "<|fim_prefix|>"], None),
+        (["<|im_start|>", "<unused_in_name_only>"], None),
+    ],
+)
+def test_a_full_vocabulary_lends_an_unused_special_token(byte_level_dir, added, chosen):
+    tokenizer = tokens.load_tokenizer(byte_level_dir)
+    # Gemma's unused tokens are added tokens that are not special.
+    tokenizer.add_tokens(added, special_tokens="<unused0>" not in added)
+    tokenizer.chat_template = "<|im_start|>{{ messages[0]['content'] }}<unused_in_name_only>"
+    if chosen is None:
+        with pytest.raises(UserError, match="IDLM-0210"):
+            resolve_mask_token_id(tokenizer, len(tokenizer), None)
+        return
+    chosen = tokenizer.convert_tokens_to_ids(added[chosen] if isinstance(chosen, int) else chosen)
+    assert resolve_mask_token_id(tokenizer, len(tokenizer), None) == chosen
+    assert resolve_mask_token_id(tokenizer, len(tokenizer), chosen) == chosen
+    assert resolve_mask_token_id(tokenizer, len(tokenizer) + 1, None) == len(tokenizer)
+
+
+@pytest.mark.parametrize(
     ("has_tokenizer", "spare_rows", "explicit", "code"),
     [
         (True, 0, None, "IDLM-0210"),

@@ -332,7 +332,7 @@ class Words:
     """As much of a tokenizer as choosing a mask token takes."""
 
     mask_token_id = None
-    bos_token_id = eos_token_id = None
+    bos_token_id = eos_token_id = pad_token_id = unk_token_id = sep_token_id = cls_token_id = None
     all_special_ids = ()
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
