@@ -35,19 +35,12 @@ from idlm.cli import command
 from idlm.errors import UserError
 
 LENGTH = 4096
-VOCAB_SIZE = 151_936
-MASK_TOKEN_ID = 151_669
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
 OPTIONS |= {"accumulation": "", "record": "false", "results": str(RESULTS)}
-HEAD_DIM, KV_HEADS = 128, 8
 COMMON: dict[str, Any] = {
-    "model_type": "qwen3",
-    "head_dim": HEAD_DIM,
-    "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": 40960,
     "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
-    "vocab_size": VOCAB_SIZE,
 }
 MODES = dict.fromkeys(("gated_lora", "gated_lora_in_parts", "gated_lora_plain"), "gated_lora")
 MODES |= {"ungated_lora": "ungated_lora"}
@@ -67,6 +60,14 @@ class Shape:
     accumulation: int
     lora: tuple[int, int]
     """Packed rows of a micro-batch and micro-batches of a step of gated LoRA."""
+    model_type: str = "qwen3"
+    head_dim: int = 128
+    kv_heads: int = 8
+    vocab_size: int = 151_936
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.vocab_size - 267
 
     def config(self) -> list[str]:
         values = COMMON | {
@@ -74,6 +75,10 @@ class Shape:
             "intermediate_size": self.ffn,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
+            "model_type": self.model_type,
+            "head_dim": self.head_dim,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocab_size,
             "tie_word_embeddings": str(self.tied).lower(),
         }
         return [f"+model.config.{key}={value}" for key, value in values.items()]
@@ -99,10 +104,10 @@ class Shape:
         forward and 10 backward: the second product of queries and keys counts, because the first cannot be
         kept.
         """
-        projections = (2 * self.heads + 2 * KV_HEADS) * HEAD_DIM * self.width
+        projections = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         layers = self.layers * (projections + 3 * self.width * self.ffn)
-        head = self.width * VOCAB_SIZE
-        attended = self.layers * (LENGTH + 1) * self.heads * HEAD_DIM
+        head = self.width * self.vocab_size
+        attended = self.layers * (LENGTH + 1) * self.heads * self.head_dim
         if mode == "gated_lora":
             return 2 * (3 * layers + 2 * head) + (4 + 10 / 2) * attended
         if mode == "ungated_lora":
@@ -133,6 +138,33 @@ SHAPES = {
         recipe="qwen3_0_6b",
         accumulation=8,
         lora=(8, 2),
+    ),
+    "smollm2_135m": Shape(
+        width=576,
+        ffn=1536,
+        layers=30,
+        heads=9,
+        tied=True,
+        recipe="qwen3_0_6b",
+        accumulation=4,
+        lora=(8, 2),
+        model_type="llama",
+        head_dim=64,
+        kv_heads=3,
+        vocab_size=49_152,
+    ),
+    "llama_1b": Shape(
+        width=2048,
+        ffn=8192,
+        layers=16,
+        heads=32,
+        tied=True,
+        recipe="qwen3_0_6b",
+        accumulation=8,
+        lora=(4, 2),
+        model_type="llama",
+        head_dim=64,
+        vocab_size=128_256,
     ),
 }
 ARMS: dict[str, tuple[str, ...]] = {
@@ -212,10 +244,10 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             *shape.config(),
             "model.path=null",
             f"model.tokenizer={TOKENIZER}",
-            f"model.mask_token_id={MASK_TOKEN_ID}",
+            f"model.mask_token_id={shape.mask_token_id}",
             "mask_region=all",
             "data.source=benchmark_text",
-            f"+data.task_args.vocab_size={MASK_TOKEN_ID}",
+            f"+data.task_args.vocab_size={shape.mask_token_id}",
             f"+data.task_args.length={LENGTH}",
             f"train.max_length={LENGTH}",
             "train.overlong=error",
