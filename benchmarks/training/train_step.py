@@ -1,10 +1,10 @@
 """Time of one training step of `[x_t | x_0]` against the arithmetic limit of the same machine.
 
     python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,full_zero1,gated_lora] [mode=profile]
-        [accumulation=16] [record=true] [results=FOLDER]
+        [accumulation=16] [shortest=64] [record=true] [results=FOLDER]
 
 Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights of the true
-shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
+shape, real text, 4096 data tokens per sample, or from `shortest` on, all supervised. The limit counts the FLOPs that the layout
 needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
 arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
 activations. `full_zero1` sums gradients on each GPU and reduces them once per step; `few_blocks` leaves NCCL
@@ -37,7 +37,7 @@ from idlm.errors import UserError
 LENGTH = 4096
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
-OPTIONS |= {"accumulation": "", "record": "false", "results": str(RESULTS)}
+OPTIONS |= {"accumulation": "", "shortest": "", "record": "false", "results": str(RESULTS)}
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
@@ -249,6 +249,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             "data.source=benchmark_text",
             f"+data.task_args.vocab_size={shape.mask_token_id}",
             f"+data.task_args.length={LENGTH}",
+            *([f"+data.task_args.shortest={options['shortest']}"] if options["shortest"] else []),
             f"train.max_length={LENGTH}",
             "train.overlong=error",
             "train.epochs=null",
@@ -317,7 +318,10 @@ def _rows_of_arm(
     }
     if options["accumulation"]:
         case["accumulation"] = int(options["accumulation"])
-    limit = result["matmul_flops"] / shape.flops_per_token(mode)
+    if options["shortest"]:
+        case["shortest"] = int(options["shortest"])
+    # Of shorter samples attention takes less than is counted.
+    limit = None if options["shortest"] else result["matmul_flops"] / shape.flops_per_token(mode)
     measured: list[tuple[str, float, str, float | None]] = [
         ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
         ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
