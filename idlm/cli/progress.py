@@ -1,8 +1,12 @@
-"""Progress of a long job on standard error: a bar on a terminal, else a plain line every 30 seconds."""
+"""Progress of a long job on standard error: a bar on a terminal, else a plain line every 30 seconds.
+
+While a bar is drawn, everything else that goes to the terminal, printed or logged, appears above it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +30,12 @@ class FigureBar(RichProgress):
     it.
     """
 
+    _moved: list[tuple[logging.StreamHandler[Any], Any]]
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self._moved = []
+
     def get_renderables(self) -> Iterable[RenderableType]:
         """Yield the bars, then the figures of each task."""
         yield self.make_tasks_table(self.tasks)
@@ -33,10 +43,53 @@ class FigureBar(RichProgress):
             if task.fields.get("text"):
                 yield Text(task.fields["text"])
 
+    def start(self) -> None:
+        """Draw the bar. Handlers of all loggers, which know their stream since they were made, follow
+        `sys.stdout` and `sys.stderr` to where rich has put them.
+        """
+        if self.live.is_started:
+            return
+        before = sys.stdout, sys.stderr
+        # Else a bar that starts again erases as many lines above it as it had when it stopped.
+        self.live._live_render._shape = None
+        super().start()
+        now = {id(old): new for old, new in zip(before, (sys.stdout, sys.stderr), strict=True)}
+        for handler in _stream_handlers():
+            old = handler.stream
+            if now.get(id(old), old) is not old:
+                self._moved.append((handler, old))
+                handler.setStream(now[id(old)])
+
+    def stop(self) -> None:
+        """Leave the bar as it is; safe to call again."""
+        while self._moved:
+            handler, stream = self._moved.pop()
+            handler.setStream(stream)
+        super().stop()
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the bar away for a while, such as for another one."""
+        was_transient, self.live.transient = self.live.transient, True
+        self.stop()
+        try:
+            yield
+        finally:
+            self.live.transient = was_transient
+            self.start()
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler):
+                yield handler
+
 
 def figure_bar(console: Console, *columns: ProgressColumn, **options: Any) -> FigureBar:
-    """Return a `FigureBar` with a description, a bar and then `columns`."""
+    """Return a `FigureBar` with a description, a bar and then `columns`. A stream that is a file stays so."""
     bar = BarColumn(bar_width=BAR_WIDTH)
+    options = {"redirect_stdout": sys.stdout.isatty(), "redirect_stderr": sys.stderr.isatty(), **options}
     return FigureBar(TextColumn("{task.description}"), bar, *columns, console=console, **options)
 
 
@@ -67,14 +120,12 @@ class Progress:
     def __enter__(self) -> Self:
         self._start = self._last = self._clock()
         if self._has_bar:
-            # Standard output is not redirected, because it may be a file; see `hidden`.
             self._bar = figure_bar(
                 self._console,
                 TextColumn("{task.fields[share]}"),
                 TimeElapsedColumn(),
                 TextColumn("left {task.fields[left]}"),
                 transient=True,
-                redirect_stdout=False,
                 refresh_per_second=1 / BAR_SECONDS,
                 get_time=self._clock,
             )
@@ -124,11 +175,8 @@ class Progress:
         if self._bar is None or not sys.stdout.isatty():
             yield
             return
-        self._bar.stop()
-        try:
+        with self._bar.hidden():
             yield
-        finally:
-            self._bar.start()
 
 
 def remaining(done: int, total: int | None, seconds: float) -> str:

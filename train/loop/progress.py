@@ -52,9 +52,10 @@ class Progress(TrainerCallback):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not counted as training: evaluation."""
+        """Time inside is not counted as training: evaluation, which may draw bars of its own."""
         start = time.perf_counter()
-        yield
+        with contextlib.nullcontext() if self._bar is None else self._bar.hidden():
+            yield
         self._window.start += time.perf_counter() - start
 
     def write(self, record: dict[str, Any]) -> None:

@@ -4,8 +4,13 @@ on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import pty
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +139,77 @@ def test_an_answer_printed_to_the_terminal_takes_the_bar_away(monkeypatch: pytes
     before, after = console.file.getvalue().split("an answer\n")
     assert before.endswith("\x1b[1A\x1b[2K")
     assert "left ?" in before and "left ?" in after
+
+
+WRITES = """
+import logging, sys
+early = logging.StreamHandler()
+logging.getLogger("a.library").addHandler(early)
+logging.getLogger("printing").addHandler(logging.StreamHandler(sys.stdout))
+from rich.console import Console
+from idlm.cli.progress import figure_bar
+bar = figure_bar(Console(width=60))
+task = bar.add_task("training", total=4, text="figures without an end")
+for _ in range(2):
+    bar.start()
+    bar.update(task, completed=2)
+    bar.refresh()
+    logging.getLogger("a.library").warning("logged by a handler that is older than the bar")
+    logging.getLogger("printing").error("logged to standard output")
+    print("printed")
+    print("printed as an error", file=sys.stderr)
+    bar.refresh()
+    with bar.hidden():
+        print("printed while it is hidden")
+bar.stop()
+print("after the bar", early.stream is sys.stderr)
+"""
+
+
+def on_screen(output: str) -> list[str]:
+    """The lines that a terminal shows after `output`: text, carriage return, line feed, up, erase."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.startswith("\x1b"):
+            row -= int(part[2:-1]) if part.endswith("A") else 0
+        else:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("errors", ["the terminal", "a file"])
+def test_what_is_written_beside_a_bar_has_lines_of_its_own(errors: str, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    file = (tmp_path / "errors").open("w")
+    stderr = file if errors == "a file" else theirs
+    child = subprocess.Popen([sys.executable, "-c", WRITES], stdout=theirs, stderr=stderr)
+    os.close(theirs)
+    output = b""
+    # Reading the end of a terminal raises EIO on Linux.
+    with contextlib.suppress(OSError):
+        while part := os.read(ours, 65536):
+            output += part
+    assert child.wait() == 0
+    shown = on_screen(output.decode())
+    logged = (tmp_path / "errors").read_text().splitlines() if errors == "a file" else shown
+    for line, place in (
+        ("logged by a handler that is older than the bar", logged),
+        ("printed as an error", logged),
+        ("logged to standard output", shown),
+        ("printed", shown),
+        ("printed while it is hidden", shown),
+    ):
+        assert place.count(line) == 2, (line, place)
+    assert shown.count("after the bar True") == 1
+    assert shown.count("figures without an end") == 1, "the last state of the bar stays, no other"
 
 
 @pytest.mark.parametrize(
