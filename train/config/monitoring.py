@@ -23,8 +23,11 @@ class PlanConfig:
     num_gpus: int | None = option(
         "GPUs to plan for; null: the launcher's processes, else the visible GPUs, else 1", None
     )
-    gpu: str | None = option("B200, H200, H100 or A100; null: the visible GPU, else H200", None)
+    gpu: str | None = option(
+        "B200, H200, H100 or A100; null: the visible GPU, else this CPU (H200 with plan.num_gpus)", None
+    )
     tflops: float | None = option("bf16 TFLOP/s of its matrix products; null: by its name", None)
+    full_config: bool = option("show the whole configuration, not only what differs from the recipe", False)
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
-from idlm.train.checkpoint.resume import config_text, named_checkpoint
+from idlm.train.checkpoint.resume import named_checkpoint
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
@@ -32,7 +32,8 @@ from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
 from idlm.train.planning.flops import span
-from idlm.train.planning.memory import DEVICE_BYTES
+from idlm.train.planning.folded import config_lines
+from idlm.train.planning.memory import DEVICE_BYTES, host_bytes
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.planning.weights import embedding_norm, is_renamed, weight_problems
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
@@ -97,10 +98,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
             model = meta_model(config, tokenizer)
             _plan(config, model, tokenizer, found)
     found.add("Launch", launch_command(num_gpus(config), arguments))
-    # Last, because it is the longest and shows what the user gave.
-    found.add("Configuration", *config_text(config).rstrip().splitlines())
-    if found.problems:
-        found.sections.insert(0, ("Problems", "\n".join(found.problems).splitlines()))
+    found.add("Configuration", *config_lines(config, arguments))
     _print(found, console)
     if found.problems:
         listed = "".join(f"\n  - {problem}" for problem in found.problems)
@@ -169,7 +167,7 @@ def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Fi
     ]
     rows = f"{curriculum.global_batch} rows of {dataset.row_length} per step, {curriculum.num_steps} steps"
     found.add("Stages", *stages, rows)
-    estimate = estimate_run(config, model, dataset, curriculum, gpus=gpus)
+    estimate = estimate_run(config, model, dataset, curriculum, gpus=gpus, measures=True)
     if estimate is None:
         found.add("Memory", "no estimate: the architecture's shape is not that of a dense decoder")
         return
@@ -185,12 +183,11 @@ def planned_device(config: TrainConfig) -> tuple[str, str]:
     """(the device that memory and time are planned for, how to plan for another)."""
     gpu = gpu_name(config)
     if gpu is None:
-        return "the CPU of this machine", "for train.device=cpu; train.device=auto plans for GPUs"
+        why = "" if torch.cuda.is_available() else "this machine has no GPU; "
+        return "the CPU of this machine", f"{why}plan.gpu=H100 and plan.num_gpus=... plan for GPUs"
     device, other = f"{num_gpus(config)} x {gpu}", "plan.gpu=... and plan.num_gpus=... plan for others"
     if config.plan.gpu is None and not torch.cuda.is_available():
-        device += ", assumed"
-        here = ": train.device=auto takes its CPU here" if config.train.device == "auto" else ""
-        other = f"this machine has no GPU{here}. {other}, train.device=cpu for this CPU"
+        return f"{device}, assumed", f"this machine has no GPU. {other}, train.device=cpu for this CPU"
     return device, other
 
 
@@ -272,18 +269,24 @@ def _memory_lines(estimate: Estimate, config: TrainConfig, found: Findings) -> l
     lines.append(f"{size_text(memory.peak_allocated):>10}  allocated by torch at the peak")
     gpu = gpu_name(config)
     if gpu is None:
-        return lines
-    lines += [f"{size_text(term.num_bytes):>10}  {term.name}, {term.formula}" for term in memory.outside]
-    available = DEVICE_BYTES.get(gpu)
-    if available is not None:
-        lines.append(f"{size_text(memory.device_bytes):>10}  of the {available / GIB:.0f} GiB of one {gpu}")
-        if memory.device_bytes > available:
-            largest = max(memory.terms, key=lambda term: term.num_bytes)
-            found.problems.append(
-                f"a {gpu} has {available / GIB:.0f} GiB, the run needs {memory.device_bytes / GIB:.1f}, of "
-                f"which {largest.num_bytes / GIB:.1f} are {largest.name}\n    fix: "
-                f"{' or '.join(remedies(config, estimate)) or 'a GPU with more memory'}"
-            )
+        needed, available, owner = memory.peak_allocated, host_bytes(), "this machine"
+        lines.append(f"{size_text(needed):>10}  of the {size_text(available)} of {owner}")
+        more = "plan.gpu=H100 (B200, H200, A100) to plan for a GPU"
+    else:
+        lines += [f"{size_text(term.num_bytes):>10}  {term.name}, {term.formula}" for term in memory.outside]
+        if gpu not in DEVICE_BYTES:
+            return lines
+        needed, available, owner = memory.device_bytes, DEVICE_BYTES[gpu], f"a {gpu}"
+        lines.append(f"{size_text(needed):>10}  of the {available / GIB:.0f} GiB of one {gpu}")
+        more = "a GPU with more memory"
+    if needed > available:
+        largest = max(memory.terms, key=lambda term: term.num_bytes)
+        ways = remedies(config, estimate)
+        found.problems.append(
+            f"{owner} has {available / GIB:.0f} GiB, the run needs {needed / GIB:.1f}, of "
+            f"which {largest.num_bytes / GIB:.1f} are {largest.name}\n    fix: "
+            f"{' or '.join(ways if gpu and ways else [*ways, more])}"
+        )
     return lines
 
 
@@ -295,10 +298,10 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
     extra = f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""
     return [
         f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
-        f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products",
+        estimate.how or f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products",
         ", ".join(f"{name} {span(seconds)}" for name, seconds in plan.parts.items() if seconds),
         f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
-        f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
+        f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second{' and GPU' if gpu else ''}",
     ]
 
 

@@ -28,6 +28,7 @@ from idlm.train.distributed.deepspeed import (
 from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import TokenCounts, work_of
+from idlm.train.planning.host_time import host_time_plan
 from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import GIB, RunSetup, state_setup, state_terms
 from idlm.train.planning.step_time import TimePlan, rates_of, time_plan
@@ -43,7 +44,9 @@ HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run is expected to need; `time` is None where FLOPs are not counted or no rate is known."""
+    """What a run is expected to need; `time` is None where FLOPs are not counted or no rate is known, and
+    `how` it was found is empty for a GPU, whose rates are assumptions.
+    """
 
     shape: ModelShape
     setup: RunSetup
@@ -53,6 +56,7 @@ class Estimate:
     is_counted: bool
     row_length: int
     fed: TokenCounts
+    how: str = ""
 
 
 def num_gpus(config: TrainConfig) -> int:
@@ -65,12 +69,16 @@ def num_gpus(config: TrainConfig) -> int:
 
 
 def gpu_name(config: TrainConfig) -> str | None:
-    """The kind of GPU that the plan is for; None for a run on the CPU."""
+    """The kind of GPU that the plan is for; None for the CPU of this machine, which it is without a GPU that
+    is visible or asked for.
+    """
     if config.plan.gpu is not None:
         return config.plan.gpu
-    if config.train.device == "cpu":
+    has_gpu = torch.cuda.is_available()
+    is_asked_for = config.train.device == "cuda" or config.plan.num_gpus is not None
+    if config.train.device == "cpu" or not (has_gpu or is_asked_for):
         return None
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else DEFAULT_GPU
+    name = torch.cuda.get_device_name(0) if has_gpu else DEFAULT_GPU
     return next((known for known in MATMUL_TFLOPS if known in name), name)
 
 
@@ -82,9 +90,11 @@ def estimate_run(
     *,
     gpus: int,
     num_sampled: int = SAMPLED_ITEMS,
+    measures: bool = False,
 ) -> Estimate | None:
     """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us.
-    `num_sampled`: packed rows that are made to know the average one of a stage.
+    `num_sampled`: packed rows that are made to know the average one of a stage. `measures`: time a layer
+    where the run is for the CPU, which takes seconds.
     """
     shape = shape_of(model)
     if shape is None:
@@ -95,14 +105,15 @@ def estimate_run(
     fed = [_sampled_fed(dataset, curriculum, stage, num_sampled) for stage in curriculum.stages]
     setup = run_setup(config, dataset.row_length, fed[-1], num_adapted=adapted, world_size=gpus)
     work, tflops = work_of(model), config.plan.tflops or MATMUL_TFLOPS.get(gpu_name(config) or "")
-    time = None
+    time, how, num_trained = None, "", adapted or shape.num_parameters
+    stages = list(zip(curriculum.stages, fed, strict=True))
     if work is not None and tflops is not None:
-        stages, rows = list(zip(curriculum.stages, fed, strict=True)), curriculum.global_batch
-        rates = rates_of(gpu_name(config), tflops)
-        num_trained = adapted or shape.num_parameters
+        rows, rates = curriculum.global_batch, rates_of(gpu_name(config), tflops)
         time = time_plan(
             config, work, setup, rates, num_trained=num_trained, stages=stages, global_batch=rows
         )
+    elif work is not None and measures and gpu_name(config) is None:
+        time, how = host_time_plan(config, model, work, dataset, curriculum, stages, num_trained=num_trained)
     return Estimate(
         shape=shape,
         setup=setup,
@@ -112,6 +123,7 @@ def estimate_run(
         is_counted=work is not None,
         row_length=dataset.row_length,
         fed=fed[-1],
+        how=how,
     )
 
 
@@ -130,7 +142,7 @@ def run_setup(
 ) -> RunSetup:
     """The setup that `memory_plan` needs; rows of a micro-batch are `fed` times the batch size."""
     size = config.train.batch_size
-    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    device = torch.device("cpu" if gpu_name(config) is None else "cuda")
     return replace(
         state_setup(config, world_size=world_size),
         rows=size * row_length,

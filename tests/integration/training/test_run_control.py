@@ -337,22 +337,30 @@ def titles(output: str) -> list[str]:
     return [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
 
 
-def test_a_dry_run_shows_problems_and_plan_before_the_configuration(
+def test_a_dry_run_lists_a_problem_once_and_of_the_configuration_what_differs(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Issue 13, line 10."""
     given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", dry_run="true")
     assert cli.main(given) == 2
-    told = titles(capsys.readouterr().out)
-    assert told[0] == "Problems" and told[-1] == "Configuration"
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("has no weights") == 1
+    told = titles(captured.out)
+    assert told[-1] == "Configuration"
+    shown = captured.out.split("# Configuration")[1]
+    assert f"output_dir={tmp_path / 'out'}" in shown and "train.save_every=4" in shown
+    assert "weight_decay=" not in shown and "dry_run=" not in shown, "what is as it was is folded"
     assert "Plan for the CPU of this machine" in told and "Time on the CPU of this machine" in told
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({}, "1 x H200, assumed"), ({"plan.gpu": "H100", "plan.num_gpus": 2}, "2 x H100")],
+    [
+        ({}, "the CPU of this machine"),
+        ({"train.device": "cuda"}, "1 x H200, assumed"),
+        ({"plan.gpu": "H100", "plan.num_gpus": 2}, "2 x H100"),
+    ],
 )
-def test_a_dry_run_without_a_gpu_names_the_assumed_device(
+def test_a_dry_run_without_a_gpu_names_the_device_that_it_plans_for(
     changes: dict[str, object],
     expected: str,
     base: Path,
@@ -360,15 +368,16 @@ def test_a_dry_run_without_a_gpu_names_the_assumed_device(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Issue 13, line 10: 0.0006 s a step were told of a machine that needs seconds."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     given = arguments(base, tmp_path / "out", **{"dry_run": "true", "train.device": "auto"} | changes)
     assert cli.main(given) == 0
     out = capsys.readouterr().out
     assert f"Plan for {expected}" in titles(out) and f"Time on {expected}" in titles(out)
-    assert ("this machine has no GPU" in out) is ("assumed" in expected)
-    assert "plan.gpu=... and plan.num_gpus=... plan for others" in out
+    assert ("this machine has no GPU" in out) is (expected != "2 x H100")
+    assert ("measured here, forward and backward" in out) is ("CPU" in expected)
+    assert ("assumed: " in out) is ("CPU" not in expected)
+    assert "plan.num_gpus=... plan for" in out
 
 
 def test_a_dry_run_lists_all_problems_at_once(

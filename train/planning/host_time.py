@@ -1,0 +1,246 @@
+"""The time of a step on the CPU of this machine, from a short measurement here.
+
+A decoder layer and the head of the run's shape are timed, forward and backward, on a short row of the run's
+own data, and scaled by their FLOPs. A shape that would take more than a few seconds, or too much memory, is
+planned by the rate of one matrix product. AdamW is timed on a part of the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.train.checkpoint.writer import available_bytes
+from idlm.train.config.schema import TrainConfig
+from idlm.train.data.dataset import PackedDataset, collate
+from idlm.train.data.layout import Sample, pack_rows
+from idlm.train.model.attention import choose_attention
+from idlm.train.model.load import create_base
+from idlm.train.objectives.base import Asked, Head
+from idlm.train.objectives.curriculum import Curriculum, Stage
+from idlm.train.planning.flops import PRODUCT, ModelWork, Passes, TokenCounts, extra_passes, train_passes
+from idlm.train.planning.step_time import TimePlan
+from idlm.train.prepare import prepare_adapter
+from idlm.train.step import BodyAndHead
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+BUDGET, LONGEST = 1.5, 6.0
+"""Seconds that the measurement should take, and may take with the shortest row."""
+ENOUGH, MAX_CALLS = 0.3, 50
+"""Seconds, and calls, after which the shortest time of a call is known well enough."""
+SHORTEST_ROW = 64
+MEMORY_SHARE = 0.3
+"""Of the memory that is free now: what the timed layers, with their gradients, may take."""
+UPDATED = 1 << 21
+"""Weights that AdamW is timed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRates:
+    """FLOP/s of the layers and of the head, forward and backward, and weights per second of AdamW; `how` they
+    were found.
+    """
+
+    layers: float
+    head: float
+    optimizer: float
+    how: str
+
+
+def host_time_plan(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    work: ModelWork,
+    dataset: PackedDataset,
+    curriculum: Curriculum,
+    stages: Sequence[tuple[Stage, TokenCounts]],
+    *,
+    num_trained: int,
+) -> tuple[TimePlan, str]:
+    """(the plan, how it was found) of a run on this CPU; `stages`: each with its average packed row."""
+    with _threads(config.train.threads):
+        rates = measure(config, model, work, dataset, curriculum)
+    rows, num_steps = curriculum.global_batch, curriculum.num_steps
+    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
+    parts = {"layers": 0.0, "head": 0.0, "optimizer": num_trained / rates.optimizer}
+    needed = extra = tokens = 0.0
+    for stage, fed in stages:
+        share = rows * stage.num_steps / num_steps
+        needs = train_passes(work, fed, trains_clean=stage.clean_weight != 0)
+        adds = extra_passes(
+            fed,
+            is_gated=config.is_gated,
+            checkpoints=config.model.gradient_checkpointing,
+            distills=config.train.distill != "none",
+            balances=accumulates and stage.clean_weight is None,
+        )
+        needed += share * work.flops(needs)
+        extra += share * work.flops(adds)
+        tokens += share * fed.document_tokens
+        # Rows of padding pass through the layers too, but where clean and noisy rows run apart.
+        padded = 1.0 if config.is_gated else dataset.row_length / max(1.0, fed.rows)
+        both = Passes(*(sum(pair) for pair in zip(needs, adds, strict=True)))
+        parts["layers"] += share * padded * _of_layers(work, both) / rates.layers
+        parts["head"] += share * PRODUCT * work.head * both.head / rates.head
+    seconds = sum(parts.values())
+    plan = TimePlan(
+        num_steps=num_steps,
+        tokens_per_step=tokens,
+        flops_per_step=needed,
+        extra_flops=extra,
+        num_gpus=1,
+        tflops=(needed + extra) / seconds / 1e12,
+        parts=parts,
+    )
+    return plan, rates.how
+
+
+def _of_layers(work: ModelWork, passes: Passes) -> float:
+    """FLOPs without those of the head."""
+    return work.flops(passes._replace(head=0))
+
+
+def measure(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    work: ModelWork,
+    dataset: PackedDataset,
+    curriculum: Curriculum,
+) -> HostRates:
+    """Rates of this CPU for the run's shape."""
+    dtype = getattr(torch, config.model.dtype)
+    rate, optimizer = product_rate(model.config.get_text_config().hidden_size, dtype), update_rate()
+    by_product = HostRates(
+        layers=rate,
+        head=rate,
+        optimizer=optimizer,
+        how=f"measured here: a matrix product, {rate / 1e9:,.0f} GFLOP/s; assumed: all products at that rate",
+    )
+    # A row passes three times through three layers and two heads, and once more to warm up.
+    per_row = 3 * PRODUCT * (3 * work.layers / work.num_layers + 2 * work.head) * 2
+    num_rows = max(SHORTEST_ROW, min(dataset.row_length, int(BUDGET * rate / per_row)))
+    weights = 4 * (2 * work.layers // work.num_layers + 2 * work.head) * 2
+    if num_rows * per_row / rate > LONGEST or weights > MEMORY_SHARE * available_bytes():
+        return by_product
+    try:
+        batch, stage = _short_batch(dataset, curriculum, num_rows)
+        first, second = (_seconds(_step(config, model, dataset, batch, stage, num)) for num in (1, 2))
+    # A family that cannot be built with another number of layers, for which its parts have no common error.
+    except Exception:
+        log.debug("the layers of this model cannot be timed", exc_info=True)
+        return by_product
+    layer = max(second - first, 0.05 * first)
+    needs = train_passes(work, TokenCounts(*batch["fed"].tolist()), trains_clean=stage.clean_weight != 0)
+    layers = _of_layers(work, needs) / work.num_layers / layer
+    head = PRODUCT * work.head * needs.head / max(first - layer, 0.05 * first)
+    how = (
+        f"measured here, forward and backward of {int(batch['fed'][:2].sum())} rows by "
+        f"{torch.get_num_threads()} threads: one decoder layer {1e3 * layer:,.1f} ms, the head "
+        f"{1e3 * max(first - layer, 0):,.1f} ms"
+    )
+    return HostRates(layers=layers, head=head, optimizer=optimizer, how=how)
+
+
+def product_rate(width: int, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of the run's width."""
+    rows, columns = torch.ones(256, width, dtype=dtype), torch.ones(width, 1024, dtype=dtype)
+    return PRODUCT * rows.numel() * columns.shape[1] / _seconds(lambda: rows @ columns)
+
+
+def update_rate() -> float:
+    """Weights per second of AdamW."""
+    weight = torch.nn.Parameter(torch.ones(UPDATED))
+    weight.grad = torch.ones_like(weight)
+    return UPDATED / _seconds(torch.optim.AdamW([weight]).step)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """The shortest time of the calls after the first: other processes slow down some of them. The first alone
+    where it is long.
+    """
+    taken: list[float] = []
+    while len(taken) < 2 or (len(taken) < MAX_CALLS and sum(taken) < ENOUGH):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+        if taken[0] > BUDGET:
+            break
+    return max(min(taken[1:] or taken), 1e-7)
+
+
+def _short_batch(
+    dataset: PackedDataset, curriculum: Curriculum, num_rows: int
+) -> tuple[dict[str, torch.Tensor], Stage]:
+    """A packed row of at most `num_rows`, of the last stage: the ends of the first samples."""
+    stage, objective = curriculum.stages[-1], dataset.objective
+    item = curriculum.num_items - stage.num_steps * curriculum.global_batch
+    documents, left = [], num_rows
+    for place, sample in enumerate(dataset.rows.row(item)):
+        part = _end_of(sample, left // 2)
+        rows = objective.rows(part, stage, (dataset.seed, item, place))
+        if documents and len(rows) > left:
+            break
+        documents.append(rows)
+        left -= len(rows)
+    row = pack_rows(documents, max(num_rows, num_rows - left), pad_token_id=dataset.pad_token_id)
+    return collate([row | {"item_id": item, "stage": stage.index}]), stage
+
+
+def _end_of(sample: Sample, num_tokens: int) -> Sample:
+    return sample.piece(max(0, len(sample) - max(2, num_tokens)), len(sample))
+
+
+def _step(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    dataset: PackedDataset,
+    batch: dict[str, torch.Tensor],
+    stage: Stage,
+    num_layers: int,
+) -> Callable[[], None]:
+    """Forward and backward pass of `batch` by a model of the run's shape with `num_layers` layers."""
+    dtype, objective = getattr(torch, config.model.dtype), dataset.objective
+    attention = choose_attention(config.model.attention, torch.device("cpu"))
+    values = model.config.to_dict()
+    many = values["num_hidden_layers"]
+    values = {
+        name: value[:num_layers] if isinstance(value, list) and len(value) == many else value
+        for name, value in values.items()
+    }
+    values["vocab_size"] = max(values["vocab_size"], int(batch["input_ids"].max()) + 1)
+    small = create_base(values | {"num_hidden_layers": num_layers}, attention=attention, dtype=dtype, seed=0)
+    prepare_adapter(config, small, None)
+    runner, counts = BodyAndHead(small), objective.counts(batch, stage=stage, want_overlap=False)
+    asked = Asked(stage=stage, coefficients=1 / counts.clamp_min(1))
+
+    def compute(head: Head, hidden_BTD: torch.Tensor) -> Any:
+        return objective.terms(head, hidden_BTD, batch, asked)
+
+    def run() -> None:
+        casts = config.train.bf16 and dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+            terms = runner.terms(small, batch, attention, compute)
+        assert terms.loss is not None
+        terms.loss.backward()
+
+    return run
+
+
+@contextlib.contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Inside, torch has the threads that the run will have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
