@@ -27,7 +27,7 @@ from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.data.packing import OVERLONG_POLICIES
-from idlm.train.data.shapes import SHAPE_CHOICES
+from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import uses_deepspeed
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES

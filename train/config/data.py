@@ -31,7 +31,8 @@ class DataConfig:
     sources: list[SourceConfig] = option("sources to mix by weight, in place of path", [])
     split: str = option("split of an hf dataset", "train")
     shape: str = option(
-        "shape of the records: messages, sharegpt, pair, alpaca, text, answers; auto: as the first record",
+        "shape of the records: messages, sharegpt, pair, alpaca, calls, preference (its chosen answers), "
+        "text, answers; auto: as the first record",
         "auto",
     )
     task: str = option("generated task of the task source", "ledger")

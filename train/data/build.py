@@ -38,7 +38,8 @@ from idlm.train.data.cache import (
     write_part,
 )
 from idlm.train.data.files import Reader, reading
-from idlm.train.data.shapes import SHAPES, check_same_shape, detect_shape, known_keys, samples_of
+from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, known_keys, samples_of
+from idlm.train.data.records.shapes import SHAPES
 from idlm.train.loop.liveness import note_progress
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ slower.
 """
 SECONDS_BETWEEN_LINES = 10.0
 
-Task = tuple[int, int, str, dict[str, Any], str]
-"""File, place, origin, record and shape of one record to encode."""
+Task = tuple[int, int, str, dict[str, Any], str, tuple[str, ...]]
+"""File, place, origin, record, shape and ignored keys of one record to encode."""
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -154,13 +155,14 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:
                 raise row.value
             if not shape:
                 shape, first = detect_shape(row.value, config.shape, origin=origin), origin
-            check_same_shape(row.value, shape, origin=origin, first=first)
+            check_shape(row.value, shape, config.shape, origin=origin, first=first)
         except UserError as error:
             failure = (error.code, error.message, error.fix)
             yield Encoded(file=row.file, place=row.place, origin=origin, error=failure)
         else:
             record = {name: value for name, value in row.value.items() if name in known_keys()}
-            yield row.file, row.place, origin, record, shape
+            ignored = (*ignored_keys(row.value, shape), *row.unread)
+            yield row.file, row.place, origin, record, shape, ignored
 
 
 def _no_samples(config: DataConfig, counts: Counts) -> UserError:
@@ -224,11 +226,13 @@ def encode(encoder: Encoder, task: Task | Encoded) -> Encoded:
     """Return the packed samples of one record, or its UserError, which names the record."""
     if isinstance(task, Encoded):
         return task
-    file, place, origin, record, shape = task
+    file, place, origin, record, shape, ignored = task
     samples: tuple[np.ndarray, ...] = ()
     failure = None
     try:
-        samples = tuple(pack(sample) for sample in samples_of(record, shape, encoder, origin=origin))
+        made, ignored_in_turns = samples_of(record, shape, encoder, origin=origin)
+        samples = tuple(pack(sample) for sample in made)
+        ignored = (*ignored, *sorted(ignored_in_turns))
     except UserError as error:
         message = error.message if origin in error.message else f"{origin}: {error.message}"
         failure = error.code, message, error.fix
@@ -236,4 +240,12 @@ def encode(encoder: Encoder, task: Task | Encoded) -> Encoded:
         # Half of a surrogate pair is valid in JSON and invalid as text.
         message = f"{origin} has text that the tokenizer refuses, such as half of a surrogate pair: {error}"
         failure = "IDLM-0202", message, "write UTF-8"
-    return Encoded(file=file, place=place, origin=origin, shape=shape, samples=samples, error=failure)
+    return Encoded(
+        file=file,
+        place=place,
+        origin=origin,
+        shape=shape,
+        samples=samples,
+        ignored=() if failure else ignored,
+        error=failure,
+    )

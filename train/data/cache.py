@@ -31,7 +31,7 @@ from idlm.train.data.layout import Sample
 from idlm.train.loop.liveness import note_progress
 
 log = logging.getLogger(__name__)
-FORMAT = "idlm-data-3"
+FORMAT = "idlm-data-4"
 TOKENS, SAMPLES, HEADER = "tokens.bin", "samples.bin", "data.json"
 DTYPES = {TOKENS: np.uint32, SAMPLES: np.int64}
 FILE, PLACE, LENGTH, NUM_TARGETS = 0, 1, 2, 3
@@ -45,7 +45,8 @@ NUM_EXAMPLES = 5
 class Encoded:
     """The packed samples (see `pack`) of one record, or the code, message and fix of its UserError.
 
-    `place` is the line in file number `file`; `shape` is "" where the record has none.
+    `place` is the line in file number `file`; `shape` is "" where the record has none. `ignored`: keys of the
+    record and of its turns that hold something and are not read.
     """
 
     file: int
@@ -53,17 +54,21 @@ class Encoded:
     origin: str
     shape: str = ""
     samples: tuple[np.ndarray, ...] = ()
+    ignored: tuple[str, ...] = ()
     error: tuple[str, str, str] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What is counted from the first record on; `endings` has (count, example) of last supervised tokens."""
+    """What is counted from the first record on; `endings` has (count, example) of last supervised tokens,
+    `ignored` the records that have a key that is not read.
+    """
 
     num_records: int = 0
     num_skipped: int = 0
     skipped_examples: list[str] = field(default_factory=list)
     shapes: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
     num_samples: int = 0
     num_tokens: int = 0
     num_supervised: int = 0
@@ -74,6 +79,8 @@ class Counts:
         self.num_records += 1
         if done.shape:
             self.shapes[done.shape] = self.shapes.get(done.shape, 0) + 1
+        for key in done.ignored:
+            self.ignored[key] = self.ignored.get(key, 0) + 1
         if done.error is not None:
             self.num_skipped += 1
             self.skipped_examples += [": ".join(done.error[:2])][: NUM_EXAMPLES - len(self.skipped_examples)]

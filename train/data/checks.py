@@ -78,6 +78,9 @@ class DataReport:
             f"{lengths.mean():.0f} on average, 50/90/99 %: {median}/{ninth}/{last}, longest {lengths.max()} "
             f"({self.longest_origin})",
         ]
+        if header.get("ignored"):
+            counts = ", ".join(f"{key} ({num:,})" for key, num in header["ignored"].items())
+            lines.append(f"ignored keys (in how many records): {counts}")
         lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")

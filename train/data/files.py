@@ -21,11 +21,15 @@ SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json", ".json.gz"), "parquet": ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1."""
+    """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1.
+
+    `unread` names columns that were not loaded.
+    """
 
     file: int
     place: int
     value: dict[str, Any] | UserError
+    unread: tuple[str, ...] = ()
 
 
 class Reader(Protocol):

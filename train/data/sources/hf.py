@@ -18,7 +18,8 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.files import Row, identity_of
-from idlm.train.data.shapes import wanted_columns, without_nulls
+from idlm.train.data.records.detect import wanted_columns
+from idlm.train.data.records.values import without_nulls
 
 BATCH_ROWS = 256
 
@@ -37,12 +38,16 @@ class DatasetReader:
         return [self.split, len(self.dataset), *identity_of(files)]
 
     def rows(self) -> Iterator[Row]:
-        dataset = self.dataset.with_format(None).select_columns(wanted_columns(self.dataset.column_names))
+        names = self.dataset.column_names
+        columns = wanted_columns(names)
+        unread = tuple(name for name in names if name not in columns)
+        dataset = self.dataset.with_format(None).select_columns(columns)
         place = 0
         for batch in dataset.iter(BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
                 place += 1
-                yield Row(file=0, place=place, value=without_nulls(dict(zip(batch, values, strict=True))))
+                record = without_nulls(dict(zip(batch, values, strict=True)))
+                yield Row(file=0, place=place, value=record, unread=unread)
             self.share_read = place / len(dataset)
 
 

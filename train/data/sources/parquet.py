@@ -9,7 +9,8 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged
-from idlm.train.data.shapes import wanted_columns, without_nulls
+from idlm.train.data.records.detect import wanted_columns
+from idlm.train.data.records.values import without_nulls
 
 BATCH_ROWS = 256
 
@@ -25,11 +26,13 @@ class ParquetReader(FileReader):
             place = 0
             try:
                 table = parquet.ParquetFile(path)
-                columns = wanted_columns(table.schema_arrow.names)
+                names = table.schema_arrow.names
+                columns = wanted_columns(names)
+                unread = tuple(name for name in names if name not in columns)
                 for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                    for record in batch.to_pylist():
+                    for record in batch.to_pylist(maps_as_pydicts="strict"):
                         place += 1
-                        yield Row(file=file, place=place, value=without_nulls(record))
+                        yield Row(file=file, place=place, value=without_nulls(record), unread=unread)
                     self.share_read = (file + place / max(1, table.metadata.num_rows)) / len(self.paths)
             except (pyarrow.ArrowException, OSError) as error:
                 raise damaged(f"{self.names[file]} (after row {place})", error) from error

@@ -1,0 +1,163 @@
+"""Which shape the records of a source have, and which of their keys that shape leaves out.
+
+All records of one source have one shape: a file of several shapes is a mistake far more often than intended.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+
+from idlm.errors import UserError
+from idlm.train.data.base import Encoder
+from idlm.train.data.layout import Sample
+from idlm.train.data.records.names import BESIDE_KEYS, MEDIA_KEYS, QUESTION_PARTS
+from idlm.train.data.records.shapes import SHAPES, Keys, Record
+from idlm.train.data.records.values import is_empty, present
+
+AUTO = "auto"
+SHAPE_CHOICES = (AUTO, *SHAPES)
+BESIDE_TEXT = ("role", *(key for key in BESIDE_KEYS if key not in MEDIA_KEYS))
+"""Keys by which a record with a text is a turn of a conversation."""
+MIN_LIKENESS = 0.6
+
+
+def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
+    """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits."""
+    if wanted != AUTO:
+        if not _matches(record, wanted):
+            raise _unknown(record, origin, f"is not of data.shape={wanted}")
+        return wanted
+    own = [name for name in SHAPES if _has(record, SHAPES[name].keys)]
+    fitting = own or [name for name in SHAPES if _has(record, SHAPES[name].aliases)]
+    if "answers" in fitting:
+        fitting = ["answers"]
+    if not fitting:
+        raise _unknown(record, origin, "has none of the known shapes")
+    if len(fitting) > 1:
+        raise UserError(
+            "IDLM-0202",
+            f"{origin} fits several shapes: {', '.join(fitting)}",
+            fix=f"choose one of them: data.shape={fitting[0]}",
+        )
+    if fitting == ["preference"]:
+        raise UserError(
+            "IDLM-0202",
+            f"{origin} is a preference: it has the keys {sorted(record)}",
+            fix="set data.shape=preference to train on the chosen answers alone, or write messages or "
+            "prompt and response",
+        )
+    return fitting[0]
+
+
+def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: str) -> None:
+    """Raise UserError IDLM-0230 where the record does not have the shape of the first record, IDLM-0202 where
+    it is more than a text.
+    """
+    if not _matches(record, shape):
+        raise UserError(
+            "IDLM-0230",
+            f"{origin} has the keys {sorted(record)}, but {first} is of the shape {shape!r}: "
+            f"{SHAPES[shape].example}",
+            fix="put each shape into a file of its own and train on one of them",
+        )
+    beside = sorted(present(record, BESIDE_TEXT)) if shape == "text" and wanted == AUTO else []
+    if beside:
+        raise UserError(
+            "IDLM-0202",
+            f"{origin} has {', '.join(beside)} beside a text, so it is part of a conversation",
+            fix=f"write conversations as {SHAPES['messages'].example}, or set data.shape=text to train on "
+            "the texts alone",
+        )
+
+
+def samples_of(
+    record: Record, shape: str, encoder: Encoder, *, origin: str
+) -> tuple[list[Sample], frozenset[str]]:
+    """Return the samples of one record, and the keys of its turns that nothing reads."""
+    samples, ignored = SHAPES[shape].encode(record, _keys(record, shape), encoder, origin)
+    return samples, frozenset(ignored)
+
+
+def ignored_keys(record: Record, shape: str) -> list[str]:
+    """Return the keys of a record that hold something and are not read."""
+    read = {*_matches(record, shape)[0], *SHAPES[shape].also}
+    return [key for key, value in record.items() if key not in read and not is_empty(value)]
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """Return all keys that are read or refused; other columns of a table need not be loaded."""
+    shapes = SHAPES.values()
+    own = {key for shape in shapes for keys in (*shape.keys, *shape.aliases) for key in keys}
+    return frozenset(own.union(*(shape.also for shape in shapes), QUESTION_PARTS, ("label", "role")))
+
+
+def wanted_columns(names: Sequence[str]) -> list[str]:
+    """Return the columns that a shape may have; all where none fits, so that an error can name them."""
+    is_known = any(_matches(dict.fromkeys(names), shape) for shape in SHAPES)
+    return [name for name in names if name in known_keys()] if is_known else list(names)
+
+
+def _has(record: Record, alternatives: Sequence[Keys]) -> bool:
+    return any(all(key in record for key in keys) for keys in alternatives)
+
+
+def _matches(record: Record, shape: str) -> list[Keys]:
+    """Return the sets of keys of the shape that the record has: its own, or else those of other names."""
+    for alternatives in (SHAPES[shape].keys, SHAPES[shape].aliases):
+        found = [keys for keys in alternatives if all(key in record for key in keys)]
+        if found:
+            return found
+    return []
+
+
+def _keys(record: Record, shape: str) -> Keys:
+    found = _matches(record, shape)
+    if len(found) > 1 and found[0] in SHAPES[shape].aliases:
+        options = ", ".join(" with ".join(keys) for keys in found)
+        own = " and ".join(SHAPES[shape].keys[0])
+        raise UserError(
+            "IDLM-0202",
+            f"the record may be read in several ways: {options}",
+            fix=f"rename the keys that are meant to {own}",
+        )
+    return found[0]
+
+
+def _unknown(record: Record, origin: str, problem: str) -> UserError:
+    """The error about a record without a known shape; names the shape with the most similar keys."""
+    turns = [
+        key
+        for key, value in record.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
+    candidates = [(name, keys) for name, shape in SHAPES.items() for keys in shape.keys if name != "answers"]
+
+    def likeness(candidate: tuple[str, Keys]) -> float:
+        return sum(_nearest(key, record)[0] for key in candidate[1]) / len(candidate[1])
+
+    name, keys = max(candidates, key=likeness)
+    missing = [key for key in keys if key not in record]
+    lacks = f", which lacks {', '.join(missing)}" if missing else ""
+    renames = [
+        f"rename {like} to {key}"
+        for key in missing
+        for ratio, like in [_nearest(key, record)]
+        if ratio >= MIN_LIKENESS
+    ]
+    if turns and not renames:
+        renames = [f"rename {turns[0]} to messages if it holds the turns"]
+    return UserError(
+        "IDLM-0202",
+        f"{origin} {problem}: it has the keys {sorted(record)}; the nearest shape is {name!r}{lacks}",
+        fix=f"{', '.join([*renames, f'write {SHAPES[name].example}'])}; shapes: {', '.join(SHAPES)}",
+    )
+
+
+def _nearest(key: str, record: Record) -> tuple[float, str]:
+    """Return how alike a key and the most similar key of a record are, and that key."""
+    return max(
+        ((difflib.SequenceMatcher(None, key, given).ratio(), given) for given in record), default=(0.0, "")
+    )

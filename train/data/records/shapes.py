@@ -1,0 +1,227 @@
+"""The shapes that a record of a file may have, and the samples that a record of each shape becomes.
+
+A shape is known by its keys. Names that other data sets use for them are looked up only where no shape has
+its own keys, so that they never compete with those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from idlm.contracts import Completion
+from idlm.errors import UserError
+from idlm.train.data.base import Encoder
+from idlm.train.data.layout import Sample
+from idlm.train.data.records.conversation import conversation_of
+from idlm.train.data.records.names import (
+    BESIDE_KEYS,
+    CONTEXT_KEYS,
+    LISTED_WEIGHTS,
+    PAIR_ALIASES,
+    QUESTION_PARTS,
+)
+from idlm.train.data.records.tools import calls_of
+from idlm.train.data.records.turns import Turn, plain_turns, turns_of
+from idlm.train.data.records.values import present, shown, text_of
+
+MAX_ID = 2**31
+"""Caches store ids in 31 bits."""
+
+Record = Mapping[str, Any]
+Keys = tuple[str, ...]
+Encoded = tuple[list[Sample], set[str]]
+"""Samples, and keys of turns that nothing reads."""
+
+
+CHAT_KEYS: Keys = (*BESIDE_KEYS, *LISTED_WEIGHTS)
+PROMPT_KEYS: Keys = ("prompt", "messages", "conversations", "question", "instruction")
+"""What a preferred answer may follow."""
+ANSWER_KEYS: Keys = (
+    *("decoder", "accelerators", "run_config", "tokens_per_forward", "acceptance_rate"),
+    *(field.name for field in fields(Completion)),
+)
+"""Keys of answer records, which describe how an answer came about."""
+WRITE_ANSWER = "give records as idlm-generate wrote them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """`keys`: alternative sets of keys, one of which a record must have; `aliases`: sets of other names for
+    them. `also`: keys that are read where a record has them. `example` is shown to users.
+
+    `encode(record, keys, encoder, origin)` gets the set of keys that the record has.
+    """
+
+    keys: tuple[Keys, ...]
+    example: str
+    encode: Callable[[Record, Keys, Encoder, str], Encoded]
+    aliases: tuple[Keys, ...] = ()
+    also: Keys = CHAT_KEYS
+
+
+def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    return _encoded(record, turns_of(record[keys[0]], keys[0]), keys[0], encoder, origin)
+
+
+def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    prompt, response = (record[key] for key in keys)
+    if record.get("label") is False:
+        raise UserError(
+            "IDLM-0202",
+            "label=False, so the response is one that is not wanted",
+            fix="delete the record, or set data.on_bad_record=skip",
+        )
+    for key, value in present(record, () if keys[0] == "prompt" else QUESTION_PARTS).items():
+        if key not in keys:
+            raise UserError(
+                "IDLM-0202",
+                f"{key}={shown(value)} beside {' and '.join(keys)}, which is not read",
+                fix=f"write it into the prompt: rename {keys[0]} to instruction, {key} to input and {keys[1]} "
+                f"to output; or delete the key {key}",
+            )
+    if isinstance(prompt, str) and isinstance(response, str):
+        return _encoded_pair(record, prompt, response, encoder, origin)
+    turns = [*_context(prompt, keys[0]), *_reply(response, keys[1])]
+    return _encoded(record, turns, keys[1], encoder, origin)
+
+
+def _alpaca(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    instruction, output = (text_of(record[key], key) for key in keys)
+    given = {key: text_of(value, key) for key, value in present(record, CONTEXT_KEYS).items()}
+    if len(given) > 1:
+        raise UserError("IDLM-0202", f"the record has {' and '.join(given)}", fix="join them in input")
+    return _encoded_pair(record, "\n\n".join((instruction, *given.values())), output, encoder, origin)
+
+
+def _calls(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    query, answers = (record[key] for key in keys)
+    message = {"role": "assistant", "content": "", "tool_calls": calls_of(answers, keys[1])}
+    turns = [*plain_turns(text_of(query, keys[0])), Turn(message=message)]
+    return _encoded(record, turns, keys[1], encoder, origin)
+
+
+def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    chosen, prompts = record["chosen"], present(record, PROMPT_KEYS)
+    key, prompt = next(iter(prompts.items()), ("", None))
+    if isinstance(chosen, str) and isinstance(prompt, str):
+        return _encoded_pair(record, prompt, chosen, encoder, origin)
+    turns = _reply(chosen, "chosen")
+    if turns[0].role == "assistant":
+        if not prompts:
+            raise UserError(
+                "IDLM-0202", "chosen is an answer without a prompt", fix="write the prompt as prompt"
+            )
+        turns = [*_context(prompt, key), *turns]
+    elif isinstance(prompt, str) and prompt not in [turn.message["content"] for turn in turns]:
+        raise UserError(
+            "IDLM-0202", f"chosen is a whole conversation and lacks the {key}", fix=f"delete the key {key}"
+        )
+    return _encoded(record, turns, "chosen", encoder, origin)
+
+
+def _text(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    text = text_of(record["text"], "text")
+    if not text.strip():
+        raise UserError(
+            "IDLM-0204", f"{origin} has nothing to predict (an empty text)", fix="delete the record"
+        )
+    return [encoder.text(text, origin=origin)], set()
+
+
+def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
+    prompt, token_ids = record["prompt"], record["token_ids"]
+    for key in present(record, BESIDE_KEYS):
+        raise UserError(
+            "IDLM-0202",
+            f"{key} lies beside an answer of idlm-generate, which was made without it",
+            fix=f"delete the key {key}, or make the answer again with it in the prompt",
+        )
+    for key in ("text", "finish_reason"):
+        text_of(record[key], key)
+    if not _are_ids(token_ids):
+        raise UserError("IDLM-0202", "token_ids that are not whole numbers in [0, 2**31)", fix=WRITE_ANSWER)
+    if isinstance(prompt, list) and prompt and not _are_ids(prompt):
+        # The answer follows the prompt as it was given, which is checked and not changed.
+        turns_of(prompt, "prompt")
+    elif not isinstance(prompt, (str, list)) or not prompt:
+        raise UserError("IDLM-0202", "a prompt that is neither text, ids nor messages", fix=WRITE_ANSWER)
+    return encoder.answer(prompt, record, origin=origin), set()
+
+
+def _encoded(record: Record, turns: list[Turn], name: str, encoder: Encoder, origin: str) -> Encoded:
+    conversation = conversation_of(record, turns)
+    ignored = {f"{name}[].{key}" for key in conversation.ignored_keys(encoder)}
+    return conversation.samples(encoder, origin=origin), ignored
+
+
+def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
+    """Encode two texts, which need no chat template unless more lies beside them."""
+    conversation = conversation_of(record, plain_turns(prompt, response))
+    if conversation.is_pair:
+        return [encoder.pair(prompt, response, origin=origin)], set()
+    return conversation.samples(encoder, origin=origin), set()
+
+
+def _context(value: Any, key: str) -> list[Turn]:
+    """Return the turns of a prompt, of which none is a target."""
+    if not isinstance(value, (list, dict)):
+        return plain_turns(text_of(value, key))
+    return [replace(turn, is_trained=False) for turn in turns_of(value, key)]
+
+
+def _reply(value: Any, key: str) -> list[Turn]:
+    if not isinstance(value, (list, dict)):
+        return [Turn(message={"role": "assistant", "content": text_of(value, key)})]
+    return turns_of(value, key)
+
+
+def _are_ids(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_ID for value in values)
+
+
+SHAPES: dict[str, Shape] = {
+    "messages": Shape(
+        keys=(("messages",),),
+        aliases=(("conversation",), ("dialogue",), ("dialog",), ("chat",), ("turns",)),
+        example='{"messages": [{"role": str, "content": str}, ...]}',
+        encode=_messages,
+    ),
+    "sharegpt": Shape(
+        keys=(("conversations",),),
+        example='{"conversations": [{"from": str, "value": str}, ...]}',
+        encode=_messages,
+    ),
+    "answers": Shape(
+        keys=(("prompt", "text", "token_ids", "finish_reason"),),
+        example="a record of idlm-generate output=",
+        encode=_answers,
+        also=(*BESIDE_KEYS, *ANSWER_KEYS),
+    ),
+    "pair": Shape(
+        keys=(("prompt", "response"), ("prompt", "completion")),
+        aliases=PAIR_ALIASES,
+        example='{"prompt": str, "response": str}',
+        encode=_pair,
+    ),
+    "alpaca": Shape(
+        keys=(("instruction", "output"),),
+        aliases=(("instruction", "response"), ("instruction", "answer"), ("instruction", "completion")),
+        example='{"instruction": str, "input": str, "output": str}',
+        encode=_alpaca,
+        also=(*CHAT_KEYS, *CONTEXT_KEYS),
+    ),
+    "calls": Shape(
+        keys=(("query", "answers"),),
+        example='{"query": str, "tools": [...], "answers": [{"name": str, "arguments": {...}}, ...]}',
+        encode=_calls,
+    ),
+    "preference": Shape(
+        keys=(("chosen", "rejected"),),
+        example='{"prompt": ..., "chosen": ..., "rejected": ...}, of which chosen is trained on',
+        encode=_preference,
+        also=(*CHAT_KEYS, *PROMPT_KEYS),
+    ),
+    "text": Shape(keys=(("text",),), example='{"text": str}', encode=_text, also=()),
+}

@@ -1,0 +1,81 @@
+"""Tools and calls of tools, in the form that chat templates expect: that of OpenAI, except that the arguments
+of a call are an object, which the template writes as JSON itself, as the server does too.
+
+Nulls around a schema or the arguments are keys that were left out. Those inside are the user's own, except in
+tables (see `values.without_nulls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from idlm.errors import UserError
+from idlm.train.data.records.names import TOOLS_KEYS
+from idlm.train.data.records.values import is_empty, parsed, present, shown
+
+TOOL = '{"type": "function", "function": {"name": str, "description": str, "parameters": {...}}}'
+CALL = '{"type": "function", "function": {"name": str, "arguments": {...}}}'
+
+
+def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools beside a conversation: a list or its JSON text, of which each item may be text too."""
+    given = {key: _tools(value, key) for key, value in present(record, TOOLS_KEYS).items()}
+    (first, *others) = given.values() or [[]]
+    if any(other != first for other in others):
+        raise UserError(
+            "IDLM-0202", f"the record has different {' and '.join(given)}", fix="delete one of them"
+        )
+    return first
+
+
+def _tools(value: Any, key: str) -> list[dict[str, Any]]:
+    tools = parsed(value, key)
+    if not isinstance(tools, list):
+        raise UserError(
+            "IDLM-0202", f"{key}={shown(value)}, which is not a list", fix=f"write {key} as [{TOOL}, ...]"
+        )
+    return [_function(parsed(tool, name), name, TOOL) for name, tool in _named(tools, key)]
+
+
+def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return the calls of a turn: one or a list, or its JSON text."""
+    given = parsed(value, name)
+    calls = given if isinstance(given, list) else [given]
+    return [_call(call, place) for place, call in _named(calls, name)]
+
+
+def _named(items: list[Any], name: str) -> list[tuple[str, Any]]:
+    return [(f"{name}[{place}]", item) for place, item in enumerate(items)]
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    whole = _function(call, name, CALL)
+    arguments = whole["function"].get("arguments")
+    arguments = {} if is_empty(arguments) else parsed(arguments, f"{name}.arguments")
+    if not isinstance(arguments, dict):
+        raise UserError(
+            "IDLM-0202",
+            f"{name}.arguments={shown(arguments)}, which is not a JSON object",
+            fix=f"write the call as {CALL}",
+        )
+    return whole | {"function": whole["function"] | {"arguments": arguments}}
+
+
+def _function(given: Any, name: str, example: str) -> dict[str, Any]:
+    """Return {type, function, ...} of a tool or a call, which may be given as its function alone."""
+    kept = (
+        {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    )
+    nested = kept.get("function")
+    if not isinstance(nested, dict):
+        identity = {key: kept.pop(key) for key in ("id", "type") if key in kept and "name" in kept}
+        kept, nested = identity, kept
+    function = {key: value for key, value in nested.items() if value is not None}
+    if not isinstance(function.get("name"), str):
+        raise UserError(
+            "IDLM-0202",
+            f"{name}={shown(given)}, which has no name of a function",
+            fix=f"write it as {example}",
+        )
+    return {"type": "function"} | kept | {"function": function}

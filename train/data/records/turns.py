@@ -1,0 +1,224 @@
+"""Turns of a conversation as messages in OpenAI's form, whichever names a data set has for their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
+from idlm.train.data.base import REASONING_KEYS
+from idlm.train.data.records.names import (
+    CALL_ROLES,
+    CONTENT_KEYS,
+    LISTED_WEIGHTS,
+    MESSAGE_KEYS,
+    ROLE_KEYS,
+    ROLES,
+    TOKEN_WEIGHTS,
+    UNTRAINED_BY,
+)
+from idlm.train.data.records.tools import calls_of
+from idlm.train.data.records.values import is_empty, parsed, present, shown, text_of
+
+CALL_KEYS = ("tool_calls", "function_call")
+HANDLED_KEYS = frozenset((*ROLE_KEYS, *CONTENT_KEYS, *UNTRAINED_BY, *TOKEN_WEIGHTS, *CALL_KEYS))
+WRITE_TURNS = 'write a list of {"role": str, "content": str}'
+WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A message, and whether it is a target if it is the assistant's.
+
+    `extra` names keys that a template may read and nothing else does. `continues`: calls of tools that belong
+    to the assistant's message before them.
+    """
+
+    message: dict[str, Any]
+    is_trained: bool = True
+    extra: frozenset[str] = frozenset()
+    continues: bool = False
+
+    @property
+    def role(self) -> str:
+        """Who speaks."""
+        return str(self.message["role"])
+
+
+def plain_turns(*texts: str) -> list[Turn]:
+    """Return texts of the user and the assistant in turn."""
+    roles = ("user", "assistant")
+    return [Turn(message={"role": roles[place % 2], "content": text}) for place, text in enumerate(texts)]
+
+
+def turns_of(value: Any, name: str) -> list[Turn]:
+    """Return the turns of a list, of its JSON text, of one turn, or of an object of lists; texts are those of
+    the user and the assistant in turn.
+    """
+    given = parsed(value, name)
+    if isinstance(given, Mapping):
+        is_turn = any(isinstance(given.get(key), str) for key in ROLE_KEYS)
+        given = [given] if is_turn else _transposed(given, name)
+    if not isinstance(given, list) or not given:
+        raise UserError("IDLM-0202", f"{name}={shown(value)}, which is not a list of turns", fix=WRITE_TURNS)
+    if all(isinstance(turn, str) for turn in given):
+        if len(given) % 2:
+            raise UserError(
+                "IDLM-0202",
+                f"{name} has {len(given)} texts, so they are not those of the user and the assistant in turn",
+                fix=WRITE_TURNS,
+            )
+        return plain_turns(*given)
+    found: list[Turn] = []
+    for place, one in enumerate(given):
+        turn = _turn(one, f"{name}[{place}]")
+        if (
+            turn.continues
+            and found
+            and (found[-1].role, found[-1].is_trained) == (turn.role, turn.is_trained)
+        ):
+            found[-1] = _joined(found[-1], turn)
+        else:
+            found.append(turn)
+    return found
+
+
+def history_turns(value: Any, name: str) -> list[Turn]:
+    """Return the turns of pairs [user, assistant], or those of `turns_of`."""
+    given = parsed(value, name)
+    if isinstance(given, list) and all(isinstance(item, (list, tuple)) for item in given):
+        wrong = [item for item in given if len(item) != 2 or not all(isinstance(text, str) for text in item)]
+        if wrong:
+            raise UserError(
+                "IDLM-0202",
+                f"{name} has {shown(wrong[0])}, which is not a pair of texts",
+                fix=f"write {name} as [[user, assistant], ...]",
+            )
+        return [turn for pair in given for turn in plain_turns(*pair)]
+    return turns_of(given, name)
+
+
+def weighted(turns: Sequence[Turn], record: Mapping[str, Any]) -> list[Turn]:
+    """Return the turns with the weights that the record lists beside them; a record as a whole has none."""
+    found = list(turns)
+    for key, value in present(record, tuple(LISTED_WEIGHTS)).items():
+        if not isinstance(value, list):
+            if value != 1 - LISTED_WEIGHTS[key]:
+                raise UserError(
+                    "IDLM-0202",
+                    f"{key}={shown(value)} is a weight of the whole record, which is not read",
+                    fix=f"delete the key {key}, or the record; data.sources weighs whole files",
+                )
+            continue
+        if len(value) != len(turns):
+            raise UserError(
+                "IDLM-0202",
+                f"{key} has {len(value)} values for {len(turns)} turns",
+                fix=f"give each turn its own {key}, or delete the key {key}",
+            )
+        for place, one in enumerate(value):
+            is_trained = _is_trained({key: one}, f"{key}[{place}]", LISTED_WEIGHTS)
+            found[place] = replace(found[place], is_trained=found[place].is_trained and is_trained)
+    return found
+
+
+def _transposed(columns: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the turns of an object of lists, as `datasets` has for sequences of objects."""
+    lengths = {len(column) if isinstance(column, list) else -1 for column in columns.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        raise UserError(
+            "IDLM-0202",
+            f"{name}={shown(columns)}, which is an object and not a list of turns",
+            fix=WRITE_TURNS,
+        )
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _turn(turn: Any, name: str) -> Turn:
+    if not isinstance(turn, Mapping):
+        raise UserError(
+            "IDLM-0202",
+            f"{name}={shown(turn)}, which is not an object with a role and a content",
+            fix=WRITE_TURNS,
+        )
+    given = {key: value for key, value in turn.items() if value is not None}
+    role, content = _role(given, name), _only(given, CONTENT_KEYS, name)
+    rest = {key: value for key, value in given.items() if key not in HANDLED_KEYS}
+    calls = [
+        call for key, value in present(given, CALL_KEYS).items() for call in calls_of(value, f"{name}.{key}")
+    ]
+    if role in CALL_ROLES:
+        calls, content = [*calls, *calls_of(content, f"{name} ({role})")], ""
+    if content is None and not calls and not any(rest.get(key) for key in REASONING_KEYS):
+        raise UserError(
+            "IDLM-0202", f"{name} ({role}) has no content, only the keys {sorted(turn)}", fix=WRITE_TURNS
+        )
+    message = {"role": ROLES[role], "content": "" if content is None else text_of(content, f"{name}.content")}
+    is_trained = _weight(given, name)
+    extra = {key for key in rest if key not in MESSAGE_KEYS}
+    if is_trained and message["role"] != "assistant":
+        extra.update(key for key in UNTRAINED_BY if key in given)
+    return Turn(
+        message=message | ({"tool_calls": calls} if calls else {}) | rest,
+        is_trained=is_trained,
+        extra=frozenset(extra),
+        continues=role in CALL_ROLES,
+    )
+
+
+def _joined(before: Turn, turn: Turn) -> Turn:
+    calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
+    return replace(before, message=before.message | {"tool_calls": calls}, extra=before.extra | turn.extra)
+
+
+def _role(given: Mapping[str, Any], name: str) -> str:
+    role = _only(given, ROLE_KEYS, name)
+    if not isinstance(role, str):
+        raise UserError("IDLM-0202", f"{name} has no role, only the keys {sorted(given)}", fix=WRITE_TURNS)
+    if role not in ROLES:
+        # Many templates silently leave out a turn of an unknown role.
+        raise UserError(
+            "IDLM-0202",
+            f"{name} has the role {role!r}{did_you_mean(role, ROLES)}",
+            fix=f"roles are {', '.join(ROLES)}",
+        )
+    return role
+
+
+def _only(given: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
+    """Return the value of the one key that a turn has; None where it has none."""
+    values = {key: given[key] for key in keys if key in given}
+    (first, *others) = values.values() or [None]
+    if any(other != first for other in others):
+        raise UserError(
+            "IDLM-0202", f"{name} has different values of {' and '.join(values)}", fix="delete one of them"
+        )
+    return first
+
+
+def _weight(given: Mapping[str, Any], name: str) -> bool:
+    details = [key for key in TOKEN_WEIGHTS if not is_empty(given.get(key))]
+    if details:
+        raise UserError(
+            "IDLM-0202",
+            f"{name}.{details[0]} weighs parts of a turn, which is not read",
+            fix="weigh turns as a whole (weight=0 or 1), or delete it",
+        )
+    return _is_trained(given, name, UNTRAINED_BY)
+
+
+def _is_trained(given: Mapping[str, Any], name: str, untrained_by: Mapping[str, int]) -> bool:
+    weights = {key: given[key] for key in untrained_by if key in given}
+    for key, value in weights.items():
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise UserError(
+                "IDLM-0202", f"{name} has {key}={shown(value)}, which is not read", fix=WRITE_WEIGHT
+            )
+    flags = {value != untrained_by[key] for key, value in weights.items()}
+    if len(flags) > 1:
+        raise UserError(
+            "IDLM-0202", f"{name} has weights that disagree: {weights}", fix="delete all but one of them"
+        )
+    return False not in flags
