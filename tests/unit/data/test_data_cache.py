@@ -164,6 +164,7 @@ def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> No
     path = write(tmp_path / "a.jsonl", 200)
     lines = path.read_text().split("\n")
     lines[33] = lines[170] = '{"prompt": "Sam", "response": ""}'
+    lines[80] = '{"prompt": [{"role": "user", "content": "Sam", "mood": "glad"}], "response": "1", "id": 4}'
     path.write_text("\n".join(lines))
     sources = []
     for workers in (0, 2):
@@ -173,6 +174,7 @@ def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> No
     for name in ("tokens.bin", "samples.bin", "data.json"):
         one, other = (source.directory / "000000" / name for source in sources)
         assert one.read_bytes() == other.read_bytes(), name
+    assert sources[1].header["ignored"] == {"id": 1, "prompt[].mood": 1}
     assert sources[0].digest() == sources[1].digest()
     with pytest.raises(UserError, match=r"IDLM-0204.*a\.jsonl:34"):
         read(config_of(path, workers=2), encoder_of(tokenizer))
@@ -267,7 +269,9 @@ def test_all_pieces_of_a_split_corpus_are_trained(tmp_path: Path, tokenizer) -> 
 
 def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", 200)
-    path.write_text(path.read_text() + '\n{"prompt": 3}')
+    first, second, *others = path.read_text().split("\n")
+    lines = [first[:-1] + ', "id": 4}', second[:-1] + ', "id": 5, "source": "x"}', *others]
+    path.write_text("\n".join(lines) + '\n{"prompt": 3}')
     config = config_of(path, on_bad_record="skip")
     source = read(config, encoder_of(tokenizer))
     dataset = dataset_of(source, overlong="truncate")
@@ -280,6 +284,7 @@ def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     assert report.num_overlong == {"dropped": 0, "truncated": (lengths > 40).sum()}
     assert report.num_open == 0
     text = "\n".join(report.lines())
+    assert "ignored keys (in how many records): id (2), source (1)\n" in text
     assert "1 files, 201 records (200 of pair)" in text and "1 bad records skipped" in text
     assert f"{lengths.sum():,} tokens" in text and f"50/90/99 %: {int(np.median(lengths))}/" in text
     assert f"longest {lengths.max()} (" in text

@@ -53,13 +53,14 @@ class Conversation:
     def is_pair(self) -> bool:
         """Whether this is one prompt and its response, with nothing beside them."""
         roles = [turn.role for turn in self.turns]
-        has_more = self.tools or self.template_kwargs or not self.turns[-1].is_trained
-        return roles == ["user", "assistant"] and not has_more
+        has_more = any(len(turn.message) > 2 or not turn.is_trained for turn in self.turns)
+        return roles == ["user", "assistant"] and not (has_more or self.tools or self.template_kwargs)
 
     def ignored_keys(self, encoder: Encoder) -> set[str]:
         """Return the keys of turns that nothing reads, the template neither."""
+        read = _words(str(encoder.tokenizer.chat_template))
         extra = frozenset[str]().union(*(turn.extra for turn in self.turns))
-        return set(extra - _words(str(encoder.tokenizer.chat_template)))
+        return {name for name in extra if name.rpartition(".")[2] not in read}
 
 
 def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Conversation:
@@ -98,13 +99,10 @@ def _system(record: Mapping[str, Any], first: Sequence[Turn]) -> list[Turn]:
 
 def _template_kwargs(record: Mapping[str, Any]) -> dict[str, Any]:
     given = present(record, (TEMPLATE_DICT,)).get(TEMPLATE_DICT, {})
-    nested = parsed(given, TEMPLATE_DICT)
+    fix = f'write {TEMPLATE_DICT} as {{"enable_thinking": false}}, or delete the key'
+    nested = parsed(given, TEMPLATE_DICT, fix=fix)
     if not isinstance(nested, dict):
-        raise UserError(
-            "IDLM-0202",
-            f"{TEMPLATE_DICT}={shown(given)}, which is not an object",
-            fix=f'write {TEMPLATE_DICT} as {{"enable_thinking": false}}',
-        )
+        raise UserError("IDLM-0202", f"{TEMPLATE_DICT}={shown(given)}, which is not an object", fix=fix)
     found = present(record, TEMPLATE_KEYS) | nested
     flag = found.get("enable_thinking", True)
     if not isinstance(flag, bool):

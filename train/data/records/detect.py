@@ -21,16 +21,21 @@ SHAPE_CHOICES = (AUTO, *SHAPES)
 BESIDE_TEXT = ("role", *(key for key in BESIDE_KEYS if key not in MEDIA_KEYS))
 """Keys by which a record with a text is a turn of a conversation."""
 MIN_LIKENESS = 0.6
+NO_MATCH = 4
 
 
 def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
-    """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits."""
+    """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits.
+
+    Other names than a shape's own, and keys without a value, count only where no shape fits otherwise.
+    """
     if wanted != AUTO:
-        if not _matches(record, wanted):
+        if _match(record, wanted)[0] == NO_MATCH:
             raise _unknown(record, origin, f"is not of data.shape={wanted}")
         return wanted
-    own = [name for name in SHAPES if _has(record, SHAPES[name].keys)]
-    fitting = own or [name for name in SHAPES if _has(record, SHAPES[name].aliases)]
+    ranks = {name: _match(record, name)[0] for name in SHAPES}
+    best = min(ranks.values())
+    fitting = [name for name, rank in ranks.items() if rank == best < NO_MATCH]
     if "answers" in fitting:
         fitting = ["answers"]
     if not fitting:
@@ -55,7 +60,7 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
     """Raise UserError IDLM-0230 where the record does not have the shape of the first record, IDLM-0202 where
     it is more than a text.
     """
-    if not _matches(record, shape):
+    if _match(record, shape)[0] == NO_MATCH:
         raise UserError(
             "IDLM-0230",
             f"{origin} has the keys {sorted(record)}, but {first} is of the shape {shape!r}: "
@@ -82,7 +87,7 @@ def samples_of(
 
 def ignored_keys(record: Record, shape: str) -> list[str]:
     """Return the keys of a record that hold something and are not read."""
-    read = {*_matches(record, shape)[0], *SHAPES[shape].also}
+    read = {*_match(record, shape)[1][0], *SHAPES[shape].also}
     return [key for key, value in record.items() if key not in read and not is_empty(value)]
 
 
@@ -96,25 +101,25 @@ def known_keys() -> frozenset[str]:
 
 def wanted_columns(names: Sequence[str]) -> list[str]:
     """Return the columns that a shape may have; all where none fits, so that an error can name them."""
-    is_known = any(_matches(dict.fromkeys(names), shape) for shape in SHAPES)
+    is_known = any(_match(dict.fromkeys(names), shape)[1] for shape in SHAPES)
     return [name for name in names if name in known_keys()] if is_known else list(names)
 
 
-def _has(record: Record, alternatives: Sequence[Keys]) -> bool:
-    return any(all(key in record for key in keys) for keys in alternatives)
-
-
-def _matches(record: Record, shape: str) -> list[Keys]:
-    """Return the sets of keys of the shape that the record has: its own, or else those of other names."""
-    for alternatives in (SHAPES[shape].keys, SHAPES[shape].aliases):
-        found = [keys for keys in alternatives if all(key in record for key in keys)]
+def _match(record: Record, name: str) -> tuple[int, list[Keys]]:
+    """Return the sets of keys of a shape that a record has, and their rank: 0 for the shape's own names, 1 for
+    other names, 2 and 3 for those with keys that hold null, `NO_MATCH` without any.
+    """
+    shape, given = SHAPES[name], {key for key, value in record.items() if value is not None}
+    options = [(held, names) for held in (given, record.keys()) for names in (shape.keys, shape.aliases)]
+    for rank, (held, names) in enumerate(options):
+        found = [keys for keys in names if held >= set(keys)]
         if found:
-            return found
-    return []
+            return rank, found
+    return NO_MATCH, []
 
 
 def _keys(record: Record, shape: str) -> Keys:
-    found = _matches(record, shape)
+    _, found = _match(record, shape)
     if len(found) > 1 and found[0] in SHAPES[shape].aliases:
         options = ", ".join(" with ".join(keys) for keys in found)
         own = " and ".join(SHAPES[shape].keys[0])
@@ -128,12 +133,12 @@ def _keys(record: Record, shape: str) -> Keys:
 
 def _unknown(record: Record, origin: str, problem: str) -> UserError:
     """The error about a record without a known shape; names the shape with the most similar keys."""
-    turns = [
-        key
-        for key, value in record.items()
-        if isinstance(value, list) and value and isinstance(value[0], dict)
+    candidates = [
+        (name, keys)
+        for name, shape in SHAPES.items()
+        for keys in (*shape.keys, *shape.aliases)
+        if name != "answers"
     ]
-    candidates = [(name, keys) for name, shape in SHAPES.items() for keys in shape.keys if name != "answers"]
 
     def likeness(candidate: tuple[str, Keys]) -> float:
         return sum(_nearest(key, record)[0] for key in candidate[1]) / len(candidate[1])
@@ -141,23 +146,20 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
     name, keys = max(candidates, key=likeness)
     missing = [key for key in keys if key not in record]
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
-    renames = [
-        f"rename {like} to {key}"
-        for key in missing
-        for ratio, like in [_nearest(key, record)]
-        if ratio >= MIN_LIKENESS
-    ]
-    if turns and not renames:
-        renames = [f"rename {turns[0]} to messages if it holds the turns"]
+    nearest = {key: _nearest(key, record) for key in missing}
+    fixes = [f"rename {like} to {key}" for key, (ratio, like) in nearest.items() if ratio >= MIN_LIKENESS]
+    lists = [key for key, value in record.items() if isinstance(value, list) and value]
+    if lists and not fixes:
+        fixes = [f"rename {lists[0]} to messages if it holds the turns"]
     return UserError(
         "IDLM-0202",
         f"{origin} {problem}: it has the keys {sorted(record)}; the nearest shape is {name!r}{lacks}",
-        fix=f"{', '.join([*renames, f'write {SHAPES[name].example}'])}; shapes: {', '.join(SHAPES)}",
+        fix=f"{' and '.join(fixes)}{', or ' if fixes else ''}write {SHAPES[name].example}; shapes: "
+        f"{', '.join(SHAPES)}",
     )
 
 
 def _nearest(key: str, record: Record) -> tuple[float, str]:
-    """Return how alike a key and the most similar key of a record are, and that key."""
-    return max(
-        ((difflib.SequenceMatcher(None, key, given).ratio(), given) for given in record), default=(0.0, "")
-    )
+    """Return how alike a key and the most similar key of a record are, whatever their case, and that key."""
+    ratios = ((difflib.SequenceMatcher(None, key, given.lower()).ratio(), given) for given in record)
+    return max(ratios, default=(0.0, ""))

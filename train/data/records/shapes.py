@@ -23,7 +23,7 @@ from idlm.train.data.records.names import (
     QUESTION_PARTS,
 )
 from idlm.train.data.records.tools import calls_of
-from idlm.train.data.records.turns import Turn, plain_turns, turns_of
+from idlm.train.data.records.turns import WRITE_TURNS, Turn, plain_turns, turns_of
 from idlm.train.data.records.values import present, shown, text_of
 
 MAX_ID = 2**31
@@ -36,6 +36,8 @@ Encoded = tuple[list[Sample], set[str]]
 
 
 CHAT_KEYS: Keys = (*BESIDE_KEYS, *LISTED_WEIGHTS)
+REASONING_KEY = "reasoning_content"
+"""What an assistant thought before its response: of a pair, beside it."""
 PROMPT_KEYS: Keys = ("prompt", "messages", "conversations", "question", "instruction")
 """What a preferred answer may follow."""
 ANSWER_KEYS: Keys = (
@@ -62,7 +64,16 @@ class Shape:
 
 
 def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
-    return _encoded(record, turns_of(record[keys[0]], keys[0]), keys[0], encoder, origin)
+    (key,) = keys
+    value = record[key]
+    is_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
+    if is_texts and len(value) % 2:
+        raise UserError(
+            "IDLM-0202",
+            f"{key} has {len(value)} texts, so they are not those of the user and the assistant in turn",
+            fix=WRITE_TURNS,
+        )
+    return _encoded(record, plain_turns(*value) if is_texts else turns_of(value, key), encoder, origin)
 
 
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -78,13 +89,12 @@ def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
             raise UserError(
                 "IDLM-0202",
                 f"{key}={shown(value)} beside {' and '.join(keys)}, which is not read",
-                fix=f"write it into the prompt: rename {keys[0]} to instruction, {key} to input and {keys[1]} "
-                f"to output; or delete the key {key}",
+                fix=f"write it into {keys[0]} where it belongs there, and delete the key {key}",
             )
     if isinstance(prompt, str) and isinstance(response, str):
         return _encoded_pair(record, prompt, response, encoder, origin)
     turns = [*_context(prompt, keys[0]), *_reply(response, keys[1])]
-    return _encoded(record, turns, keys[1], encoder, origin)
+    return _encoded(record, turns, encoder, origin)
 
 
 def _alpaca(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -99,7 +109,7 @@ def _calls(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded
     query, answers = (record[key] for key in keys)
     message = {"role": "assistant", "content": "", "tool_calls": calls_of(answers, keys[1])}
     turns = [*plain_turns(text_of(query, keys[0])), Turn(message=message)]
-    return _encoded(record, turns, keys[1], encoder, origin)
+    return _encoded(record, turns, encoder, origin)
 
 
 def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -118,7 +128,7 @@ def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> En
         raise UserError(
             "IDLM-0202", f"chosen is a whole conversation and lacks the {key}", fix=f"delete the key {key}"
         )
-    return _encoded(record, turns, "chosen", encoder, origin)
+    return _encoded(record, turns, encoder, origin)
 
 
 def _text(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -150,15 +160,17 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
     return encoder.answer(prompt, record, origin=origin), set()
 
 
-def _encoded(record: Record, turns: list[Turn], name: str, encoder: Encoder, origin: str) -> Encoded:
+def _encoded(record: Record, turns: list[Turn], encoder: Encoder, origin: str) -> Encoded:
     conversation = conversation_of(record, turns)
-    ignored = {f"{name}[].{key}" for key in conversation.ignored_keys(encoder)}
-    return conversation.samples(encoder, origin=origin), ignored
+    return conversation.samples(encoder, origin=origin), conversation.ignored_keys(encoder)
 
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
     """Encode two texts, which need no chat template unless more lies beside them."""
-    conversation = conversation_of(record, plain_turns(prompt, response))
+    user, assistant = plain_turns(prompt, response)
+    for key, value in present(record, (REASONING_KEY,)).items():
+        assistant = replace(assistant, message=assistant.message | {key: text_of(value, key)})
+    conversation = conversation_of(record, [user, assistant])
     if conversation.is_pair:
         return [encoder.pair(prompt, response, origin=origin)], set()
     return conversation.samples(encoder, origin=origin), set()
@@ -204,13 +216,14 @@ SHAPES: dict[str, Shape] = {
         aliases=PAIR_ALIASES,
         example='{"prompt": str, "response": str}',
         encode=_pair,
+        also=(*CHAT_KEYS, REASONING_KEY),
     ),
     "alpaca": Shape(
         keys=(("instruction", "output"),),
         aliases=(("instruction", "response"), ("instruction", "answer"), ("instruction", "completion")),
         example='{"instruction": str, "input": str, "output": str}',
         encode=_alpaca,
-        also=(*CHAT_KEYS, *CONTEXT_KEYS),
+        also=(*CHAT_KEYS, *CONTEXT_KEYS, REASONING_KEY),
     ),
     "calls": Shape(
         keys=(("query", "answers"),),
@@ -221,7 +234,7 @@ SHAPES: dict[str, Shape] = {
         keys=(("chosen", "rejected"),),
         example='{"prompt": ..., "chosen": ..., "rejected": ...}, of which chosen is trained on',
         encode=_preference,
-        also=(*CHAT_KEYS, *PROMPT_KEYS),
+        also=(*CHAT_KEYS, *PROMPT_KEYS, REASONING_KEY),
     ),
     "text": Shape(keys=(("text",),), example='{"text": str}', encode=_text, also=()),
 }

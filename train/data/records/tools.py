@@ -16,6 +16,7 @@ from idlm.train.data.records.values import is_empty, parsed, present, shown
 
 TOOL = '{"type": "function", "function": {"name": str, "description": str, "parameters": {...}}}'
 CALL = '{"type": "function", "function": {"name": str, "arguments": {...}}}'
+WRITE_CALL = f"write the call as {CALL}, or its arguments as JSON text"
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -30,19 +31,18 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any, key: str) -> list[dict[str, Any]]:
-    tools = parsed(value, key)
+    fix = f"write {key} as [{TOOL}, ...] or as its JSON text, or delete the key"
+    tools = parsed(value, key, fix=fix)
     if not isinstance(tools, list):
-        raise UserError(
-            "IDLM-0202", f"{key}={shown(value)}, which is not a list", fix=f"write {key} as [{TOOL}, ...]"
-        )
-    return [_function(parsed(tool, name), name, TOOL) for name, tool in _named(tools, key)]
+        raise UserError("IDLM-0202", f"{key}={shown(value)}, which is not a list", fix=fix)
+    return [_function(parsed(tool, name, fix=fix), name, TOOL) for name, tool in _named(tools, key)]
 
 
 def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
     """Return the calls of a turn: one or a list, or its JSON text."""
-    given = parsed(value, name)
-    calls = given if isinstance(given, list) else [given]
-    return [_call(call, place) for place, call in _named(calls, name)]
+    given = parsed(value, name, fix=WRITE_CALL)
+    calls = _named(given, name) if isinstance(given, list) else [(name, given)]
+    return [_call(call, place) for place, call in calls]
 
 
 def _named(items: list[Any], name: str) -> list[tuple[str, Any]]:
@@ -52,12 +52,12 @@ def _named(items: list[Any], name: str) -> list[tuple[str, Any]]:
 def _call(call: Any, name: str) -> dict[str, Any]:
     whole = _function(call, name, CALL)
     arguments = whole["function"].get("arguments")
-    arguments = {} if is_empty(arguments) else parsed(arguments, f"{name}.arguments")
+    arguments = {} if is_empty(arguments) else parsed(arguments, f"{name}.arguments", fix=WRITE_CALL)
     if not isinstance(arguments, dict):
         raise UserError(
             "IDLM-0202",
             f"{name}.arguments={shown(arguments)}, which is not a JSON object",
-            fix=f"write the call as {CALL}",
+            fix=WRITE_CALL,
         )
     return whole | {"function": whole["function"] | {"arguments": arguments}}
 

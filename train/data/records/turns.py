@@ -32,8 +32,8 @@ WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
 class Turn:
     """A message, and whether it is a target if it is the assistant's.
 
-    `extra` names keys that a template may read and nothing else does. `continues`: calls of tools that belong
-    to the assistant's message before them.
+    `extra` names keys (`messages[].id`) that a template may read and nothing else does. `continues`: calls of
+    tools that belong to the assistant's message before them.
     """
 
     message: dict[str, Any]
@@ -54,23 +54,13 @@ def plain_turns(*texts: str) -> list[Turn]:
 
 
 def turns_of(value: Any, name: str) -> list[Turn]:
-    """Return the turns of a list, of its JSON text, of one turn, or of an object of lists; texts are those of
-    the user and the assistant in turn.
-    """
-    given = parsed(value, name)
+    """Return the turns of a list, of its JSON text, of one turn, or of an object of lists."""
+    given = parsed(value, name, fix=WRITE_TURNS)
     if isinstance(given, Mapping):
         is_turn = any(isinstance(given.get(key), str) for key in ROLE_KEYS)
         given = [given] if is_turn else _transposed(given, name)
     if not isinstance(given, list) or not given:
         raise UserError("IDLM-0202", f"{name}={shown(value)}, which is not a list of turns", fix=WRITE_TURNS)
-    if all(isinstance(turn, str) for turn in given):
-        if len(given) % 2:
-            raise UserError(
-                "IDLM-0202",
-                f"{name} has {len(given)} texts, so they are not those of the user and the assistant in turn",
-                fix=WRITE_TURNS,
-            )
-        return plain_turns(*given)
     found: list[Turn] = []
     for place, one in enumerate(given):
         turn = _turn(one, f"{name}[{place}]")
@@ -87,7 +77,7 @@ def turns_of(value: Any, name: str) -> list[Turn]:
 
 def history_turns(value: Any, name: str) -> list[Turn]:
     """Return the turns of pairs [user, assistant], or those of `turns_of`."""
-    given = parsed(value, name)
+    given = parsed(value, name, fix=f"write {name} as [[user, assistant], ...]")
     if isinstance(given, list) and all(isinstance(item, (list, tuple)) for item in given):
         wrong = [item for item in given if len(item) != 2 or not all(isinstance(text, str) for text in item)]
         if wrong:
@@ -152,18 +142,16 @@ def _turn(turn: Any, name: str) -> Turn:
     if role in CALL_ROLES:
         calls, content = [*calls, *calls_of(content, f"{name} ({role})")], ""
     if content is None and not calls and not any(rest.get(key) for key in REASONING_KEYS):
-        raise UserError(
-            "IDLM-0202", f"{name} ({role}) has no content, only the keys {sorted(turn)}", fix=WRITE_TURNS
-        )
+        raise UserError("IDLM-0202", f"{name} ({role}) has no content: {shown(given)}", fix=WRITE_TURNS)
     message = {"role": ROLES[role], "content": "" if content is None else text_of(content, f"{name}.content")}
     is_trained = _weight(given, name)
-    extra = {key for key in rest if key not in MESSAGE_KEYS}
+    extra = [key for key in rest if key not in MESSAGE_KEYS]
     if is_trained and message["role"] != "assistant":
-        extra.update(key for key in UNTRAINED_BY if key in given)
+        extra += [key for key in UNTRAINED_BY if key in given]
     return Turn(
         message=message | ({"tool_calls": calls} if calls else {}) | rest,
         is_trained=is_trained,
-        extra=frozenset(extra),
+        extra=frozenset(f"{name.partition('[')[0]}[].{key}" for key in extra),
         continues=role in CALL_ROLES,
     )
 

@@ -41,7 +41,7 @@ def is_empty(value: Any) -> bool:
     return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
 
 
-def parsed(value: Any, name: str) -> Any:
+def parsed(value: Any, name: str, *, fix: str) -> Any:
     """Return the value of JSON text, any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -51,7 +51,7 @@ def parsed(value: Any, name: str) -> Any:
         raise UserError(
             "IDLM-0202",
             f"{name}={shown(value)} is text that is not valid JSON: {json_problem(error)}",
-            fix=f"write {name} as JSON, or delete it",
+            fix=fix,
         ) from error
 
 

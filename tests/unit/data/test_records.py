@@ -1,0 +1,372 @@
+"""What a record becomes: other names of its parts, weights, tools, and what lies beside its turns."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, samples_of
+from idlm.train.data.records.values import without_nulls
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CHAT = [USER, ANSWER]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+class Recorder:
+    """An encoder that keeps what it is given."""
+
+    tokenizer = SimpleNamespace(chat_template="{{ m.role }} {{ m.content }} {{ m.name }}")
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    def messages(self, messages: Any, *, origin: str, **given: Any) -> list[Any]:
+        self.given = {"messages": messages, **{key: value for key, value in given.items() if value}}
+        return []
+
+    def pair(self, prompt: str, response: str, *, origin: str) -> Any:
+        self.given = {"pair": (prompt, response)}
+
+    def answer(self, prompt: Any, answer: Any, *, origin: str) -> list[Any]:
+        self.given = {"answer": prompt}
+        return []
+
+
+def read(record: dict[str, Any], shape: str = "auto") -> dict[str, Any]:
+    """What the encoder gets, and under "ignored" the keys that nothing reads."""
+    encoder = Recorder()
+    found = detect_shape(record, shape, origin="here")
+    check_shape(record, found, shape, origin="here", first="here")
+    _, in_turns = samples_of(record, found, encoder, origin="here")  # type: ignore[arg-type]
+    ignored = {*ignored_keys(record, found), *in_turns}
+    return encoder.given | ({"ignored": ignored} if ignored else {})
+
+
+def refusal(record: dict[str, Any], shape: str = "auto") -> str:
+    with pytest.raises(UserError) as caught:
+        read(record, shape)
+    assert caught.value.fix
+    return str(caught.value)
+
+
+SAME_CHATS: dict[str, Any] = {
+    "role and content under conversations": {"conversations": CHAT},
+    "from and value under messages": {
+        "messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    },
+    "mixed names": {"messages": [{"role": "human", "value": "a"}, {"from": "model", "content": "b"}]},
+    "another name of the list": {"dialogue": CHAT},
+    "JSON text": {"messages": json.dumps(CHAT)},
+    "an object of lists": {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
+    "texts in turn": {"conversations": ["a", "b"]},
+    "parts of text": {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}, ANSWER]},
+    "nulls of other keys": {"messages": [USER | {"tool_calls": None, "name": None}, ANSWER], "tools": None},
+    "a prompt and a completion of messages": {"prompt": [USER], "completion": [ANSWER]},
+    "a prompt of text": {"prompt": "a", "completion": [ANSWER]},
+    "a completion of text": {"prompt": [USER], "completion": "b"},
+}
+
+
+@pytest.mark.parametrize("name", SAME_CHATS)
+def test_the_same_chat_under_other_names(name: str) -> None:
+    assert read(SAME_CHATS[name]) == {"messages": CHAT}
+
+
+@pytest.mark.parametrize(
+    "keys", [("question", "answer"), ("query", "response"), ("problem", "solution"), ("input", "output")]
+)
+def test_other_names_of_a_prompt_and_its_response(keys: tuple[str, str]) -> None:
+    assert read(dict(zip(keys, "ab", strict=True))) == {"pair": ("a", "b")}
+
+
+def test_own_names_win_over_other_names() -> None:
+    record = {"messages": CHAT, "problem": "p", "solution": "s", "answer": "4", "generations": ["s"]}
+    assert read(record) == {
+        "messages": CHAT,
+        "ignored": {"problem", "solution", "answer", "generations"},
+    }
+    assert read({"text": None, "conversations": None, "messages": CHAT}) == {"messages": CHAT}
+    assert "problem with solution, problem with answer" in refusal(
+        {"problem": "p", "solution": "s", "answer": "4"}
+    )
+    assert read({"instruction": "a", "context": "c", "response": "b"}) == {"pair": ("a\n\nc", "b")}
+
+
+BARE: dict[str, dict[str, Any]] = {
+    "messages": {"messages": CHAT},
+    "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    "alpaca": {"instruction": "a", "input": "", "output": "b"},
+    "pair": {"prompt": "a", "response": "b"},
+    "question": {"question": "a", "answer": "b"},
+}
+
+
+@pytest.mark.parametrize("shape", BARE)
+def test_what_lies_beside_any_shape_is_used(shape: str) -> None:
+    beside = {
+        "system_prompt": "s",
+        "history": [["old", "reply"]],
+        "tools": json.dumps([TOOL]),
+        "chat_template_kwargs": {"day": "Monday"},
+        "enable_thinking": False,
+        "id": 7,
+    }
+    old = [{"role": "user", "content": "old"}, {"role": "assistant", "content": "reply"}]
+    assert read(BARE[shape] | beside) == {
+        "messages": [{"role": "system", "content": "s"}, *old, *CHAT],
+        "tools": [TOOL],
+        "template_kwargs": {"enable_thinking": False, "day": "Monday"},
+        "ignored": {"id"},
+    }
+    empty = {"system": "", "history": [], "tools": "[]", "functions": None, "chat_template_kwargs": {}}
+    assert read(BARE[shape] | empty) == read(BARE[shape])
+
+
+@pytest.mark.parametrize(
+    ("beside", "says"),
+    [
+        ({"system": "s", "system_prompt": "t"}, "different system and system_prompt"),
+        ({"system": 3}, "system=3"),
+        ({"tools": "call me"}, "tools='call me' is text that is not valid JSON"),
+        ({"tools": {"name": "add"}}, "tools={'name': 'add'}, which is not a list"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]={'type': 'web_search'}, which has no name"),
+        ({"tools": [TOOL], "functions": [{"name": "mul"}]}, "different tools and functions"),
+        ({"history": [["only one"]]}, "history has ['only one']"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs=[1]"),
+        ({"enable_thinking": "no"}, "enable_thinking='no'"),
+        ({"images": ["a.png"]}, "images=['a.png']"),
+        ({"weight": 0.5}, "weight=0.5 is a weight of the whole record"),
+        ({"loss_mask": [0, 1, 1]}, "loss_mask has 3 values for 2 turns"),
+        ({"weights": [0, 0.5]}, "weights[1] has weights=0.5"),
+    ],
+)
+@pytest.mark.parametrize("shape", ["messages", "alpaca"])
+def test_what_cannot_be_used_is_refused_by_name(shape: str, beside: dict[str, Any], says: str) -> None:
+    assert says in refusal(BARE[shape] | beside)
+
+
+def test_a_system_prompt_beside_a_system_turn() -> None:
+    system = {"role": "system", "content": "s"}
+    assert read({"messages": [system, *CHAT], "system": "s "})["messages"] == [system, *CHAT]
+    assert "different system and a first turn of the system" in refusal(
+        {"messages": [system, *CHAT], "system": "t"}
+    )
+    history = [{"from": "human", "value": "old"}, {"from": "gpt", "value": "reply"}]
+    found = read({"messages": [system, *CHAT], "history": history})["messages"]
+    assert [message["content"] for message in found] == ["s", "old", "reply", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, 0) for key in ("weight", "train", "training", "trainable", "loss", "loss_mask", "train_on_turn")]
+    + [("weight", 0.0), ("train", False), ("masked", True), ("mask", 1)],
+)
+def test_turns_without_weight_are_context(key: str, value: Any) -> None:
+    bad = ANSWER | {"content": "bad"}
+    expected = {"messages": [USER, bad, *CHAT], "untrained": {1}}
+    assert read({"messages": [USER, bad | {key: value}, *CHAT]}) == expected
+    opposite = type(value)(1 - value)
+    assert "untrained" not in read({"messages": [USER, ANSWER | {key: opposite}]})
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bad", key: value}]
+    assert read({"conversations": [*turns, *CHAT]}) == expected
+    assert "all 1 assistant turns have the weight 0" in refusal({"messages": [USER, ANSWER | {key: value}]})
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"weight": 0.5}, "weight=0.5"),
+        ({"weight": "0"}, "weight='0'"),
+        ({"loss_mask": [0, 1]}, "loss_mask=[0, 1]"),
+        (
+            {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+            "messages[1].train_detail",
+        ),
+        ({"weight": 1, "masked": True}, "weights that disagree"),
+    ],
+)
+def test_other_weights_are_refused_by_name(weights: dict[str, Any], says: str) -> None:
+    assert says in refusal({"messages": [USER, ANSWER | weights]})
+
+
+def test_weights_in_a_list_beside_the_turns_and_weights_of_other_turns() -> None:
+    record = {"messages": [USER, ANSWER, *CHAT], "system": "s", "loss_mask": [0, 0, 0, 1]}
+    assert read(record)["untrained"] == {2}
+    assert read({"messages": [USER | {"weight": 0}, ANSWER | {"weight": 1}]}) == {"messages": CHAT}
+    assert read({"messages": [USER | {"train": True}, ANSWER]})["ignored"] == {"messages[].train"}
+
+
+def test_turns_of_a_prompt_are_context() -> None:
+    record = {"prompt": [*CHAT, USER], "completion": [ANSWER]}
+    assert read(record) == {"messages": [*CHAT, USER, ANSWER], "untrained": {1}}
+
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [{"name": "add", "arguments": '{"x": 1}', "id": None}]},
+        {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": '{"x": 1}'}},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+        {"from": "tool_call", "value": '[{"name": "add", "arguments": {"x": 1}}]'},
+    ],
+)
+def test_calls_of_tools_in_their_usual_forms(turn: dict[str, Any]) -> None:
+    result = {"from": "observation", "value": "1"}
+    found = read({"conversations": [USER, turn, result, ANSWER]})["messages"]
+    assert found == [USER, CALLING, {"role": "tool", "content": "1"}, ANSWER]
+
+
+def test_calls_after_a_text_belong_to_its_message() -> None:
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    found = read({"conversations": [*CHAT, call, call]})["messages"]
+    assert found == [USER, ANSWER | {"tool_calls": [CALL, CALL]}]
+    with_weight = read({"conversations": [*CHAT, call | {"weight": 0}]})
+    assert with_weight == {"messages": [*CHAT, CALLING], "untrained": {2}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ({"from": "function_call", "value": "add(1)"}, "conversations[1] (function_call)='add(1)' is text"),
+        ({"from": "function_call", "value": "{}"}, "conversations[1] (function_call)={}, which has no name"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]},
+            "tool_calls[0].arguments='{'",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]},
+            "tool_calls[0].arguments=[1]",
+        ),
+        ({"role": "assistant", "content": None}, "conversations[1] (assistant) has no content"),
+        ({"role": "assistant", "content": 4}, "conversations[1].content=4, which is not text"),
+        ({"role": "assistant", "content": {"a": 1}}, "conversations[1].content={'a': 1}, which is not text"),
+        (
+            {"role": "assistant", "content": [{"type": "image_url"}]},
+            "content[0] is a part of the type 'image_url'",
+        ),
+        ({"role": "assistant", "content": "b", "value": "c"}, "different values of content and value"),
+        ({"content": "b"}, "conversations[1] has no role, only the keys ['content']"),
+        ({"role": "asistant", "content": "b"}, "the role 'asistant'; did you mean 'assistant'"),
+        ("b", "conversations[1]='b', which is not an object"),
+    ],
+)
+def test_malformed_turns_are_named(turn: Any, says: str) -> None:
+    assert says in refusal({"conversations": [USER, turn]})
+
+
+def test_reasoning_and_other_keys_of_turns_go_to_the_template() -> None:
+    turns = [USER | {"name": "Sam", "id": 1}, {"role": "assistant", "reasoning_content": "hm"}]
+    assert read({"messages": turns}) == {
+        "messages": [turns[0], turns[1] | {"content": ""}],
+        "ignored": {"messages[].id"},
+    }
+
+
+def test_a_query_with_calls_as_its_answers() -> None:
+    record = {"id": 1, "query": "a", "answers": json.dumps([CALL["function"]]), "tools": [TOOL["function"]]}
+    assert read(record) == {"messages": [USER, CALLING], "tools": [TOOL], "ignored": {"id"}}
+
+
+def test_preferences_are_trained_on_where_that_is_said() -> None:
+    text = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert "data.shape=preference" in refusal(text)
+    assert read(text, "preference") == {"pair": ("a", "b")}
+    for record in (
+        {"prompt": "a", "chosen": CHAT},
+        {"chosen": CHAT},
+        {"prompt": [USER], "chosen": [ANSWER]},
+        {"conversations": [USER], "chosen": {"from": "gpt", "value": "b"}},
+    ):
+        assert read({**record, "rejected": "c"}, "preference") == {"messages": CHAT}
+    both = {"messages": CHAT, "chosen": CHAT, "rejected": CHAT}
+    assert "several shapes: messages, preference" in refusal(both)
+    assert read(both, "messages") == {"messages": CHAT, "ignored": {"chosen", "rejected"}}
+    assert "without a prompt" in refusal({"chosen": "b", "rejected": "c"}, "preference")
+    assert "label=False" in refusal({"prompt": "a", "completion": "b", "label": False})
+
+
+@pytest.mark.parametrize("beside", [{"role": "prompter"}, {"system": "s"}, {"tools": [TOOL]}])
+def test_a_text_that_is_part_of_a_conversation_is_refused(beside: dict[str, Any]) -> None:
+    assert f"has {next(iter(beside))} beside a text" in refusal({"text": "a"} | beside)
+
+
+def test_reasoning_beside_a_pair_is_that_of_its_response() -> None:
+    for shape in ("pair", "alpaca", "question"):
+        found = read(BARE[shape] | {"reasoning_content": "hm", "reasoning": "x"})
+        assert found == {"messages": [USER, ANSWER | {"reasoning_content": "hm"}], "ignored": {"reasoning"}}
+
+
+def test_parts_of_a_question_are_not_left_out() -> None:
+    for key in ("context", "choices"):
+        assert f"{key}='c' beside question and answer" in refusal({"question": "a", "answer": "b", key: "c"})
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"data": CHAT}, "rename data to messages"),
+        ({"promt": "a", "respnse": "b"}, "rename promt to prompt and rename respnse to response"),
+        ({"Question": "a", "Response": "b"}, "rename Question to question and rename Response to response"),
+        ({"data": ["a", "b"]}, "rename data to messages"),
+        ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "prompt[0]='a', which is not an object"),
+        (
+            {"chat": "USER: a"},
+            "is text that is not valid JSON: Expecting value: column 1\n  fix: write a list",
+        ),
+        ({"messages": "[{'role': 'user'}]"}, "text that is not valid JSON"),
+        ({"messages": {"role": ["user"], "content": []}}, "an object and not a list of turns"),
+        ({"conversations": ["a", "b", "c"]}, "conversations has 3 texts"),
+    ],
+)
+def test_other_records_are_refused_with_what_to_write(record: dict[str, Any], says: str) -> None:
+    assert says in refusal(record)
+
+
+def test_answers_follow_their_prompt_as_it_was_given() -> None:
+    call = {"name": "add", "arguments": '{"x": 1}'}
+    prompt = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    record = {
+        "prompt": prompt,
+        "text": "b",
+        "token_ids": [2],
+        "finish_reason": "stop",
+        "num_forwards": 1,
+        "id": 1,
+    }
+    assert read(record) == {"answer": prompt, "ignored": {"id"}}
+    assert "tools lies beside an answer" in refusal(record | {"tools": [TOOL]})
+
+
+def test_nulls_of_structures_are_absent_and_items_of_lists_stay() -> None:
+    table = {"a": None, "b": [{"c": None, "d": {"e": None, "f": 0}}], "g": ["x", None], "h": {"i": None}}
+    assert without_nulls(table) == {"b": [{"d": {"f": 0}}], "g": ["x", None], "h": {}}
+
+
+def test_nulls_inside_schemas_and_arguments_of_json_are_kept() -> None:
+    schema = {"type": "object", "properties": {"x": {"default": None}}}
+    tool = {
+        "type": "function",
+        "strict": None,
+        "function": {"name": "f", "strict": None, "parameters": schema},
+    }
+    call = {"id": None, "function": {"name": "f", "arguments": {"x": None}}}
+    given = read({"messages": [USER, {"role": "assistant", "tool_calls": [call]}], "tools": [tool]})
+    assert given["tools"] == [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert given["messages"][1]["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+    ]
