@@ -106,8 +106,8 @@ def wanted_columns(names: Sequence[str]) -> list[str]:
 
 
 def _match(record: Record, name: str) -> tuple[int, list[Keys]]:
-    """Return the sets of keys of a shape that a record has, and their rank: 0 for the shape's own names, 1 for
-    other names, 2 and 3 for those with keys that hold null, `NO_MATCH` without any.
+    """Return the sets of keys of a shape that a record has, and their rank: 0 for the shape's own names, 1
+    for other names, 2 and 3 for those with keys that hold null, `NO_MATCH` without any.
     """
     shape, given = SHAPES[name], {key for key, value in record.items() if value is not None}
     options = [(held, names) for held in (given, record.keys()) for names in (shape.keys, shape.aliases)]
