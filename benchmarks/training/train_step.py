@@ -4,15 +4,16 @@
         [accumulation=16] [shortest=64] [record=true] [results=FOLDER]
 
 Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights of the true
-shape, real text, 4096 data tokens per sample, or from `shortest` on, all supervised. The limit counts the
+shape, real text, samples of 4096 data tokens or of `shortest` to 4096, all supervised. The limit counts the
 FLOPs that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product
-that every process of the arm measures. `dense_recompute` does what public trainers of the method do: a dense
-mask and recomputed activations. `full_zero1` sums gradients on each GPU and reduces them once per step;
-`few_blocks` leaves NCCL 8 thread blocks, so that products keep the others. `gated_lora_in_parts` leaves
-attention out of compiled layers, which are then four pieces each; `gated_lora_plain` trains without
+that every process of the arm measures. `dense_recompute` does what public trainers of the method do: a
+dense mask and recomputed activations. `full_zero1` sums gradients on each GPU and reduces them once per
+step; `few_blocks` leaves NCCL 8 thread blocks, so that products keep the others. `gated_lora_in_parts`
+leaves attention out of compiled layers, which are then four pieces each; `gated_lora_plain` trains without
 DeepSpeed, which handles every weight's gradient in Python. Losses of arms that train the same weights must
 agree (`gate_passed`). A LoRA has micro-batches of its own; `accumulation` is that of other arms, by default
-what the recipe has on 8 GPUs. `mode=profile` prints and records the milliseconds of one more step by part.
+what the recipe has on 8 GPUs.
+`mode=profile` prints and records the milliseconds of one more step by part.
 """
 
 from __future__ import annotations
