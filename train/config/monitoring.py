@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from idlm.config.schema import option
 
-MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 700.0, "A100": 265.0}
-"""bf16 TFLOP/s that matrix products of a GPU reach: H200 measured, the others about 0.8 of the data sheet."""
+MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 770.0, "A100": 265.0}
+"""bf16 TFLOP/s that matrix products of a GPU reach: H200 and H100 measured, others 0.8 of the data sheet."""
 DECODED = ("exact_match", "acceptance_rate", "tokens_per_forward")
 """What the answers of a model that trains are measured by."""
 WANDB_MODES = ("disabled", "offline", "online")

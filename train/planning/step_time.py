@@ -2,9 +2,10 @@
 gradients and optimizer, collectives, and the device's wait for the host.
 
 A product takes the time of its multiply-adds and most of that of moving its operands and its result. The
-constants are a compromise of profiled steps on one H200: gated LoRA of the 8B and 0.6B shapes, and LoRA that
-is not gated of the latter. For these and two other steps that were measured the plan is 5 % below to 3 %
-above (tests/unit/planning/test_step_time.py, benchmarks/RESULTS.md).
+constants are a compromise of profiled steps on one H200 and one H100: 8B, 1B, 0.6B and 135M shapes, full and
+gated LoRA. The plan is within a tenth of every measured step (tests/unit/planning/test_step_time.py,
+benchmarks/RESULTS.md). A small model waits for its host, whose launches take as long whatever its width: the
+plan assumes the hosts of those machines.
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
 optimizer on the host or a network take longer.
 """
@@ -30,8 +31,11 @@ OPERANDS = 0.75
 """Share of the time of moving operands that is added to that of multiply-adds."""
 ELEMENTWISE = 1.4
 """How often element-wise kernels and copies move what goes into and comes out of products: 1.2 to 1.6."""
-WAIT = 0.9e-3
-"""Seconds per layer and micro-batch in which the device waits for the host's launches: 0.5 to 1.0 ms."""
+WAIT = 0.7e-3
+"""Seconds per layer and micro-batch in which a busy device waits for the host's launches: 0.4 to 1.0 ms."""
+LAUNCHES, GATED_LAUNCHES = 3.9e-3, 8.4e-3
+"""Seconds per layer and micro-batch that the host takes to launch all kernels, DeepSpeed's included. Under a
+gate clean and noisy rows run apart."""
 GRADIENT_BYTES = 12
 """Moved per trained weight and micro-batch: a bfloat16 gradient to a bucket and back, its float32 sum."""
 OPTIMIZER_BYTES = 30
@@ -47,8 +51,8 @@ class Rates(NamedTuple):
 
 
 TBYTES = {"B200": (7.2, 0.70), "H200": (4.3, 0.35), "H100": (3.0, 0.35), "A100": (1.8, 0.24)}
-"""TB/s of memory and link. H200's memory is measured, others have the same 0.9 of the data sheet; links are
-assumed to reach 0.8 of theirs."""
+"""TB/s of memory and link. Memory is measured for H200 and H100, others have the same 0.9 of the data sheet;
+links are assumed to reach 0.8 of theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +152,13 @@ def step_parts(
     if shards_weights:
         sent += 2 * 2 * weights * micro_batches
     attention = GATED_ATTENTION if work.is_gated else ATTENTION
-    return {
+    parts = {
         "products": products,
         "attention": work.queries * passes.pairs / (attention * rates.products),
         "element-wise": ELEMENTWISE * moved,
         "gradients and optimizer": updated / rates.memory,
         "collectives": sent * (1 - 1 / setup.world_size) / rates.link,
-        "host": WAIT * work.num_layers * micro_batches,
     }
+    launches = GATED_LAUNCHES if work.is_gated else LAUNCHES
+    layers = work.num_layers * micro_batches
+    return parts | {"host": max(WAIT * layers, launches * layers - sum(parts.values()))}

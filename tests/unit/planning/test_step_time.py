@@ -1,15 +1,17 @@
-"""The planned time of a step against steps that were measured on H200s, and its laws."""
+"""The planned time of a step against steps that were measured on H200s and H100s, and its laws."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from idlm.config.compose import compose
 from idlm.lora import AdapterSpec
+from idlm.train.config.monitoring import MATMUL_TFLOPS
 from idlm.train.config.schema import TrainConfig
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.curriculum import Stage
@@ -21,17 +23,27 @@ LENGTH = 4096
 PAIRS = LENGTH * (LENGTH + 1) / 2
 FED = TokenCounts(LENGTH, LENGTH, PAIRS, PAIRS, LENGTH - 1, LENGTH - 1)
 """One packed row of the benchmark: all tokens are supervised."""
+MIXED = TokenCounts(4084.8, 4080.9, 4.367e6, 4.363e6, 4080.9, 4080.9)
+"""The average packed row with `shortest=64`."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SIZES = {
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "layers": 36, "heads": 32, "tied": False},
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "layers": 28, "heads": 16, "tied": True},
-}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
+LLAMA = {"model_type": "llama", "head_dim": 64, "tie_word_embeddings": True}
+SIZES: dict[str, dict[str, Any]] = {
+    "8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "tie_word_embeddings": False},
+    "0.6B": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    | {"num_attention_heads": 16, "tie_word_embeddings": True},
+    "1B": LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+    "135M": LLAMA | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
+}  # fmt: skip
 RECIPES = {"full": "qwen3_8b", "gated": "qwen3_8b_lora", "ungated": "qwen3_8b_lora"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A step of `benchmarks.train_step` on H200s; `seconds` of one step."""
+    """A step of `benchmarks.train_step`; `seconds` of one step."""
 
     size: str
     mode: str
@@ -40,6 +52,8 @@ class Measured:
     seconds: float
     gpus: int = 1
     zero_stage: int = 1
+    gpu: str = "H200"
+    fed: TokenCounts = FED
 
 
 # From benchmarks/results/train_step.jsonl. Older rows of gated LoRA are of code that gathered rows in every
@@ -61,7 +75,24 @@ MEASURED = {
     "0.6B ungated": Measured(
         size="0.6B", mode="ungated", batch_size=4, accumulation=4, seconds=65536 / 40722.0
     ),  # dc999cb4
-}
+    **{
+        f"{size} {mode} on an H100{', mixed lengths' * is_mixed}": Measured(
+            size=size, mode=mode, batch_size=batch_size, accumulation=accumulation, seconds=tokens / speed,
+            gpu="H100", fed=MIXED if is_mixed else FED,
+        )
+        for size, mode, batch_size, accumulation, tokens, speed, is_mixed in (
+            ("135M", "full", 4, 4, 65536, 113_368, False),
+            ("135M", "full", 4, 4, 65340, 132_263, True),
+            ("135M", "gated", 8, 2, 65536, 138_988, False),
+            ("135M", "gated", 8, 2, 65340, 119_395, True),
+            ("0.6B", "full", 4, 8, 131072, 36_556, False),
+            ("0.6B", "full", 4, 8, 130680, 44_220, True),
+            ("0.6B", "gated", 8, 2, 65536, 66_520, False),
+            ("1B", "full", 4, 8, 131072, 29_863, False),
+            ("1B", "gated", 4, 2, 32768, 52_891, False),
+        )
+    },
+}  # fmt: skip
 # Products, attention, element-wise kernels with loss, copies and others, host. Milliseconds of the same file.
 PROFILES = {
     "8B gated": (2203, 381 - 16, 249 + 113 + 36 + 9, 148),
@@ -72,14 +103,8 @@ PROFILES = {
 
 def model_work(size: str, mode: str) -> tuple[ModelWork, int]:
     """The work of a model of this size, and its trained weights."""
-    sizes = dict(SIZES[size])
-    layers, heads, tied = (sizes.pop(name) for name in ("layers", "heads", "tied"))
-    shape = Qwen3Config(
-        vocab_size=151_936, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-        head_dim=128, tie_word_embeddings=tied, **sizes,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES[size]), dtype=torch.bfloat16)
     if mode != "full":
         spec = AdapterSpec(rank=128, alpha=256, targets=TARGETS, base_path=None)
         add_adapter(model, spec, is_gated=mode == "gated")
@@ -88,7 +113,7 @@ def model_work(size: str, mode: str) -> tuple[ModelWork, int]:
     return work, sum(value.numel() for value in model.parameters() if value.requires_grad)
 
 
-def planned(one: Measured, *overrides: str, gpu: str = "H200", tflops: float = 785.0) -> TimePlan:
+def planned(one: Measured, *overrides: str, gpu: str | None = None, tflops: float | None = None) -> TimePlan:
     gated = ["adapter.gated=false", "export.merge=true"] if one.mode == "ungated" else []
     config = compose(
         "train",
@@ -104,14 +129,14 @@ def planned(one: Measured, *overrides: str, gpu: str = "H200", tflops: float = 7
         ],
     )
     work, num_trained = model_work(one.size, one.mode)
-    setup = run_setup(config, 2 * LENGTH, FED, num_adapted=num_trained, world_size=one.gpus)
+    setup = run_setup(config, 2 * LENGTH, one.fed, num_adapted=num_trained, world_size=one.gpus)
     return time_plan(
         config,
         work,
         setup,
-        rates_of(gpu, tflops),
+        rates_of(gpu or one.gpu, tflops or MATMUL_TFLOPS[one.gpu]),
         num_trained=num_trained,
-        stages=[(Stage(index=0, stride=2, num_steps=100, clean_weight=0.2), FED)],
+        stages=[(Stage(index=0, stride=2, num_steps=100, clean_weight=0.2), one.fed)],
         global_batch=one.batch_size * one.accumulation * one.gpus,
     )
 
