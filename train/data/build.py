@@ -38,7 +38,7 @@ from idlm.train.data.cache import (
     write_part,
 )
 from idlm.train.data.files import Reader, reading
-from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, known_keys, samples_of
+from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, keys_of, samples_of
 from idlm.train.data.records.shapes import SHAPES
 from idlm.train.loop.liveness import note_progress
 
@@ -160,7 +160,7 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:
             failure = (error.code, error.message, error.fix)
             yield Encoded(file=row.file, place=row.place, origin=origin, error=failure)
         else:
-            record = {name: value for name, value in row.value.items() if name in known_keys()}
+            record = {name: value for name, value in row.value.items() if name in keys_of(shape)}
             ignored = (*ignored_keys(row.value, shape), *row.unread)
             yield row.file, row.place, origin, record, shape, ignored
 

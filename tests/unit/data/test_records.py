@@ -23,6 +23,8 @@ class Recorder:
 
     tokenizer = SimpleNamespace(chat_template="{{ m.role }} {{ m.content }} {{ m.name }}")
 
+    use_chat_template = True
+
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
 
@@ -149,6 +151,13 @@ def test_what_lies_beside_any_shape_is_used(shape: str) -> None:
 @pytest.mark.parametrize("shape", ["messages", "alpaca"])
 def test_what_cannot_be_used_is_refused_by_name(shape: str, beside: dict[str, Any], says: str) -> None:
     assert says in refusal(BARE[shape] | beside)
+
+
+@pytest.mark.parametrize("shape", ["pair", "alpaca"])
+def test_without_a_template_nothing_lies_beside_a_pair(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "use_chat_template", False)
+    assert read(BARE[shape]) == {"pair": ("a", "b")}
+    assert "system beside a prompt and its response" in refusal(BARE[shape] | {"system": "s"})
 
 
 def test_a_system_prompt_beside_a_system_turn() -> None:

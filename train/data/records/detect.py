@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from idlm.errors import UserError
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.records.names import BESIDE_KEYS, MEDIA_KEYS, QUESTION_PARTS
+from idlm.train.data.records.names import BESIDE_TEXT
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
 from idlm.train.data.records.values import is_empty, present
 
 AUTO = "auto"
 SHAPE_CHOICES = (AUTO, *SHAPES)
-BESIDE_TEXT = ("role", *(key for key in BESIDE_KEYS if key not in MEDIA_KEYS))
-"""Keys by which a record with a text is a turn of a conversation."""
 MIN_LIKENESS = 0.6
 NO_MATCH = 4
 
@@ -92,17 +90,18 @@ def ignored_keys(record: Record, shape: str) -> list[str]:
 
 
 @functools.cache
-def known_keys() -> frozenset[str]:
-    """Return all keys that are read or refused; other columns of a table need not be loaded."""
-    shapes = SHAPES.values()
-    own = {key for shape in shapes for keys in (*shape.keys, *shape.aliases) for key in keys}
-    return frozenset(own.union(*(shape.also for shape in shapes), QUESTION_PARTS, ("label", "role")))
+def keys_of(shape: str) -> frozenset[str]:
+    """Return the keys that are read or refused in records of a shape."""
+    found = SHAPES[shape]
+    own = {key for keys in (*found.keys, *found.aliases) for key in keys}
+    return frozenset(own.union(found.also, found.checked))
 
 
 def wanted_columns(names: Sequence[str]) -> list[str]:
-    """Return the columns that a shape may have; all where none fits, so that an error can name them."""
-    is_known = any(_match(dict.fromkeys(names), shape)[1] for shape in SHAPES)
-    return [name for name in names if name in known_keys()] if is_known else list(names)
+    """Return the columns that a shape which fits may have; all where none fits, for an error to name them."""
+    fitting = [shape for shape in SHAPES if _match(dict.fromkeys(names), shape)[1]]
+    known = frozenset[str]().union(*map(keys_of, fitting)) or frozenset(names)
+    return [name for name in names if name in known]
 
 
 def _match(record: Record, name: str) -> tuple[int, list[Keys]]:

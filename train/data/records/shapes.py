@@ -17,10 +17,14 @@ from idlm.train.data.layout import Sample
 from idlm.train.data.records.conversation import conversation_of
 from idlm.train.data.records.names import (
     BESIDE_KEYS,
+    BESIDE_TEXT,
     CONTEXT_KEYS,
+    LABEL_KEY,
     LISTED_WEIGHTS,
     PAIR_ALIASES,
+    PROMPT_KEYS,
     QUESTION_PARTS,
+    REASONING_KEY,
 )
 from idlm.train.data.records.tools import calls_of
 from idlm.train.data.records.turns import WRITE_TURNS, Turn, plain_turns, turns_of
@@ -36,10 +40,6 @@ Encoded = tuple[list[Sample], set[str]]
 
 
 CHAT_KEYS: Keys = (*BESIDE_KEYS, *LISTED_WEIGHTS)
-REASONING_KEY = "reasoning_content"
-"""What an assistant thought before its response: of a pair, beside it."""
-PROMPT_KEYS: Keys = ("prompt", "messages", "conversations", "question", "instruction")
-"""What a preferred answer may follow."""
 ANSWER_KEYS: Keys = (
     *("decoder", "accelerators", "run_config", "tokens_per_forward", "acceptance_rate"),
     *(field.name for field in fields(Completion)),
@@ -51,7 +51,8 @@ WRITE_ANSWER = "give records as idlm-generate wrote them"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """`keys`: alternative sets of keys, one of which a record must have; `aliases`: sets of other names for
-    them. `also`: keys that are read where a record has them. `example` is shown to users.
+    them. `also`: keys that are read where a record has them, `checked`: those that some values of make a
+    record unusable. `example` is shown to users.
 
     `encode(record, keys, encoder, origin)` gets the set of keys that the record has.
     """
@@ -61,6 +62,7 @@ class Shape:
     encode: Callable[[Record, Keys, Encoder, str], Encoded]
     aliases: tuple[Keys, ...] = ()
     also: Keys = CHAT_KEYS
+    checked: Keys = ()
 
 
 def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
@@ -78,7 +80,7 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
 
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, response = (record[key] for key in keys)
-    if record.get("label") is False:
+    if record.get(LABEL_KEY) is False:
         raise UserError(
             "IDLM-0202",
             "label=False, so the response is one that is not wanted",
@@ -173,6 +175,13 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
     conversation = conversation_of(record, [user, assistant])
     if conversation.is_pair:
         return [encoder.pair(prompt, response, origin=origin)], set()
+    if not encoder.use_chat_template:
+        beside = present(record, (*CHAT_KEYS, REASONING_KEY))
+        raise UserError(
+            "IDLM-0202",
+            f"{', '.join(beside)} beside a prompt and its response needs a chat template",
+            fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
+        )
     return conversation.samples(encoder, origin=origin), set()
 
 
@@ -217,6 +226,7 @@ SHAPES: dict[str, Shape] = {
         example='{"prompt": str, "response": str}',
         encode=_pair,
         also=(*CHAT_KEYS, REASONING_KEY),
+        checked=(*QUESTION_PARTS, LABEL_KEY),
     ),
     "alpaca": Shape(
         keys=(("instruction", "output"),),
@@ -236,5 +246,5 @@ SHAPES: dict[str, Shape] = {
         encode=_preference,
         also=(*CHAT_KEYS, *PROMPT_KEYS, REASONING_KEY),
     ),
-    "text": Shape(keys=(("text",),), example='{"text": str}', encode=_text, also=()),
+    "text": Shape(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=BESIDE_TEXT),
 }
