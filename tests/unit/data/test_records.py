@@ -35,6 +35,9 @@ class Recorder:
     def pair(self, prompt: str, response: str, *, origin: str) -> Any:
         self.given = {"pair": (prompt, response)}
 
+    def text(self, text: str, *, origin: str) -> Any:
+        self.given = {"text": text}
+
     def answer(self, prompt: Any, answer: Any, *, origin: str) -> list[Any]:
         self.given = {"answer": prompt}
         return []
@@ -205,7 +208,7 @@ def test_other_weights_are_refused_by_name(weights: dict[str, Any], says: str) -
 
 
 def test_weights_in_a_list_beside_the_turns_and_weights_of_other_turns() -> None:
-    record = {"messages": [USER, ANSWER, *CHAT], "system": "s", "loss_mask": [0, 0, 0, 1]}
+    record = {"messages": [USER, ANSWER, *CHAT], "system": "s", "loss_mask": [None, 0, 0, 1]}
     assert read(record)["untrained"] == {2}
     assert read({"messages": [USER | {"weight": 0}, ANSWER | {"weight": 1}]}) == {"messages": CHAT}
     assert read({"messages": [USER | {"train": True}, ANSWER]})["ignored"] == {"messages[].train"}

@@ -53,13 +53,18 @@ UNTRAINED_BY = {
     "train": 0,
     "training": 0,
     "trainable": 0,
+    "trained": 0,
     "train_on_turn": 0,
+    "supervised": 0,
     "calculate_loss": 0,
+    "compute_loss": 0,
     "loss": 0,
     "loss_mask": 0,
+    "loss_scale": 0,
     "loss_weight": 0,
     "mask": 1,
     "masked": 1,
+    "is_masked": 1,
     "ignore_loss": 1,
 }
 """Weights of turns, and the value with which a turn is context alone."""

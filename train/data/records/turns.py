@@ -109,6 +109,8 @@ def weighted(turns: Sequence[Turn], record: Mapping[str, Any]) -> list[Turn]:
                 fix=f"give each turn its own {key}, or delete the key {key}",
             )
         for place, one in enumerate(value):
+            if one is None:
+                continue
             is_trained = _is_trained({key: one}, f"{key}[{place}]", LISTED_WEIGHTS)
             found[place] = replace(found[place], is_trained=found[place].is_trained and is_trained)
     return found
