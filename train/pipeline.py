@@ -124,7 +124,9 @@ def _run(
     run, is_continued = Path(config.output_dir) / RUN_FOLDER, checkpoint is not None
     row_rule = prepared.objective.row_rule
     from_rank_zero(
-        lambda: remember_data(run, prepared.dataset.source, row_rule=row_rule, is_continued=is_continued)
+        lambda: remember_data(
+            run, prepared.dataset.source, row_rule=row_rule, date=prepared.date, is_continued=is_continued
+        )
     )
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
     outcome, free = train(config, prepared, args, checkpoint, console, watchdog, sampler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import tempfile
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.lora import AdapterSpec, base_identity
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
+from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.mixture import CountedSource
 from idlm.train.data.open import open_source_on_all_ranks
-from idlm.train.distributed.collectives import is_distributed
+from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
@@ -62,6 +64,7 @@ class Prepared:
     held_out: PackedDataset | None = None
     adapter: AdapterSpec | None = None
     base_identity: str | None = None
+    date: str | None = None
     mask_text: str | None = None
 
 
@@ -93,6 +96,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         dataset=data.dataset,
         curriculum=data.curriculum,
         held_out=data.held_out,
+        date=data.date,
         attention=attention,
         adapter=adapter,
         mask_text=mask_text,
@@ -185,11 +189,14 @@ def prepare_adapter(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What a run trains on and is evaluated on; `held_out` is None without `eval.every`."""
+    """What a run trains on and is evaluated on; `held_out` is None without `eval.every`. `date`: the day that
+    the chat template writes, None where it writes none.
+    """
 
     dataset: PackedDataset
     curriculum: Curriculum
     held_out: PackedDataset | None
+    date: str | None
 
 
 def make_objective(
@@ -215,7 +222,8 @@ def prepare_data(
 ) -> RunData:
     """The packed datasets, and the curriculum, whose steps follow from the rows with `epochs`. Collective."""
     loop = config.train
-    encoder = make_encoder(config.data, tokenizer, mask_token_id)
+    date = from_rank_zero(lambda: run_date(config))
+    encoder = make_encoder(config.data, tokenizer, mask_token_id, date=date)
     source = _open(config.data, encoder, output_dir=config.output_dir)
     is_held_out = held_out_flags(config.eval, source, seed=config.data.seed)
 
@@ -240,7 +248,7 @@ def prepare_data(
         held_out = packed(source, ~is_held_out)
     elif config.eval.every is not None:
         held_out = packed(_separate_source(config, encoder), None)
-    return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out)
+    return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out, date=encoder.date)
 
 
 def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
@@ -283,27 +291,47 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
     return _open(data, encoder, output_dir=config.output_dir)
 
 
-def remember_data(run: Path, source: Source, *, row_rule: str = "1", is_continued: bool) -> None:
-    """Store which data a run has in its folder, and how its rows are counted (`Objective.row_rule`);
-    UserError IDLM-0235 where a resumed run has other data or rows, with which it would see some samples twice
-    and others never.
+def run_date(config: TrainConfig) -> datetime.date:
+    """Return the day that a chat template writes: `data.date`, else the day on which the run began."""
+    stored = Path(config.output_dir) / RUN_FOLDER / DATA_FILE
+    known = read_json(stored).get("date") if stored.is_file() else None
+    given = config.data.date or known
+    return datetime.date.today() if given is None else datetime.date.fromisoformat(str(given))
+
+
+def remember_data(
+    run: Path, source: Source, *, row_rule: str = "1", date: str | None = None, is_continued: bool
+) -> None:
+    """Store which data a run has in its folder, how its rows are counted (`Objective.row_rule`), and the date
+    that its chat template writes; UserError IDLM-0235 where a resumed run has other data or rows, with which
+    it would see some samples twice and others never.
     """
+    now: dict[str, Any] = {"row_rule": row_rule} | ({} if date is None else {"date": date})
     if isinstance(source, CountedSource):
-        now = {"digest": source.digest(), "num_samples": source.num_samples, "row_rule": row_rule}
-        before = {"row_rule": "1"} | _remembered(run / DATA_FILE, now, is_continued=is_continued)
-        if before["row_rule"] != row_rule:
-            raise UserError(
-                "IDLM-0235",
-                f"the run in {run} was packed by another version, which counted rows of samples otherwise",
-                fix="continue it with that version, or start a new run: another output_dir, or resume=never",
-            )
-        if before != now:
-            raise UserError(
-                "IDLM-0235",
-                f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
-                f"{now['num_samples']} of its data now",
-                fix="restore the data files, or start a new run: another output_dir, or resume=never",
-            )
+        now |= {"digest": source.digest(), "num_samples": source.num_samples}
+    elif date is None:
+        return
+    before = {"row_rule": "1"} | _remembered(run / DATA_FILE, now, is_continued=is_continued)
+    if before["row_rule"] != row_rule:
+        raise UserError(
+            "IDLM-0235",
+            f"the run in {run} was packed by another version, which counted rows of samples otherwise",
+            fix="continue it with that version, or start a new run: another output_dir, or resume=never",
+        )
+    if before.get("date") != date:
+        raise UserError(
+            "IDLM-0235",
+            f"the chat template writes the date, which is {date} now and was {before.get('date', 'another')} "
+            f"when the run in {run} began, so its data would be other data",
+            fix=f"set data.date={before.get('date', 'YYYY-MM-DD')}, the day on which the run began",
+        )
+    if before != now:
+        raise UserError(
+            "IDLM-0235",
+            f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
+            f"{now.get('num_samples')} of its data now",
+            fix="restore the data files, or start a new run: another output_dir, or resume=never",
+        )
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:

@@ -18,6 +18,7 @@ from idlm.semantics import Semantics
 from idlm.train.data.base import CORRECT, JudgedSource, has_splits, make_encoder, open_source
 from idlm.train.planning.estimate import is_out_of_memory
 from idlm.train.planning.report import Measurement, Sampler, SampleReport, SampleText
+from idlm.train.prepare import run_date
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
@@ -83,7 +84,8 @@ def _prompts(
         data = replace(data, split="validation")
     elif config.eval.path is not None:
         data = replace(data, path=config.eval.path, sources=[])
-    source = open_source(data, make_encoder(data, engine.tokenizer, None), output_dir=config.output_dir)
+    encoder = make_encoder(data, engine.tokenizer, None, date=run_date(config))
+    source = open_source(data, encoder, output_dir=config.output_dir)
     places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
     if isinstance(source, JudgedSource):
         return [source.question(place) for place in places], source.verdict

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from idlm.errors import UserError
-from idlm.text.tokenizer import Message, encode_text, plain_text, render, special_token_ids
+from idlm.text.left_out import Piece, Rendering, left_out
+from idlm.text.templates import marks_answers
+from idlm.text.thoughts import split_prefill, thought_of
+from idlm.text.tokenizer import Message, encode_text, plain_text, special_token_ids
+from idlm.text.turns import Template
 
-_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TRAILING = "turns behind the last trained answer are left out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Token ids, and for each whether the assistant has to produce it; `text` of the first `num_turns` turns,
+    and of each answer by its turn. `left_out`: what the template does not write. `notes`: sentences for the
+    user.
+    """
+
+    token_ids: list[int]
+    supervised: list[bool]
+    text: str
+    answers: Mapping[int, str]
+    num_turns: int
+    left_out: Sequence[Piece] = ()
+    notes: tuple[str, ...] = ()
 
 
 def render_conversation(
@@ -25,22 +44,34 @@ def render_conversation(
     template_kwargs: Mapping[str, Any] | None = None,
     untrained: AbstractSet[int] = frozenset(),
 ) -> tuple[list[int], list[bool]]:
-    """Return (ids, supervised): a whole conversation, and for each token whether the assistant has to produce
-    it.
+    """Return (ids, supervised) of `conversation`, without a check of what the template leaves out."""
+    template = Template.of(tokenizer, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
+    done = conversation(template, messages, turns=turns, untrained=untrained)
+    return done.token_ids, done.supervised
+
+
+def conversation(
+    template: Template,
+    messages: Sequence[Message],
+    *,
+    turns: Literal["all", "last"] = "all",
+    untrained: AbstractSet[int] = frozenset(),
+    known: dict[Any, frozenset[int]] | None = None,
+) -> Conversation:
+    """Return a whole conversation, and which of its tokens the assistant has to produce.
 
     `turns` supervises all assistant turns or only the last one, of those whose index is not in `untrained`.
-    `tools` and `template_kwargs` are given to the template. The end-of-turn token is supervised, the
-    whitespace that the template puts after it is not. A template with `{% generation %}` blocks marks the
-    assistant's tokens. For any other template, the text before a supervised turn must be rendered and
-    tokenised exactly as `encode_messages` does it at inference; the ids then differ from those of the whole
-    text only where a token would cross that border.
+    The end-of-turn token is supervised, the white space that the template puts after it is not. A template
+    with `{% generation %}` blocks marks the assistant's tokens. For any other template, the text before a
+    supervised turn must be rendered and tokenised exactly as `encode_messages` does it at inference; the ids
+    then differ from those of the whole text only where a token would cross that border. `known` is that of
+    `left_out`; None: not checked.
 
     Raises UserError IDLM-0214 if the template renders a shorter conversation differently from the start of a
-    longer one, IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
+    longer one, IDLM-0217 if it refuses the messages.
     """
-    extra = dict(template_kwargs or {})
-    if enable_thinking is not None:
-        extra["enable_thinking"] = enable_thinking
+    special = special_token_ids(template.tokenizer)
+    messages = _ended_once(template, messages, special)
     targets = [
         turn
         for turn, message in enumerate(messages)
@@ -48,30 +79,67 @@ def render_conversation(
     ]
     if turns == "last":
         targets = targets[-1:]
-    if tokenizer.chat_template and _GENERATION_BLOCK.search(tokenizer.chat_template):
-        return _marked_conversation(tokenizer, messages, targets, tools=tools, extra=extra)
-    draw = functools.partial(render, tokenizer, enable_thinking=None, tools=tools, template_kwargs=extra)
-    whole = draw(messages, open_turn=False)
+    done = _marked(template, messages, targets, special) if marks_answers(template.text) else None
+    done = _cut(template, messages, targets, special) if done is None else done
+    if known is None:
+        return done
+
+    def redraw(changed: Sequence[Message], tools: Sequence[Message]) -> tuple[str, Mapping[int, str]]:
+        other = Template(template.tokenizer, tools, template.names, template.text)
+        drawn = conversation(other, changed, turns=turns, untrained=untrained)
+        return drawn.text, drawn.answers
+
+    shown = messages[: done.num_turns]
+    lost = left_out(shown, template.tools, done.text, done.answers, redraw=redraw, known=known)
+    return replace(done, left_out=lost)
+
+
+def _ended_once(template: Template, messages: Sequence[Message], special: frozenset[int]) -> list[Message]:
+    """Return the messages, whose answers do not end in the token that the template puts behind them."""
+    tokenizer = template.tokenizer
+    ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special)))
+    kept: list[Message] = list(messages)
+    for turn, message in enumerate(messages):
+        content = (message.get("content") or "") if message["role"] == "assistant" else ""
+        if isinstance(content, str) and content.rstrip().endswith(ends):
+            question = [{"role": "user", "content": "a"}]
+            after = template.around(question)[1].lstrip()
+            while found := next((end for end in ends if content.rstrip().endswith(end)), None):
+                is_eos = found == tokenizer.eos_token and after.startswith(ends)
+                if not (after.startswith(found) or is_eos):
+                    break
+                content = content.rstrip().removesuffix(found)
+            kept[turn] = {**message, "content": content}
+    return kept
+
+
+def _cut(
+    template: Template, messages: Sequence[Message], targets: Sequence[int], special: frozenset[int]
+) -> Conversation:
+    """Return the conversation cut where the text that inference feeds ends and where an answer ends."""
+    tokenizer, whole = template.tokenizer, template.draw(messages)
     ids: list[int] = []
     supervised: list[bool] = []
     prompts: list[tuple[int, str, int]] = []
-    done = ""
+    answers: dict[int, str] = {}
+    notes: set[str] = set()
+    done, num_turns = "", len(messages)
     for turn in targets:
-        before = draw(messages[:turn], open_turn=True)
-        after = whole
-        if turn + 1 < len(messages):
-            after = draw(messages[: turn + 1], open_turn=False)
+        before, answer, note = template.turn(messages[: turn + 1])
+        after = before + answer
+        if turn == targets[0] == targets[-1] and not whole.startswith(after):
+            # The rest of the conversation teaches nothing, and the template would rewrite this turn for it.
+            whole, num_turns = after, turn + 1
         _require_prefix(done, before, turn)
-        _require_prefix(before, after, turn)
         _require_prefix(after, whole, turn)
-        context = encode_text(tokenizer, before[len(done) :])
+        context, produced = (encode_text(tokenizer, text) for text in (before[len(done) :], answer))
         if done:
             prompts.append((turn, before, len(ids) + len(context)))
-        answer = encode_text(tokenizer, after[len(before) :])
-        num_tail = _num_tail_tokens(tokenizer, answer)
-        ids += context + answer
-        supervised += [False] * len(context) + [True] * (len(answer) - num_tail) + [False] * num_tail
-        done = after
+        num_tail = _num_tail_tokens(tokenizer, produced, special)
+        ids += context + produced
+        supervised += [False] * len(context) + [True] * (len(produced) - num_tail) + [False] * num_tail
+        done, answers[turn] = after, answer
+        notes |= {note} if note else set()
     rest = encode_text(tokenizer, whole[len(done) :]) if len(done) < len(whole) else []
     ids, supervised = ids + rest, supervised + [False] * len(rest)
     # If the parts give the ids of the whole, so do all prefixes; encoding each of them would be quadratic.
@@ -81,53 +149,57 @@ def render_conversation(
                 raise _disagreement(
                     turn, "tokenises the turns before it differently when the conversation goes on"
                 )
-    return ids, supervised
+    if num_turns < len(messages):
+        notes.add(TRAILING)
+    return Conversation(
+        token_ids=ids,
+        supervised=supervised,
+        text=whole,
+        answers=answers,
+        num_turns=num_turns,
+        notes=tuple(sorted(notes)),
+    )
 
 
-def _marked_conversation(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    targets: Sequence[int],
-    *,
-    tools: Sequence[Mapping[str, Any]],
-    extra: dict[str, Any],
-) -> tuple[list[int], list[bool]]:
-    """Return the conversation as a template with `{% generation %}` blocks marks it.
+def _marked(
+    template: Template, messages: Sequence[Message], targets: Sequence[int], special: frozenset[int]
+) -> Conversation | None:
+    """Return the conversation as a template with `{% generation %}` blocks marks it; None where the marks do
+    not tell the turns apart, or where an answer is more than what they hold.
 
     An end-of-turn token right after a block belongs to it: without it the model would never stop.
     """
-    draw = functools.partial(render, tokenizer, enable_thinking=None, tools=tools, template_kwargs=extra)
-    whole, opened = draw(messages, open_turn=False), draw(messages, open_turn=True)
+    tokenizer = template.tokenizer
+    whole, opened = template.draw(messages), template.draw(messages, is_open=True)
+    thoughts = [thought_of(messages[turn]) for turn in targets]
+    shown = Rendering(whole)
+    if split_prefill(opened)[1] or any(each is not None and not shown.has(each.text) for each in thoughts):
+        return None
     opener = encode_text(tokenizer, opened[len(whole) :])[:1]
-    marked = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **extra,
-    )
+    marked = template.tokens(messages)
     ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
-    special = special_token_ids(tokenizer)
-    supervised = [False] * len(ids)
     runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
     said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     blocks = [group for key, group in runs if key]
-    if len(blocks) != len(said):
-        raise _disagreement(said[-1] if said else 0, f"marks {len(blocks)} blocks for {len(said)} turns")
-    for run in [block for turn, block in zip(said, blocks, strict=True) if turn in targets]:
+    if len(blocks) == len(said):
+        blocks = [block for turn, block in zip(said, blocks, strict=True) if turn in targets]
+    elif targets != said:
+        return None
+    supervised = [False] * len(ids)
+    for run in blocks:
         end = run[-1] + 1
         following = ids[end : end + 1]
         is_closed = any(ids[idx] in special for idx in run)
         if not is_closed and following and following[0] in special and following != opener:
             end += 1
-        end -= _num_tail_tokens(tokenizer, ids[run[0] : end])
+        end -= _num_tail_tokens(tokenizer, ids[run[0] : end], special)
         supervised[run[0] : end] = [True] * (end - run[0])
-    return ids, supervised
+    num_turns = len(messages)
+    return Conversation(token_ids=ids, supervised=supervised, text=whole, answers={}, num_turns=num_turns)
 
 
-def _num_tail_tokens(tokenizer: Any, answer: Sequence[int]) -> int:
-    """Count the whitespace tokens after the special token that closes a turn; 0 if none closes it."""
-    special = special_token_ids(tokenizer)
+def _num_tail_tokens(tokenizer: Any, answer: Sequence[int], special: frozenset[int]) -> int:
+    """Count the white space tokens after the special token that closes a turn; 0 if none closes it."""
     last = max((idx for idx, token_id in enumerate(answer) if token_id in special), default=None)
     if last is None or plain_text(tokenizer, answer[last + 1 :]).strip():
         return 0

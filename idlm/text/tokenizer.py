@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
+from idlm.text.templates import template_text
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,6 +33,14 @@ TOKENIZER_FILES = (
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 MAX_CHARS_PER_TOKEN = 256
 """Largest average number of characters per token of a prompt, unless the vocabulary has longer tokens."""
+
+_TAKEN_NAMES = frozenset(
+    (
+        *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"),
+    )
+)
 
 Message = Mapping[str, Any]
 
@@ -176,8 +185,7 @@ def encode_prompts(
         texts = [render(tokenizer, turn, open_turn=True, enable_thinking=None) for turn in turns]
     for text in texts:
         check_size(tokenizer, text, max_tokens)
-    encoded = tokenizer(texts, add_special_tokens=is_bare, return_attention_mask=False)
-    return [list(ids) for ids in encoded["input_ids"]]
+    return encode_bare(tokenizer, texts) if is_bare else _encode_each(tokenizer, texts)
 
 
 def encode_messages(
@@ -232,22 +240,13 @@ def render(
 
     Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
     """
-    if not tokenizer.chat_template:
-        raise UserError(
-            "IDLM-0215",
-            "the tokenizer has no chat template, so messages cannot be rendered",
-            fix="give plain text, or add chat_template to tokenizer_config.json",
-        )
+    template = template_text(tokenizer, tools)
     if not messages:
         return ""
-    extra: dict[str, Any] = dict(template_kwargs or {})
-    if enable_thinking is not None:
-        extra["enable_thinking"] = enable_thinking
-    if tools:
-        extra["tools"] = [dict(tool) for tool in tools]
+    extra = template_names(tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
     try:
         text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn, **extra
+            known_roles(template, messages), tokenize=False, add_generation_prompt=open_turn, **extra
         )
     # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
     except Exception as error:
@@ -259,6 +258,57 @@ def render(
     return text
 
 
-def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text as it is."""
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def template_names(
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    enable_thinking: bool | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what a template sees beside the messages. UserError IDLM-0217 for names that are not free."""
+    extra: dict[str, Any] = dict(template_kwargs or {})
+    taken = sorted(extra.keys() & _TAKEN_NAMES)
+    if taken:
+        raise UserError(
+            "IDLM-0217",
+            f"an argument of the chat template has the name {taken[0]!r}, which transformers uses itself",
+            fix="leave it out",
+        )
+    if enable_thinking is not None:
+        extra["enable_thinking"] = enable_thinking
+    if tools:
+        extra["tools"] = [dict(tool) for tool in tools]
+    return extra
+
+
+def known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages; for a template that does not know developers, these speak as the system."""
+    plain = [dict(message) for message in messages]
+    if "developer" not in template:
+        for message in plain:
+            if message.get("role") == "developer":
+                message["role"] = "system"
+    return plain
+
+
+def added_prefix(tokenizer: Any) -> list[int]:
+    """Return the ids that the tokenizer itself puts in front of a text, such as bos."""
+    bare, whole = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
+    ends = range(len(whole) - len(bare) + 1)
+    return list(whole[: next((end for end in ends if whole[end : end + len(bare)] == bare), 0)])
+
+
+def encode_bare(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each text, which is to go on: with what the tokenizer puts in front, such as bos, and
+    without what it puts behind."""
+    prefix = added_prefix(tokenizer)
+    return [prefix + ids for ids in _encode_each(tokenizer, texts)]
+
+
+def _encode_each(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    return [list(ids) for ids in encoded["input_ids"]]

@@ -15,7 +15,7 @@ from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.extraction import strip_thinking
-from idlm.text.tokenizer import encode_text, render
+from idlm.text.tokenizer import encode_bare, encode_text, render
 
 DEFAULT_MAX_TOKENS = 256
 """Of an answer, where neither the task nor the caller says it (lm-eval's default)."""
@@ -43,7 +43,8 @@ class EngineRequests:
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, with the tokenizer's special tokens unless the chat template wrote them."""
         wanted = not self.is_chat if add_special_tokens is None else add_special_tokens
-        return encode_text(self.engine.tokenizer, text, add_special_tokens=wanted)
+        tokenizer = self.engine.tokenizer
+        return encode_bare(tokenizer, [text])[0] if wanted else encode_text(tokenizer, text)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, open_turn: bool) -> str:
         """The text of a conversation by the tokenizer's chat template."""

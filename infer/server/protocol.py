@@ -122,10 +122,10 @@ class ChatMessage(Body):
     tool_call_id: Unicode | None = None
 
     def plain(self, place: str) -> dict[str, Any]:
-        """The message for a chat template, which knows developers as the system."""
+        """The message for a chat template."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message = {"role": self.role, "content": text}
         named = {key: getattr(self, key) for key in ("name", "reasoning_content", "tool_call_id")}
         message |= {key: value for key, value in named.items() if value is not None}
         calls = enumerate(self.tool_calls or ())

@@ -20,11 +20,12 @@ from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning, template_text
+from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
 from idlm.infer.server.parsers.think import BEGIN as BEGIN_THINK
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcess
+from idlm.text.templates import all_template_text
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 
 QUEUE_FACTOR = 16
@@ -131,7 +132,7 @@ class Service:
 
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
         """The parser of one answer to a conversation."""
-        template, config = template_text(self.tokenizer), self.config
+        template, config = all_template_text(self.tokenizer), self.config
         # Tools alone leave text free, unless one must be called.
         is_constrained = body.must_call or body.has_whole_constraint
         prompt_end = self.token_texts.whole(prompt_ids[-LAST_TOKENS:]).rstrip()
@@ -144,7 +145,7 @@ class Service:
 
     def _check_tools(self, has_tools: bool) -> None:
         """Raise ApiError for tools that nothing tells the model about, or whose calls nothing reads."""
-        template = template_text(self.tokenizer)
+        template = all_template_text(self.tokenizer)
         if has_tools and "tools" not in template:
             raise ApiError(400, "tools: the model's chat template knows no tools", param="tools")
         if has_tools and not parses_calls(self.config.tool_parser, template):

@@ -17,7 +17,7 @@ FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "pl
 # `RunShape` compares batch size and accumulation by their product, the rows of an optimizer step.
 FREE_LOOP_KEYS = (
     *("log_every", "save_every", "save_total_limit", "save", "max_minutes", "threads", "workers", "device"),
-    *("hang_seconds", "cache_dir", "num_prompts", "stop_if"),
+    *("hang_seconds", "cache_dir", "date", "num_prompts", "stop_if"),
     *("batch_size", "accumulation", "global_batch"),
 )
 

@@ -5,6 +5,7 @@ An option without effect is refused too (train/config/unused.py).
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,8 +24,9 @@ from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import TASK_TOKENIZER, StageConfig, TrainConfig, missing_keys, refuse_problems
 from idlm.train.config.unused import FILE_SOURCES, objective_has, unused_options, value_of
-from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
+from idlm.train.data.base import SOURCES, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
+from idlm.train.data.encoder import LEFT_OUT, THINKING, TURNS
 from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
@@ -144,6 +146,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "data.thinking": THINKING,
         "data.turns": TURNS,
         "data.on_bad_record": ON_BAD_RECORD,
+        "data.left_out": LEFT_OUT,
         "export.dtype": EXPORT_DTYPES,
         "wandb.mode": WANDB_MODES,
         "plan.gpu": tuple(MATMUL_TFLOPS),
@@ -270,6 +273,10 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
             twice = next((file for file in found if owners.setdefault(file.resolve(), key) != key), None)
             if twice is not None and key != "eval.path":
                 problems.append(f"{owners[twice.resolve()]} and {key} both hold {twice}: give it once")
+    try:
+        datetime.date.fromisoformat(data.date or "2000-01-01")
+    except ValueError:
+        problems.append(f"data.date={data.date!r} is not a day: write YYYY-MM-DD")
     return problems + (_mixture_problems(data) if data.sources else [])
 
 

@@ -43,11 +43,15 @@ class DataConfig:
         "render prompt and response with the tokenizer's chat template if it has one", True
     )
     thinking: str = option(
-        "<think> blocks: keep the text as it is, strip the blocks, or off: strip and render without thinking",
+        "thoughts (<think>, reasoning_content): keep, strip, or off: strip and render without thinking",
         "keep",
     )
     turns: str = option(
         "supervised assistant turns: all, last, or each, in a sample of its own that ends with it", "all"
+    )
+    left_out: str = option("text that the chat template leaves out: error, or accept and count it", "error")
+    date: str | None = option(
+        "YYYY-MM-DD, for a chat template that writes the day's date; null: the day the run began", None
     )
     on_bad_record: str = option("a record that cannot be used: error, or skip and count it", "error")
     workers: int | None = option(

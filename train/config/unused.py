@@ -45,7 +45,7 @@ RULES = (
         "its files have no splits",
     ),
     Rule(
-        ("data.thinking", "data.turns", "data.chat_template"),
+        ("data.thinking", "data.turns", "data.chat_template", "data.left_out", "data.date"),
         lambda c: c.data.shape == "text",
         "records of data.shape=text are trained on as they are",
     ),

@@ -228,10 +228,11 @@ def encode(encoder: Encoder, task: Task | Encoded) -> Encoded:
         return task
     file, place, origin, record, shape, ignored = task
     samples: tuple[np.ndarray, ...] = ()
+    notes: set[str] = set()
     failure = None
     try:
         made, ignored_in_turns = samples_of(record, shape, encoder, origin=origin)
-        samples = tuple(pack(sample) for sample in made)
+        samples, notes = tuple(map(pack, made)), {note for sample in made for note in sample.notes}
         ignored = (*ignored, *sorted(ignored_in_turns))
     except UserError as error:
         message = error.message if origin in error.message else f"{origin}: {error.message}"
@@ -247,5 +248,6 @@ def encode(encoder: Encoder, task: Task | Encoded) -> Encoded:
         shape=shape,
         samples=samples,
         ignored=() if failure else ignored,
+        notes=tuple(sorted(notes)),
         error=failure,
     )

@@ -46,7 +46,8 @@ class Encoded:
     """The packed samples (see `pack`) of one record, or the code, message and fix of its UserError.
 
     `place` is the line in file number `file`; `shape` is "" where the record has none. `ignored`: keys of the
-    record and of its turns that hold something and are not read.
+    record and of its turns that hold something and are not read. `notes`: what else is to be told of the
+    record, in sentences that many records share.
     """
 
     file: int
@@ -55,13 +56,14 @@ class Encoded:
     shape: str = ""
     samples: tuple[np.ndarray, ...] = ()
     ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     error: tuple[str, str, str] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What is counted from the first record on; `endings` has (count, example) of last supervised tokens,
-    `ignored` the records that have a key that is not read.
+    `notes` the same of the notes on records, `ignored` the records that have a key that is not read.
     """
 
     num_records: int = 0
@@ -73,6 +75,7 @@ class Counts:
     num_tokens: int = 0
     num_supervised: int = 0
     endings: dict[str, list[Any]] = field(default_factory=dict)
+    notes: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, done: Encoded) -> None:
         """Count the next record."""
@@ -84,6 +87,8 @@ class Counts:
         if done.error is not None:
             self.num_skipped += 1
             self.skipped_examples += [": ".join(done.error[:2])][: NUM_EXAMPLES - len(self.skipped_examples)]
+        for note in done.notes:
+            self.notes.setdefault(note, [0, done.origin])[0] += 1
         for packed in done.samples:
             supervised = packed >= SUPERVISED_BIT
             self.num_samples += 1

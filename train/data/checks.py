@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from idlm.errors import UserError
+from idlm.text.templates import all_template_text
 from idlm.train.config.data import DataConfig
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import FileRows
@@ -91,6 +92,8 @@ class DataReport:
         if header.get("num_skipped"):
             example = header["skipped_examples"][0]
             lines.append(f"{header['num_skipped']:,} bad records skipped, such as {example}")
+        for note, (num, example) in header.get("notes", {}).items():
+            lines.append(f"{num:,} records: {note}, such as {example}")
         return [*lines, *(f"warning: {text}" for text in self.warnings)]
 
 
@@ -168,7 +171,7 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
             f"such as {example} (most often {tokenizer.convert_ids_to_tokens(token_id)!r})"
         )
     is_off = report.uses_template and report.config.thinking == "off"
-    if is_off and "enable_thinking" not in tokenizer.chat_template:
+    if is_off and "enable_thinking" not in all_template_text(tokenizer):
         yield "data.thinking=off renders like strip: this chat template has no enable_thinking"
     if report.supervised_share < MIN_SUPERVISED:
         yield f"only {report.supervised_share:.1%} of the tokens are supervised"

@@ -11,7 +11,7 @@ Shape letters: L tokens of one sample, T rows of one packed training row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,11 +37,14 @@ Rates are integers, because trainers cast floats to 16 bits on their way to the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Tokens int64 [L] and flags bool [L], true where a token is a target; `origin` is for messages."""
+    """Tokens int64 [L] and flags bool [L], true where a token is a target; `origin` is for messages, `notes`
+    say what of its record is not in it.
+    """
 
     token_ids: np.ndarray
     supervised: np.ndarray
     origin: str = ""
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.supervised.shape, (
@@ -67,7 +70,7 @@ class Sample:
     def piece(self, start: int, stop: int) -> Sample:
         """Return tokens [start, stop)."""
         span = slice(start, stop)
-        return Sample(token_ids=self.token_ids[span], supervised=self.supervised[span], origin=self.origin)
+        return replace(self, token_ids=self.token_ids[span], supervised=self.supervised[span])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

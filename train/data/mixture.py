@@ -84,13 +84,14 @@ class MixedSource:
         for name in ("names", "skipped_examples"):
             merged[name] = [value for header in headers for value in header[name]]
         merged["skipped_examples"] = merged["skipped_examples"][:NUM_EXAMPLES]
-        merged["shapes"], merged["ignored"], merged["endings"] = {}, {}, {}
+        merged |= {name: {} for name in ("shapes", "ignored", "endings", "notes")}
         for header in headers:
             for name in ("shapes", "ignored"):
                 for key, num in header[name].items():
                     merged[name][key] = merged[name].get(key, 0) + num
-            for token_id, (num, example) in header["endings"].items():
-                merged["endings"].setdefault(token_id, [0, example])[0] += num
+            for name in ("endings", "notes"):
+                for key, (num, example) in header[name].items():
+                    merged[name].setdefault(key, [0, example])[0] += num
         merged["num_supervised"] = int(self.num_targets.sum())
         shares = np.asarray(self.weights) / sum(self.weights)
         merged["mixture"] = [

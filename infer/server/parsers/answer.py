@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from idlm.infer.server.parsers import hermes, think
 from idlm.infer.server.parsers.pieces import Piece
 
@@ -26,12 +24,6 @@ class AnswerParser:
         content = "".join(piece.text for piece in pieces if piece.kind == "content")
         others = [piece for piece in pieces if piece.kind != "content"]
         return others + self._calls.push(content, is_last=is_last)
-
-
-def template_text(tokenizer: Any) -> str:
-    """The chat template, all of them if there are several; empty without one."""
-    template = None if tokenizer is None else tokenizer.chat_template
-    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 def parses_reasoning(parser: str, template: str) -> bool:

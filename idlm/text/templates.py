@@ -1,0 +1,86 @@
+"""Chat templates as text: which of several a conversation is rendered with, and the date that one writes."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from idlm.errors import UserError
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE_CALL = re.compile(r"strftime_now\s*\(\s*(?:format\s*=\s*)?(?:'([^']*)'|\"([^\"]*)\")\s*\)")
+_ANY_DATE_CALL = re.compile(r"strftime_now\s*\(")
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the chat template for a conversation with `tools`.
+
+    Of several named templates it is `tool_use` where there are tools and such a template, else `default`.
+    Raises UserError IDLM-0215 where there is none.
+    """
+    template = tokenizer.chat_template
+    if not template:
+        raise UserError(
+            "IDLM-0215",
+            "the tokenizer has no chat template, so messages cannot be rendered",
+            fix="give plain text, or add chat_template to tokenizer_config.json",
+        )
+    if isinstance(template, str):
+        return template
+    name = TOOL_USE if tools and TOOL_USE in template else DEFAULT
+    if name not in template:
+        raise UserError(
+            "IDLM-0215",
+            f"the tokenizer has the chat templates {', '.join(sorted(template))} and none of the name "
+            f"{DEFAULT!r}, so messages cannot be rendered",
+            fix="save the one to use as chat_template.jinja beside tokenizer_config.json, which makes it the "
+            f"default, or give it the name {DEFAULT!r} where it is listed",
+        )
+    return str(template[name])
+
+
+def all_template_text(tokenizer: Any) -> str:
+    """Return the text of all chat templates; empty without one."""
+    template = None if tokenizer is None else tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
+def marks_answers(template: str) -> bool:
+    """Return whether a template marks what the assistant says by `{% generation %}` blocks."""
+    return _GENERATION_BLOCK.search(template) is not None
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Return whether a chat template writes the date of the day."""
+    return _ANY_DATE_CALL.search(all_template_text(tokenizer)) is not None
+
+
+def with_date(tokenizer: Any, date: datetime.date) -> Any:
+    """Return a copy of the tokenizer whose chat templates write `date` (and midnight) on every day.
+
+    Raises UserError IDLM-0219 where a template computes the format of its date.
+    """
+    dated = copy.copy(tokenizer)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        dated.chat_template = {name: _dated(text, date) for name, text in template.items()}
+    else:
+        dated.chat_template = _dated(template, date)
+    return dated
+
+
+def _dated(template: str, date: datetime.date) -> str:
+    moment = datetime.datetime.combine(date, datetime.time())
+    text = _DATE_CALL.sub(lambda call: repr(moment.strftime(call[1] or call[2] or "")), template)
+    if _ANY_DATE_CALL.search(text):
+        raise UserError(
+            "IDLM-0219",
+            "the chat template writes today's date in a format that it computes, so the training data would "
+            "differ from day to day",
+            fix="write the format as text in the template: strftime_now('%d %b %Y')",
+        )
+    return text

@@ -1,0 +1,93 @@
+"""`<think>` blocks: in a message, and at the end of a prompt that a template opens or closes itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from idlm.errors import UserError
+
+OPEN, CLOSE = "<think>", "</think>"
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+TAGS = re.compile(f"({OPEN}|{CLOSE})")
+_PREFILL = re.compile(rf"{OPEN}\s*(?:{CLOSE}\s*)?\Z")
+_EMPTY_BLOCK = re.compile(rf"{OPEN}\s*{CLOSE}\s*")
+
+
+class Thought(NamedTuple):
+    """What an assistant's message thinks: the text between the tags, and white space behind the block."""
+
+    text: str
+    gap: str = "\n\n"
+
+    @property
+    def block(self) -> str:
+        return f"{OPEN}{self.text}{CLOSE}{self.gap}"
+
+
+def reasoning(message: Mapping[str, Any]) -> str:
+    """Return the thought that has a field of its own; empty without one."""
+    found = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+    return found if isinstance(found, str) else ""
+
+
+def thought_of(message: Mapping[str, Any]) -> Thought | None:
+    """Return the thought of a message: in a field, or a block that begins its content, whose opening tag may
+    be in the prompt."""
+    content = message.get("content") or ""
+    head, closing, rest = content.partition(CLOSE)
+    before, opening, inside = head.partition(OPEN)
+    if closing and not (opening and before.strip()):
+        text = inside if opening else head
+        gap = rest[: len(rest) - len(rest.lstrip())]
+        return Thought(text, gap) if text.strip() else None
+    field = reasoning(message).strip("\n")
+    return Thought(f"\n{field}\n") if field.strip() else None
+
+
+def split_prefill(prompt: str) -> tuple[str, str]:
+    """Return a prompt as its text and the `<think>`, or empty block, that ends it."""
+    found = _PREFILL.search(prompt)
+    return (prompt, "") if found is None else (prompt[: found.start()], prompt[found.start() :])
+
+
+def is_closed(prefill: str) -> bool:
+    """Return whether the prompt leaves no room for a thought."""
+    return CLOSE in prefill
+
+
+def after_prefill(prefill: str, body: str, thought: Thought | None, *, is_shown: bool) -> str:
+    """Return what an assistant says behind a prompt that ends in `prefill` ("" for none).
+
+    `body`: what the template writes for the turn; `is_shown`: whether the thought is in it. A thought that is
+    missing comes first; a block that the prompt opens is closed where there is none.
+    """
+    space = "\n" if prefill != prefill.rstrip() else ""
+    is_lost = thought is not None and not is_shown
+    inner = body.lstrip() if space or thought else body
+    if (prefill or is_lost) and not is_shown:
+        inner = _EMPTY_BLOCK.sub("", inner, count=1) if _EMPTY_BLOCK.match(inner) else inner
+    if thought is not None and is_lost:
+        inner = thought.block + inner.lstrip()
+    if is_closed(prefill) or not prefill:
+        return inner
+    if inner.startswith(OPEN):
+        rest = inner[len(OPEN) :]
+        return rest.lstrip() if space else rest
+    return inner if thought else f"{space}{CLOSE}\n\n{inner.lstrip()}"
+
+
+def without_thinking(text: str, *, origin: str) -> str:
+    """Return the text after its leading `<think>` block, whose opening tag may be in the prompt."""
+    head, closing, rest = text.partition(CLOSE)
+    is_opened = head.lstrip().startswith(OPEN)
+    if closing and (is_opened or OPEN not in head):
+        return rest.lstrip()
+    if is_opened:
+        raise UserError(
+            "IDLM-0229",
+            f"{origin} opens a {OPEN} block and does not close it",
+            fix="close it, delete the record, or set data.thinking=keep",
+        )
+    return text

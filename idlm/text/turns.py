@@ -1,0 +1,135 @@
+"""The text of an assistant's turn in two parts: the prompt as inference renders it, and what the assistant
+has to produce behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from idlm.errors import UserError
+from idlm.text.left_out import Rendering
+from idlm.text.templates import template_text
+from idlm.text.thoughts import CLOSE, after_prefill, is_closed, split_prefill, thought_of
+from idlm.text.tokenizer import Message, known_roles, render, template_names
+
+_WORD = "zqcontentqz"
+REFUSED = "IDLM-0217"
+CLOSES_BLOCK = "answers without a thought close the <think> block that the prompt opens"
+WRITES_BLOCK = "the chat template does not know reasoning_content, which is written as a <think> block"
+THINKS = "answers with a thought follow the prompt of enable_thinking=true"
+
+
+class Turn(NamedTuple):
+    """`note`: what is unusual about the two, a sentence."""
+
+    prompt: str
+    answer: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Renders messages by the template that a tokenizer has for `tools`; `names` is what it sees besides."""
+
+    tokenizer: Any
+    tools: Sequence[Mapping[str, Any]] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Any, tools: Sequence[Mapping[str, Any]], **names: Any) -> Template:
+        """UserError IDLM-0215 without a template."""
+        seen = template_names((), **names)
+        return cls(tokenizer, tools, seen, template_text(tokenizer, tools))
+
+    def draw(self, messages: Sequence[Message], *, is_open: bool = False) -> str:
+        """Return the text of messages; UserErrors are those of `render`."""
+        return render(
+            self.tokenizer,
+            messages,
+            open_turn=is_open,
+            enable_thinking=None,
+            tools=self.tools,
+            template_kwargs=self.names,
+        )
+
+    def tokens(self, messages: Sequence[Message]) -> Any:
+        """Return `input_ids` and `assistant_masks` of messages by the marks of the template."""
+        return self.tokenizer.apply_chat_template(
+            known_roles(self.text, messages),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **template_names(self.tools, enable_thinking=None, template_kwargs=self.names),
+        )
+
+    def around(self, history: Sequence[Message]) -> tuple[str, str]:
+        """Return what is written before and after the content of an assistant's turn that follows `history`;
+        ("", "") where the content is left out."""
+        before, found, after = self.draw([*history, {"role": "assistant", "content": _WORD}]).partition(_WORD)
+        return (before, after) if found else ("", "")
+
+    def opener(self) -> str:
+        """Return what opens an assistant's turn; empty where nothing does."""
+        question = [{"role": "user", "content": "a"}]
+        closed, opened = self.draw(question), self.draw(question, is_open=True)
+        return opened[len(closed) :] if opened.startswith(closed) else ""
+
+    def prompt(self, history: Sequence[Message]) -> str:
+        """Return the text that a model continues after `history`, which may be empty or lack users."""
+        if history:
+            try:
+                return self.draw(history, is_open=True)
+            except UserError as error:
+                if error.code != REFUSED or any(message["role"] == "user" for message in history):
+                    raise
+        before, _ = self.around(history)
+        header, prefill = split_prefill(self.opener())
+        place = before.rfind(header) if header else -1
+        return before if place < 0 else before[: place + len(header)] + prefill
+
+    def turn(self, messages: Sequence[Message]) -> Turn:
+        """Return the two parts of the last of `messages`, which is the assistant's.
+
+        A thought that the template leaves out, or writes in another form than the prompt begins it, is put
+        where the model has to produce it. Raises UserError IDLM-0214 where the parts cannot be told apart.
+        """
+        history, message = messages[:-1], messages[-1]
+        prompt, thought = self.prompt(history), thought_of(message)
+        head, prefill = split_prefill(prompt)
+        if thought is not None and is_closed(prefill):
+            return self._with_thinking().turn(messages)._replace(note=THINKS)
+        closed = self.draw(messages)
+        is_shown = thought is not None and Rendering(closed[len(head) :]).has(thought.text)
+        if closed.startswith(prompt) and (thought is None or is_shown):
+            return Turn(prompt, closed[len(prompt) :])
+        body = self._body(head, closed, history)
+        answer = after_prefill(prefill, body, thought, is_shown=is_shown)
+        note = CLOSES_BLOCK if prefill and not is_closed(prefill) and thought is None else ""
+        return Turn(
+            prompt, answer, note if thought is None or is_shown or CLOSE in self.text else WRITES_BLOCK
+        )
+
+    def _body(self, head: str, closed: str, history: Sequence[Message]) -> str:
+        if closed.startswith(head):
+            return closed[len(head) :]
+        before, _ = self.around(history)
+        if not before or not closed.startswith(before):
+            raise UserError(
+                "IDLM-0214",
+                f"assistant turn at message {len(history)}: the chat template renders {head[-40:]!r} "
+                "differently once it is answered, so its tokens cannot be told apart",
+                fix="correct the chat template, or train without one (data.chat_template=false)",
+            )
+        return closed[len(before) :]
+
+    def _with_thinking(self) -> Template:
+        """Return the template with thinking on; UserError IDLM-0214 where it has no such switch."""
+        if "enable_thinking" in self.names or "enable_thinking" not in self.text:
+            raise UserError(
+                "IDLM-0214",
+                "an answer has a thought, and the prompt of this chat template leaves no room for one",
+                fix="train without the thoughts (data.thinking=strip), or correct the template's settings",
+            )
+        return replace(self, names={**self.names, "enable_thinking": True})

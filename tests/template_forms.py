@@ -1,0 +1,102 @@
+"""Chat templates of the forms that models have, short and of the same behaviour, and tokenizers with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from idlm.text.tokenizer import load_tokenizer
+
+OPENER = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}PREFILL{%- endif %}"
+PLAIN_TURN = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+CHATML = "{%- for m in messages %}" + PLAIN_TURN + "{%- endfor %}" + OPENER
+LAST_THOUGHT = """
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{%- if m.role == 'assistant' %}
+{%- set thought = m.reasoning_content if m.reasoning_content is string else '' %}{%- set said = m.content %}
+{%- if '</think>' in said %}
+{%- set thought = said.split('</think>')[0].split('<think>')[-1] %}
+{%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last WHEN %}
+{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif %}
+{{- said + '<|im_end|>\\n' }}
+{%- else %}
+""" + (PLAIN_TURN + "{%- endif %}{%- endfor %}" + OPENER)
+DROPS_THOUGHTS = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{{- '<|im_start|>assistant\\n' + m.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}"
+    "{%- else %}" + PLAIN_TURN + "{%- endif %}{%- endfor %}" + OPENER
+)
+OPENS, CLOSES = "{{- '<think>\\n' }}", "{{- '<think>\\n\\n</think>\\n\\n' }}"
+OFF = "enable_thinking is defined and not enable_thinking"
+FORMS = {
+    "chatml": CHATML.replace("PREFILL", ""),
+    "last thought": LAST_THOUGHT.replace("WHEN", "and (loop.last or thought)").replace(
+        "PREFILL", f"{{%- if {OFF} %}}{CLOSES}{{%- endif %}}"
+    ),
+    "opened": LAST_THOUGHT.replace("WHEN", "").replace("PREFILL", OPENS),
+    "opened, dropped": DROPS_THOUGHTS.replace("PREFILL", OPENS),
+    "dropped": DROPS_THOUGHTS.replace("PREFILL", ""),
+    "opened unless off": LAST_THOUGHT.replace("WHEN", "").replace(
+        "PREFILL", f"{{%- if {OFF} %}}{CLOSES}{{%- else %}}{OPENS}{{%- endif %}}"
+    ),
+    "closed unless on": LAST_THOUGHT.replace("WHEN", "and thought").replace(
+        "PREFILL", f"{{%- if enable_thinking %}}{OPENS}{{%- else %}}{CLOSES}{{%- endif %}}"
+    ),
+    "closed": CHATML.replace("PREFILL", CLOSES),
+    "system by default": "{%- if messages[0].role != 'system' %}{{- 'You are kind.\\n' }}{%- endif %}"
+    + CHATML.replace("PREFILL", ""),
+    "bos": "{{- bos_token }}" + CHATML.replace("PREFILL", ""),
+    "two roles": "{%- for m in messages %}{%- if m.role in ('user', 'assistant') %}"
+    + PLAIN_TURN
+    + "{%- endif %}{%- endfor %}"
+    + OPENER.replace("PREFILL", ""),
+    "calls": "{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}" + OPENER.replace("PREFILL", ""),
+}
+FORMS["marked"] = FORMS["chatml"].replace(
+    PLAIN_TURN,
+    "{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"
+    "{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}"
+    "{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}",
+)
+
+
+def save_tokenizer(directory: Path, template: Any, *, post: Any = None, **config: Any) -> Path:
+    """Write a byte-level BPE with ChatML's tokens; `post` makes a post-processor of it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user assistant system thinks of an answer. "] * 3, trainer)
+    if post is not None:
+        tokenizer.post_processor = post(tokenizer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|bos|>",
+        "pad_token": "<|endoftext|>",
+        **({} if template is None else {"chat_template": template}),
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(values | config))
+    return directory
+
+
+def form_tokenizer(directory: Path, form: str, **config: Any) -> Any:
+    """Return a tokenizer with a template of `FORMS`."""
+    return load_tokenizer(save_tokenizer(directory / form, FORMS[form], **config))

@@ -1,0 +1,195 @@
+"""What of a conversation is trained under templates of many forms: thoughts, first turns, ends, and what a
+template leaves out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.text.tokenizer import encode_messages, load_tokenizer
+from idlm.train.data.encoder import Encoder
+from idlm.train.data.layout import Sample
+from tests.template_forms import FORMS, form_tokenizer, save_tokenizer
+
+QUESTION = {"role": "user", "content": "Is it so?"}
+THOUGHT = "<think>\nWHY so\n</think>\n\nYes it is"
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("forms")
+
+
+def encoder_of(tokenizer: Any, **settings: Any) -> Encoder:
+    return Encoder(tokenizer, mask_token_id=None, **{"use_chat_template": True} | settings)
+
+
+def answer(role: str = "assistant", **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": "", **fields}
+
+
+def parts(tokenizer: Any, sample: Sample) -> tuple[str, list[str]]:
+    """The text before the first target, and each run of targets."""
+    runs: list[list[int]] = [[]]
+    for token_id, flag in zip(sample.token_ids.tolist(), sample.supervised.tolist(), strict=True):
+        runs += [[]] if not flag and runs[-1] else []
+        runs[-1] += [token_id] if flag else []
+    first = int(sample.supervised.argmax())
+    return tokenizer.decode(sample.token_ids[:first]), [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("closed", "calls")])
+@pytest.mark.parametrize("is_field", [False, True])
+def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(
+    folder: Path, form: str, is_field: bool
+) -> None:
+    tokenizer = form_tokenizer(folder, form)
+    said = answer(content="Yes it is", reasoning_content="WHY so") if is_field else answer(content=THOUGHT)
+    for turns in ("last", "each"):
+        (sample,) = encoder_of(tokenizer, turns=turns).messages([QUESTION, said], origin="here")
+        prompt, targets = parts(tokenizer, sample)
+        extra = {"enable_thinking": True} if form == "closed unless on" else {}
+        assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], **extra))
+        begun = "<think>\n" if prompt.endswith("<think>\n") else ""
+        assert [begun + target for target in targets] == [THOUGHT + END]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_without_a_thought_closes_an_opened_block_once(folder: Path, form: str) -> None:
+    tokenizer = form_tokenizer(folder, form)
+    for thinking, content in (("keep", "Yes it is"), ("strip", THOUGHT)):
+        (sample,) = encoder_of(tokenizer, thinking=thinking).messages(
+            [QUESTION, answer(content=content)], origin="here"
+        )
+        prompt, targets = parts(tokenizer, sample)
+        assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION]))
+        whole = tokenizer.decode(sample.token_ids)
+        assert whole.rstrip().endswith("Yes it is" + END) and targets[-1].endswith("Yes it is" + END)
+        has_block = "think" in FORMS[form] and form != "dropped"
+        assert whole.count("<think>") == whole.count("</think>") == has_block
+        is_told = "close the <think> block" in " ".join(sample.notes)
+        assert is_told == (form == "opened, dropped")
+
+
+def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_works(folder: Path) -> None:
+    tokenizer = form_tokenizer(folder, "closed")
+    messages = [QUESTION, answer(content=THOUGHT)]
+    with pytest.raises(UserError, match=r"IDLM-0214.*no room") as caught:
+        encoder_of(tokenizer).messages(messages, origin="here")
+    assert "data.thinking=strip" in caught.value.fix
+    (sample,) = encoder_of(tokenizer, thinking="strip").messages(messages, origin="here")
+    assert parts(tokenizer, sample)[1] == ["Yes it is" + END]
+
+
+@pytest.mark.parametrize("form", ["last thought", "opened", "opened, dropped", "dropped", "closed unless on"])
+def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(folder: Path, form: str) -> None:
+    tokenizer = form_tokenizer(folder, form)
+    messages = [QUESTION, answer(content="<think>\nONE\n</think>\n\nYes"), QUESTION, answer(content=THOUGHT)]
+    with pytest.raises(UserError, match="IDLM-0214") as caught:
+        encoder_of(tokenizer).messages(messages, origin="here")
+    assert "data.turns=each" in caught.value.fix and "data.turns=last" in caught.value.fix
+    first, second = encoder_of(tokenizer, turns="each").messages(messages, origin="here")
+    assert "ONE" in tokenizer.decode(first.token_ids[first.supervised]) and not [
+        note for note in first.notes if "earlier" in note
+    ]
+    assert "WHY so" in tokenizer.decode(second.token_ids[second.supervised])
+    assert "the chat template leaves out thoughts of earlier turns" in second.notes
+    (last,) = encoder_of(tokenizer, turns="last").messages([*messages, QUESTION], origin="here")
+    assert last.token_ids.tolist() == second.token_ids.tolist()
+    assert "turns behind the last trained answer are left out" in last.notes
+
+
+@pytest.mark.parametrize("form", ["chatml", "system by default", "bos", "marked"])
+def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(folder: Path, form: str) -> None:
+    tokenizer = form_tokenizer(folder, form)
+    messages = [answer(content="Hello"), QUESTION, answer(content="b")]
+    for untrained, said in (((), ["Hello", "b"]), ((0,), ["b"]), ((2,), ["Hello"])):
+        (sample,) = encoder_of(tokenizer).messages(messages, origin="here", untrained=frozenset(untrained))
+        _, targets = parts(tokenizer, sample)
+        assert targets == [text + END for text in said]
+        assert tokenizer.decode(sample.token_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    (sample,) = encoder_of(tokenizer).messages(
+        [{"role": "system", "content": "Hi"}, answer(content="Hello")], origin="here"
+    )
+    assert parts(tokenizer, sample)[1] == ["Hello" + END]
+
+
+def test_a_first_turn_has_the_opened_block_of_its_prompt(folder: Path) -> None:
+    for form in ("opened", "opened, dropped", "opened unless off"):
+        tokenizer = form_tokenizer(folder, form)
+        (sample,) = encoder_of(tokenizer).messages([answer(content=THOUGHT)], origin="here")
+        expected = ("<|im_start|>assistant\n<think>\n", ["WHY so\n</think>\n\nYes it is" + END])
+        assert parts(tokenizer, sample) == expected
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_a_turn_that_the_template_leaves_out_is_refused_by_name_or_counted(folder: Path, role: str) -> None:
+    tokenizer = form_tokenizer(folder, "two roles")
+    for text in ("a", "SECRET", "a text that is long enough to be told from any other"):
+        messages = [{"role": role, "content": text}, QUESTION, answer(content="a")]
+        with pytest.raises(
+            UserError, match=rf"IDLM-0225.*here.*content of the {role} turn at message 0"
+        ) as caught:
+            encoder_of(tokenizer).messages(messages, origin="here")
+        assert "data.left_out=accept" in caught.value.fix
+        (sample,) = encoder_of(tokenizer, left_out="accept").messages(messages, origin="here")
+        assert sample.notes == (f"the chat template leaves out content of {role} turns",)
+
+
+def test_developers_are_the_system_of_a_template_that_does_not_know_them(folder: Path) -> None:
+    turns = [[{"role": role, "content": "Be brief."}, QUESTION] for role in ("developer", "system")]
+    tokenizer = form_tokenizer(folder, "chatml")
+    asked = [encode_messages(tokenizer, messages) for messages in turns]
+    assert asked[0] == asked[1]
+    tokenizer.chat_template = FORMS["chatml"] + "{# developer #}"
+    assert "<|im_start|>developer" in tokenizer.decode(encode_messages(tokenizer, turns[0]))
+
+
+TOOL = {"name": "zone", "description": "Looks up a time zone", "parameters": {"properties": {"city": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "lost"),
+    [
+        ({"content": "INTRO <think>\nWHY\n</think>\n\nYes"}, "content of the assistant turn"),
+        ({"tool_calls": [{"function": {"name": "zone", "arguments": {"city": "Rome"}}}]}, "tool_calls"),
+        (
+            {"tool_calls": [{"function": {"name": "zone", "arguments": {"n": 3}}}], "content": "7"},
+            "tool_calls",
+        ),
+    ],
+)
+def test_every_part_of_an_answer_is_looked_for(folder: Path, fields: dict[str, Any], lost: str) -> None:
+    messages = [QUESTION, answer(**fields)]
+    for form in ("last thought", "dropped"):
+        with pytest.raises(UserError, match=f"IDLM-0225.*{lost}"):
+            encoder_of(form_tokenizer(folder, form)).messages(messages, origin="here")
+    tokenizer = form_tokenizer(folder, "calls")
+    (sample,) = encoder_of(tokenizer).messages(messages, origin="here", tools=[{"function": TOOL}])
+    assert sample.notes == ()
+    with pytest.raises(UserError, match=r"IDLM-0225.*the tools.*zone"):
+        encoder_of(form_tokenizer(folder, "chatml")).messages(
+            [QUESTION, answer(content="zone")], origin="here", tools=[{"function": TOOL}]
+        )
+
+
+def test_white_space_and_escapes_are_no_losses(folder: Path) -> None:
+    quoted = 'a "quoted"\n text, \\ and é <b> '
+    messages = [
+        {"role": "system", "content": "  two \n lines that a template may trim  "},
+        {"role": "user", "content": quoted},
+        answer(tool_calls=[{"function": {"name": "f", "arguments": {"a": quoted, "b": [True, None, 0.5]}}}]),
+        {"role": "tool", "content": quoted},
+        answer(content="\n\ndone  "),
+    ]
+    form = FORMS["calls"].replace(
+        "+ m.content }}", "+ (m.content | trim if m.role != 'tool' else m.content | tojson) }}"
+    )
+    tokenizer = load_tokenizer(save_tokenizer(folder / "trimming", form))
+    (sample,) = encoder_of(tokenizer).messages(messages, origin="here")
+    assert sample.notes == () and sample.num_targets

@@ -1,0 +1,325 @@
+"""Text as samples: token ids, and which of them are targets. All sources share it."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from idlm.errors import UserError
+from idlm.text.chat import TRAILING, conversation
+from idlm.text.detokenizer import answer_text
+from idlm.text.left_out import Piece
+from idlm.text.templates import with_date, writes_date
+from idlm.text.thoughts import OPEN, REASONING_KEYS, without_thinking
+from idlm.text.tokenizer import (
+    Message,
+    encode_bare,
+    encode_messages,
+    encode_prompt,
+    encode_text,
+    num_token_ids,
+    plain_text,
+    special_token_ids,
+)
+from idlm.text.turns import Template
+from idlm.train.data.layout import Sample
+
+THINKING = ("keep", "strip", "off")
+TURNS = ("all", "last", "each")
+HISTORY = "the chat template leaves out thoughts of earlier turns"
+SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
+RENDERING = 1
+"""Goes up when records become other samples: caches hold them."""
+LEFT_OUT = ("error", "accept")
+
+
+class Encoder:
+    """Turns text into token ids with supervision flags; refuses the mask token, which only objectives place.
+
+    `thinking`: `keep` trains thoughts, as a `<think>` block where the template leaves them out; `strip`
+    removes them from assistant turns, `off` also renders with enable_thinking=False. `turns`: supervise `all`
+    assistant turns of a conversation, the `last` one, or `each` in a sample of its own that ends with it.
+    `left_out`: `error` or `accept` for text that the template leaves out. `date`: the day that
+    a template writes; None: today.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        mask_token_id: int | None,
+        use_chat_template: bool,
+        thinking: str = "keep",
+        turns: str = "all",
+        left_out: str = "error",
+        date: datetime.date | None = None,
+    ) -> None:
+        assert thinking in THINKING and turns in TURNS, f"{thinking=} {turns=}"
+        self.use_chat_template = use_chat_template and bool(getattr(tokenizer, "chat_template", None))
+        self.date: str | None = None
+        if writes_date(tokenizer):
+            date = date or datetime.date.today()
+            tokenizer, self.date = with_date(tokenizer, date), date.isoformat()
+        self.tokenizer = tokenizer
+        self.mask_token_id = mask_token_id
+        self.thinking, self.turns, self.left_out = thinking, turns, left_out
+        texts = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
+        self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._vanishing: dict[str, dict[Any, frozenset[int]]] = {}
+        self._num_ids = num_token_ids(tokenizer)
+        self._enable_thinking = False if thinking == "off" else None
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "IDLM-0207",
+                "the tokenizer has no eos token, so a model trained with it could never stop",
+                fix="set eos_token in the tokenizer's tokenizer_config.json",
+            )
+
+    def fingerprint(self) -> str:
+        """Return the sha256 of everything that decides which ids a text becomes (not of the mask token)."""
+        import tokenizers
+        import transformers
+
+        facts = [
+            RENDERING,
+            self.tokenizer.backend_tokenizer.to_str(),
+            str(self.tokenizer.special_tokens_map),
+            str(self.tokenizer.chat_template),
+            self.thinking,
+            self.turns,
+            self.left_out,
+            tokenizers.__version__,
+            transformers.__version__,
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def pair(self, prompt: str, response: str, *, origin: str) -> Sample:
+        """Prompt as context, response and eos as targets; uses the chat template where there is one."""
+        response = self._response(response, origin)
+        if self.use_chat_template:
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            return self._conversation(turns, origin=origin)
+        (prompt_ids,) = encode_bare(self.tokenizer, [prompt])
+        return self._checked(Sample.from_pair(prompt_ids, self._with_eos(response), origin=origin))
+
+    def text(self, text: str, *, origin: str) -> Sample:
+        """Every token is a target but what the tokenizer puts in front; eos is at the end."""
+        (prefix,) = encode_bare(self.tokenizer, [""])
+        token_ids = self._with_eos(text)
+        if token_ids[: len(prefix)] == prefix:
+            token_ids = token_ids[len(prefix) :]
+        return self._checked(Sample.from_pair(prefix, token_ids, origin=origin))
+
+    def messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        origin: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        untrained: AbstractSet[int] = frozenset(),
+    ) -> list[Sample]:
+        """Assistant turns are targets, other turns are context; one sample, or one per turn (`each`).
+
+        `messages` in OpenAI's form: `content` may be absent beside tool calls or reasoning, and arguments of
+        calls are mappings. `untrained`: indices of assistant turns that are context. The template gets
+        `tools` and `template_kwargs`.
+        """
+        rendered = [
+            self._turn(message, origin, is_target=place not in untrained)
+            for place, message in enumerate(messages)
+        ]
+        ends = [
+            place + 1
+            for place, message in enumerate(rendered)
+            if message["role"] == "assistant" and place not in untrained
+        ]
+        if not ends:
+            raise _nothing_to_predict(origin, "no assistant turn")
+        draw = functools.partial(
+            self._conversation,
+            origin=origin,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            untrained=untrained,
+        )
+        if self.turns != "each":
+            return [draw(rendered)]
+        samples = [draw(rendered[:end]) for end in ends]
+        if ends[-1] < len(rendered):
+            samples[-1] = replace(samples[-1], notes=(*samples[-1].notes, TRAILING))
+        return samples
+
+    def answer(self, prompt: Any, answer: Mapping[str, Any], *, origin: str) -> list[Sample]:
+        """A record of `idlm-generate`: the prompt as it was fed, then the tokens that were generated.
+
+        The record's token ids are used where this tokenizer decodes them to the record's text and thinking is
+        kept; otherwise the text is rendered like any other. An answer that a limit cut off gets no
+        end-of-turn token. Raises UserError IDLM-0227 where the record comes from another tokenizer or
+        template.
+        """
+        prompt_ids = self._prompt_ids(prompt)
+        highest = max([*prompt_ids, *answer["token_ids"]], default=0)
+        if highest >= self._num_ids:
+            raise UserError(
+                "IDLM-0227",
+                f"{origin} has the token id {highest}, the tokenizer has {self._num_ids}",
+                fix="use the tokenizer of the model that answered",
+            )
+        dated = f"; the chat template writes the date, which is {self.date} here" if self.date else ""
+        if len(prompt_ids) != answer.get("num_prompt_tokens", len(prompt_ids)):
+            raise UserError(
+                "IDLM-0227",
+                f"{origin}: the prompt has {len(prompt_ids)} tokens here and had "
+                f"{answer['num_prompt_tokens']} when it was answered{dated}",
+                fix="use the tokenizer and the chat template of the model that answered (data.chat_template)"
+                + (", and the day of the answers: data.date=YYYY-MM-DD" if self.date else ""),
+            )
+        token_ids = answer["token_ids"]
+        is_ours = answer_text(self.tokenizer, token_ids) == answer["text"]
+        if is_ours and token_ids and self.thinking == "keep":
+            return [self._checked(Sample.from_pair(prompt_ids, token_ids, origin=origin))]
+        sample = self._rendered_answer(prompt, answer["text"], origin)
+        if answer["finish_reason"] != "stop":
+            # The end of the turn, its last supervised token, would teach to stop in mid-sentence.
+            sample = self._checked(sample.piece(0, int(np.flatnonzero(sample.supervised)[-1])))
+        return [sample]
+
+    def _rendered_answer(self, prompt: Any, text: str, origin: str) -> Sample:
+        if isinstance(prompt, str):
+            return self.pair(prompt, text, origin=origin)
+        if prompt and isinstance(prompt[0], int):
+            token_ids = self._with_eos(self._response(text, origin))
+            return self._checked(Sample.from_pair(prompt, token_ids, origin=origin))
+        messages = [self._turn(message, origin) for message in prompt]
+        messages.append({"role": "assistant", "content": self._response(text, origin)})
+        return self._conversation(messages, origin=origin, turns="last")
+
+    def _prompt_ids(self, prompt: Any) -> list[int]:
+        """Return the ids that `idlm-generate` feeds for a text, a conversation or ids."""
+        if isinstance(prompt, str):
+            template: Literal["auto", "none"] = "auto" if self.use_chat_template else "none"
+            return encode_prompt(self.tokenizer, prompt, template=template)
+        if prompt and isinstance(prompt[0], int):
+            return list(prompt)
+        return encode_messages(self.tokenizer, prompt)
+
+    def _conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        origin: str,
+        turns: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        untrained: AbstractSet[int] = frozenset(),
+    ) -> Sample:
+        names = {"enable_thinking": self._enable_thinking, "template_kwargs": template_kwargs}
+        done = conversation(
+            Template.of(self.tokenizer, tools, **names),
+            messages,
+            turns="all" if (turns or self.turns) == "all" else "last",
+            untrained=untrained,
+            known=self._vanishing.setdefault(repr(template_kwargs), {}),
+        )
+        notes = set(done.notes)
+        for piece in done.left_out:
+            is_history = piece.is_thought and piece.turn not in done.answers
+            if self.left_out == "error" and not is_history:
+                raise _left_out(piece, origin)
+            notes.add(HISTORY if is_history else f"the chat template leaves out {piece.kind}")
+        if any(self._writes_special(message) for message in messages):
+            notes.add(SPECIAL)
+        ids, flags = np.asarray(done.token_ids, dtype=np.int64), np.asarray(done.supervised, dtype=bool)
+        return self._checked(
+            Sample(token_ids=ids, supervised=flags, origin=origin, notes=tuple(sorted(notes)))
+        )
+
+    def _writes_special(self, message: Message) -> bool:
+        """Return whether a message has the text of a special token, other than at the end of an answer."""
+        text = str(message.get("content") or "").rstrip()
+        found = self._special.search(text)
+        return found is not None and (message["role"] != "assistant" or found.end() < len(text))
+
+    def _turn(self, message: Mapping[str, Any], origin: str, *, is_target: bool = True) -> dict[str, Any]:
+        """Return a message as the template gets it, which may add text to an empty content."""
+        content = message.get("content") or ""
+        if message["role"] != "assistant":
+            return dict(message) | {"content": content}
+        dropped = () if self.thinking == "keep" else REASONING_KEYS
+        kept = {key: value for key, value in message.items() if key not in dropped}
+        if self.thinking != "keep":
+            content = without_thinking(content, origin=origin)
+        is_empty = not content.strip() and not any(kept.get(key) for key in ("tool_calls", *REASONING_KEYS))
+        if is_target and is_empty:
+            raise _nothing_to_predict(origin, "an empty response")
+        return kept | {"content": content}
+
+    def _response(self, text: str, origin: str) -> str:
+        """Return the assistant's text, without its thinking unless that is kept."""
+        response = text if self.thinking == "keep" else without_thinking(text, origin=origin)
+        if not response.strip():
+            raise _nothing_to_predict(origin, "an empty response")
+        return response
+
+    def _with_eos(self, text: str) -> list[int]:
+        """Return the ids of a text, which end in eos once, also where the text has it."""
+        eos, token_ids = self.tokenizer.eos_token_id, encode_text(self.tokenizer, text)
+        if eos in token_ids:
+            last = len(token_ids) - token_ids[::-1].index(eos)
+            if not plain_text(self.tokenizer, token_ids[last:]).strip():
+                token_ids = token_ids[:last]
+        while token_ids[-1:] == [eos]:
+            token_ids.pop()
+        return [*token_ids, eos]
+
+    def _checked(self, sample: Sample) -> Sample:
+        if self.mask_token_id is not None and (sample.token_ids == self.mask_token_id).any():
+            raise UserError(
+                "IDLM-0206",
+                f"{sample.origin} contains the mask token (id {self.mask_token_id})",
+                fix="remove the mask token's text from the data, or choose another model.mask_token_id",
+            )
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and bos != self.tokenizer.eos_token_id and (sample.token_ids[:2] == bos).sum() > 1:
+            raise UserError(
+                "IDLM-0228",
+                f"{sample.origin} begins with two bos tokens (id {bos})",
+                fix="remove the bos token's text from the data: it is added where the model expects it",
+            )
+        if not sample.num_targets:
+            raise _nothing_to_predict(sample.origin, f"{len(sample)} tokens")
+        return sample
+
+
+def _left_out(piece: Piece, origin: str) -> UserError:
+    if piece.is_thought:
+        fix = "train without the thoughts (data.thinking=strip)"
+    elif piece.turn < 0:
+        fix = "remove the tools from the data, or use a chat template that writes them"
+    elif piece.field == "content" and piece.role == "assistant":
+        fix = f"put the text behind the {OPEN} block that it comes with"
+    else:
+        fix = f"give the {piece.role} turn a role that the template writes there, or remove it"
+    return UserError(
+        "IDLM-0225",
+        f"{origin}: the chat template leaves out {piece.name} ({piece.text.strip()!r:.60})",
+        fix=f"{fix}; data.left_out=accept trains without what is left out, and counts it",
+    )
+
+
+def _nothing_to_predict(origin: str, found: str) -> UserError:
+    return UserError(
+        "IDLM-0204",
+        f"{origin} has nothing to predict ({found})",
+        fix="give it a prompt and a response of at least one token",
+    )
