@@ -67,6 +67,8 @@ UNUSED = (
     ("data.shape=text", "data.thinking=strip"),
     ("data.shape=text", "data.turns=last"),
     ("data.shape=text", "data.chat_template=false"),
+    ("data.shape=text", "data.left_out=accept"),
+    ("data.shape=text", "data.date=2025-01-31"),
     ("eval.every=null", "eval.num_items=3"),
     ("eval.every=null", "eval.path=/e.jsonl"),
     ("eval.every=null", "eval.holdout=0.5"),

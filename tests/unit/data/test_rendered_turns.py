@@ -13,7 +13,7 @@ from idlm.errors import UserError
 from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
-from tests.template_forms import FORMS, form_tokenizer, save_tokenizer
+from tests.unit.data.template_forms import FORMS, form_tokenizer, save_tokenizer
 
 QUESTION = {"role": "user", "content": "Is it so?"}
 THOUGHT = "<think>\nWHY so\n</think>\n\nYes it is"
@@ -55,8 +55,8 @@ def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(
         prompt, targets = parts(tokenizer, sample)
         extra = {"enable_thinking": True} if form == "closed unless on" else {}
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], **extra))
-        begun = "<think>\n" if prompt.endswith("<think>\n") else ""
-        assert [begun + target for target in targets] == [THOUGHT + END]
+        opened = "<think>\n" if prompt.endswith("<think>\n") else ""
+        assert [opened + target for target in targets] == [THOUGHT + END]
 
 
 @pytest.mark.parametrize("form", FORMS)
