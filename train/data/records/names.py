@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.train.data.base import REASONING_KEYS
+from idlm.text.thoughts import REASONING_KEYS
 
 ROLES = {
     "system": "system",

@@ -8,7 +8,7 @@ from typing import Any
 
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.train.data.base import REASONING_KEYS
+from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.records.names import (
     CALL_ROLES,
     CONTENT_KEYS,
