@@ -80,8 +80,9 @@ class DataReport:
             f"({self.longest_origin})",
         ]
         if header.get("ignored"):
-            counts = ", ".join(f"{key} ({num:,})" for key, num in header["ignored"].items())
-            lines.append(f"ignored keys (in how many records): {counts}")
+            (key, num), *others = header["ignored"].items()
+            counts = [f"{key} ({num:,} records)", *(f"{key} ({num:,})" for key, num in others)]
+            lines.append(f"ignored keys: {', '.join(counts)}")
         lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")

@@ -284,7 +284,7 @@ def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     assert report.num_overlong == {"dropped": 0, "truncated": (lengths > 40).sum()}
     assert report.num_open == 0
     text = "\n".join(report.lines())
-    assert "ignored keys (in how many records): id (2), source (1)\n" in text
+    assert "ignored keys: id (2 records), source (1)\n" in text
     assert "1 files, 201 records (200 of pair)" in text and "1 bad records skipped" in text
     assert f"{lengths.sum():,} tokens" in text and f"50/90/99 %: {int(np.median(lengths))}/" in text
     assert f"longest {lengths.max()} (" in text

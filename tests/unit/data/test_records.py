@@ -159,7 +159,7 @@ def test_what_cannot_be_used_is_refused_by_name(shape: str, beside: dict[str, An
 @pytest.mark.parametrize("shape", ["pair", "alpaca"])
 def test_without_a_template_nothing_lies_beside_a_pair(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "use_chat_template", False)
-    assert read(BARE[shape]) == {"pair": ("a", "b")}
+    assert read(BARE[shape]) == read(BARE[shape] | {"loss_mask": [0, 1]}) == {"pair": ("a", "b")}
     assert "system beside a prompt and its response" in refusal(BARE[shape] | {"system": "s"})
 
 

@@ -53,8 +53,8 @@ class Conversation:
     def is_pair(self) -> bool:
         """Whether this is one prompt and its response, with nothing beside them."""
         roles = [turn.role for turn in self.turns]
-        has_more = any(len(turn.message) > 2 or not turn.is_trained for turn in self.turns)
-        return roles == ["user", "assistant"] and not (has_more or self.tools or self.template_kwargs)
+        has_more = self.tools or self.template_kwargs or any(len(turn.message) > 2 for turn in self.turns)
+        return roles == ["user", "assistant"] and self.turns[-1].is_trained and not has_more
 
     def ignored_keys(self, encoder: Encoder) -> set[str]:
         """Return the keys of turns that nothing reads, the template neither."""
