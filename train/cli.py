@@ -27,6 +27,7 @@ HELP = CommandHelp(
     "A run writes a checkpoint and a report to output_dir; started again, it goes on where it stopped.",
     examples=(
         "idlm-train recipe=tiny",
+        "idlm-train recipe=own model.path=/models/mine data.path=chats.jsonl dry_run=true",
         "idlm-train recipe=qwen3_8b model.path=/models/Qwen3-8B data.path=chats.jsonl dry_run=true",
     ),
     keys=(
@@ -62,6 +63,10 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     if not config.dry_run:
         # Checked before torch is imported. The dry run lists these with all other problems.
         refuse_problems(missing_keys(config))
+    if config.train.sizes == "auto":
+        from idlm.train.planning.sizes import with_sizes
+
+        config = with_sizes(config)
     from rich.console import Console
 
     console = Console()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,7 +58,11 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     try:
         if chosen.get(RECIPE) and not frozen:
             layers += _recipe_layers(_recipe_path(chosen[RECIPE], conf_dir), conf_dir)
-        data = OmegaConf.merge(schemas.defaults_of(schema), *layers)
+        data = OmegaConf.create(schemas.defaults_of(schema))
+        for layer in layers:
+            _reset(data, schema, _keys(layer))
+            data = OmegaConf.merge(data, layer)
+        _reset(data, schema, [one.key for one in values if one.sign != "~" and one.text.strip() != "null"])
         for override in values:
             _apply(data, override, schema, problems)
         resolved: Any = OmegaConf.to_container(data, resolve=True)
@@ -181,6 +186,22 @@ def _located(value: Any, conf_dir: Path) -> Any:
         bundled = conf_dir / RECIPE / "assets" / value.removeprefix(ASSETS)
         return str(bundled.resolve()) if bundled.exists() else value
     return value
+
+
+def _reset(data: Any, schema: type, given: Collection[str]) -> None:
+    """Put back in `data` what does not go with the keys that the next layer gives."""
+    from omegaconf import OmegaConf
+
+    for key, default in schemas.resets(schema, given).items():
+        OmegaConf.update(data, key, default, merge=False, force_add=True)
+
+
+def _keys(layer: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted keys of the values in `layer` that are not null."""
+    found = [f"{prefix}{name}" for name, value in layer.items() if value is not None]
+    for name, value in layer.items():
+        found += _keys(value, f"{prefix}{name}.") if isinstance(value, dict) else []
+    return found
 
 
 def _apply(data: Any, override: Override, schema: type, problems: list[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal
 
@@ -23,13 +23,15 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
 
 
-def option(text: str, default: Any) -> Any:
+def option(text: str, default: Any, *, reset_by: Sequence[str] = ()) -> Any:
     """Return a dataclass field with the help text that the command line shows. A list or dict default is
-    copied.
+    copied. `reset_by`: fields beside it that, given in a recipe or on the command line without this one, put
+    it back to its default: what a lower layer says was meant for other values of them.
     """
+    metadata = {"help": text, "reset_by": tuple(reset_by)}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
-    return dataclasses.field(default=default, metadata={"help": text})
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def fields_of(schema: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
@@ -88,6 +90,17 @@ def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses
             item = typing.get_args(member)[0] if is_list else member
             if is_schema(item):
                 yield from walk(item, f"{key}.{ITEM}." if is_list else f"{key}.")
+
+
+def resets(schema: type, given: Collection[str]) -> dict[str, Any]:
+    """Return the keys that a layer puts back, which gives the dotted keys `given`, with their defaults."""
+    found = {}
+    for key, _, field, default in walk(schema):
+        causes = [f"{key.rpartition('.')[0]}.{name}" for name in field.metadata.get("reset_by", ())]
+        is_caused = any(one == cause or one.startswith(f"{cause}.") for cause in causes for one in given)
+        if is_caused and key not in given:
+            found[key] = plain(default)
+    return found
 
 
 def suggest_key(schema: type, key: str) -> str | None:

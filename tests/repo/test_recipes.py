@@ -36,7 +36,8 @@ def test_there_are_recipes() -> None:
         "qwen3_8b_lora",
         "qwen3_8b_ar",
         "qwen3_32b",
-        "qwen3_0_6b",
+        "own",
+        "small",
     } <= set(RECIPES)
 
 
@@ -67,7 +68,7 @@ def test_without_paths_the_error_names_the_missing_options(name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_8b_lora", "qwen3_0_6b", "llama3_8b"])
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_8b_lora", "small", "llama3_8b"])
 def test_its_global_batch_is_the_papers(name: str, world_size: int, paths: list[str]) -> None:
     given = compose("train", TrainConfig, [f"recipe={name}", *paths])
     config = settle_accumulation(given, world_size=world_size)
@@ -94,3 +95,9 @@ def test_the_32b_is_merged_and_trains_its_clean_rows(paths: list[str]) -> None:
     config = compose("train", TrainConfig, ["recipe=qwen3_32b", *paths])
     assert config.adapter is not None and not config.is_gated and config.export.merge
     assert [stage.clean_weight for stage in config.train.stages] == [0.2]
+
+
+def test_a_small_model_trains_by_the_former_name_of_its_recipe() -> None:
+    assert compose("train", TrainConfig, ["recipe=qwen3_0_6b"]) == compose(
+        "train", TrainConfig, ["recipe=small"]
+    )

@@ -62,6 +62,8 @@ ABOVE_ZERO = (
     "train.max_minutes",
     *("plan.tflops", "adapter.alpha"),
 )
+CHOSEN = ("train.batch_size", "train.max_length", "train.learning_rate")
+"""0 in these means that `train.sizes=auto` chooses."""
 PATHS = {
     "output_dir": "name a folder",
     "model.path": "name a checkpoint directory",
@@ -135,6 +137,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "model.attention": ("auto", *ATTENTIONS),
         "model.compile": COMPILE_CHOICES,
         "train.overlong": OVERLONG_POLICIES,
+        "train.sizes": ("given", "auto"),
         "train.balance": BALANCES,
         "train.save": SAVE_MODES,
         "train.schedule": SCHEDULES,
@@ -171,6 +174,8 @@ def _ranges(config: TrainConfig) -> list[str]:
         (ABOVE_ZERO, "above 0", lambda value: value > 0),
     ):
         values = {key: value_of(config, key) for key in keys}
+        if config.train.sizes == "auto":
+            values = {key: v for key, v in values.items() if v != 0 or key not in CHOSEN}
         found += [
             f"{key}={v} must be {text}" for key, v in values.items() if v is not None and not is_fine(v)
         ]

@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from idlm.config.schema import option
+from idlm.train.data.files import source_of
 
+AUTO_SOURCE = "auto"
+OWN_DATA = ("path", "sources")
+"""Given, they are what a run reads, whatever source a recipe has."""
 MAX_DEFAULT_WORKERS = 8
 """Processes that tokenise when `data.workers` is not given, on a machine with more cores."""
 
@@ -17,7 +21,9 @@ class SourceConfig:
 
     path: str | None = option("file, folder or pattern; for hf a folder or a hub name", None)
     weight: float = option("share of the samples, relative to the other sources", 1.0)
-    source: str | None = option("jsonl, parquet or hf; null: data.source", None)
+    source: str | None = option(
+        "jsonl, parquet or hf; null: data.source, by the path where that is auto", None
+    )
     shape: str | None = option("shape of its records; null: data.shape", None)
     split: str | None = option("split of an hf dataset; null: data.split", None)
 
@@ -26,7 +32,11 @@ class SourceConfig:
 class DataConfig:
     """The training data."""
 
-    source: str = option("a registered source: jsonl, parquet, hf (a saved dataset) or task", "jsonl")
+    source: str = option(
+        "a registered source: jsonl, parquet, hf (a saved dataset) or task; auto: what path or sources hold",
+        AUTO_SOURCE,
+        reset_by=OWN_DATA,
+    )
     path: str | None = option("file, folder or pattern of the source; for hf a folder or a hub name", None)
     sources: list[SourceConfig] = option("sources to mix by weight, in place of path", [])
     split: str = option("split of an hf dataset", "train")
@@ -35,9 +45,11 @@ class DataConfig:
         "text, answers; auto: as the first record",
         "auto",
     )
-    task: str = option("generated task of the task source", "ledger")
-    level: str = option("level of the task", "tiny")
-    task_args: dict[str, Any] = option("arguments of the task that differ from those of its level", {})
+    task: str = option("generated task of the task source", "ledger", reset_by=OWN_DATA)
+    level: str = option("level of the task", "tiny", reset_by=OWN_DATA)
+    task_args: dict[str, Any] = option(
+        "arguments of the task that differ from those of its level", {}, reset_by=OWN_DATA
+    )
     seed: int = option("seed of the order of a file's samples, or of a task", 0)
     chat_template: bool = option(
         "render prompt and response with the tokenizer's chat template if it has one", True
@@ -61,6 +73,13 @@ class DataConfig:
     cache_dir: str | None = option(
         "folder of tokenised data; null: the folder data_cache next to output_dir", None
     )
+
+    def __post_init__(self) -> None:
+        if self.source == AUTO_SOURCE:
+            for one in self.sources:
+                one.source = one.source or source_of(one.path or "")
+            first = self.sources[0].source if self.sources else None
+            self.source = first or source_of(self.path or "")
 
     def parts(self) -> list[DataConfig]:
         """Return the configuration of each of `sources`, or this one where there are none."""

@@ -23,6 +23,10 @@ LAUNCH_FOLDER = "launch"
 def freeze(overrides: list[str]) -> Path:
     """Write the configuration and return its path; the same configuration gives the same file."""
     config = compose("train", TrainConfig, overrides)
+    if config.train.sizes == "auto":
+        from idlm.train.planning.sizes import with_sizes
+
+        config = with_sizes(config)
     check_config(config)
     path = Path(config.output_dir).absolute() / LAUNCH_FOLDER / f"config-{config_hash(config)}.yaml"
     replace_text(path, config_text(config))

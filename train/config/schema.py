@@ -92,6 +92,11 @@ class LoopConfig:
     max_clean_weight: float | None = option(
         "bound of a balanced clean weight (clean_weight=auto); null: none, as in the paper", None
     )
+    sizes: str = option(
+        "given, or auto: batch_size, max_length and learning_rate of 0, the global batch, ZeRO, 16 bits, "
+        "recomputation and an adapter are chosen by the model, the data and the memory",
+        "given",
+    )
     batch_size: int = option("packed rows per device and micro-batch", 1)
     accumulation: int = option("micro-batches per optimizer step", 1)
     global_batch: int | None = option(

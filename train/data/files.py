@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -17,6 +18,10 @@ SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json", ".json.gz"), "parquet": (".parquet", ".pq")}
 """Endings of the files that a source takes from a folder."""
+DATASET_CARD = "dataset_info"
+"""Beginning of the names of JSON files about a dataset, beside its records."""
+SAVED_DATASET = ("state.json", "dataset_dict.json")
+"""One of these is in a folder that `datasets` has written by `save_to_disk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,28 @@ def find_files(path: str | None, suffixes: Sequence[str]) -> tuple[Path, ...]:
     if not found:
         raise UserError("IDLM-0209", problem, fix=fix)
     return tuple(found)
+
+
+def source_of(path: str) -> str:
+    """The source that reads `path`: hf for a saved dataset or an Arrow file, else by the endings of files;
+    jsonl where there is nothing. UserError IDLM-0209 for a folder or pattern with files of several sources.
+    """
+    place = Path(path).expanduser()
+    if place.suffix == ".arrow" or any((place / name).is_file() for name in SAVED_DATASET):
+        return "hf"
+    files = [path]
+    with contextlib.suppress(UserError):
+        found_files = find_files(path, ("",))
+        files = [str(file) for file in found_files if not file.name.startswith(DATASET_CARD)]
+    kinds = SUFFIXES | {"hf": (".arrow",)}
+    found = [name for name, endings in kinds.items() if any(file.endswith(endings) for file in files)]
+    if len(found) > 1:
+        raise UserError(
+            "IDLM-0209",
+            f"{path} has files of several kinds: {', '.join(found)}",
+            fix="choose one with data.source, or mix them as data.sources",
+        )
+    return found[0] if found else "jsonl"
 
 
 def identity_of(paths: Sequence[Path]) -> list[list[Any]]:

@@ -40,18 +40,19 @@ ENOUGH, MAX_CALLS = 0.3, 50
 SHORTEST_ROW = 64
 MEMORY_SHARE = 0.3
 """Of the memory that is free now: what the timed layers, with their gradients, may take."""
-UPDATED = 1 << 21
+UPDATED = 1 << 22
 """Weights that AdamW is timed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRates:
-    """FLOP/s of the layers and of the head, forward and backward, and weights per second of AdamW; `how` they
-    were found.
+    """FLOP/s of the layers and of the head, forward and backward; weights per second of adding a gradient
+    to its sum, and of AdamW; `how` they were found.
     """
 
     layers: float
     head: float
+    gradients: float
     optimizer: float
     how: str
 
@@ -71,7 +72,13 @@ def host_time_plan(
         rates = measure(config, model, work, dataset, curriculum)
     rows, num_steps = curriculum.global_batch, curriculum.num_steps
     accumulates = config.train.accumulation > 1 and config.train.balance == "step"
-    parts = {"layers": 0.0, "head": 0.0, "optimizer": num_trained / rates.optimizer}
+    micro_batches = rows / config.train.batch_size
+    parts = {
+        "layers": 0.0,
+        "head": 0.0,
+        "gradients": micro_batches * num_trained / rates.gradients,
+        "optimizer": num_trained / rates.optimizer,
+    }
     needed = extra = tokens = 0.0
     for stage, fed in stages:
         share = rows * stage.num_steps / num_steps
@@ -118,10 +125,12 @@ def measure(
 ) -> HostRates:
     """Rates of this CPU for the run's shape."""
     dtype = getattr(torch, config.model.dtype)
-    rate, optimizer = product_rate(model.config.get_text_config().hidden_size, dtype), update_rate()
+    rate = product_rate(model.config.get_text_config().hidden_size, dtype)
+    gradients, optimizer = gradient_rate(), update_rate()
     by_product = HostRates(
         layers=rate,
         head=rate,
+        gradients=gradients,
         optimizer=optimizer,
         how=f"measured here: a matrix product, {rate / 1e9:,.0f} GFLOP/s; assumed: all products at that rate",
     )
@@ -138,22 +147,31 @@ def measure(
     except Exception:
         log.debug("the layers of this model cannot be timed", exc_info=True)
         return by_product
-    layer = max(second - first, 0.05 * first)
+    # Each weight of a layer, the head and the embedding gets a gradient, however short the row is.
+    of_layer, of_rest = (0.0, 0.0) if work.is_frozen else (work.layers / work.num_layers, 2 * work.head)
+    layer = max(second - first - of_layer / gradients, 0.05 * first)
+    rest = max(first - layer - (of_layer + of_rest) / gradients, 0.05 * first)
     needs = train_passes(work, TokenCounts(*batch["fed"].tolist()), trains_clean=stage.clean_weight != 0)
     layers = _of_layers(work, needs) / work.num_layers / layer
-    head = PRODUCT * work.head * needs.head / max(first - layer, 0.05 * first)
+    head = PRODUCT * work.head * needs.head / rest
     how = (
         f"measured here, forward and backward of {int(batch['fed'][:2].sum())} rows by "
         f"{torch.get_num_threads()} threads: one decoder layer {1e3 * layer:,.1f} ms, the head "
-        f"{1e3 * max(first - layer, 0):,.1f} ms"
+        f"{1e3 * rest:,.1f} ms"
     )
-    return HostRates(layers=layers, head=head, optimizer=optimizer, how=how)
+    return HostRates(layers=layers, head=head, gradients=gradients, optimizer=optimizer, how=how)
 
 
 def product_rate(width: int, dtype: torch.dtype) -> float:
     """FLOP/s of a product of the run's width."""
     rows, columns = torch.ones(256, width, dtype=dtype), torch.ones(width, 1024, dtype=dtype)
     return PRODUCT * rows.numel() * columns.shape[1] / _seconds(lambda: rows @ columns)
+
+
+def gradient_rate() -> float:
+    """Weights per second whose gradient is written and added to a sum."""
+    weight = torch.ones(UPDATED)
+    return UPDATED / _seconds(lambda: weight.add_(torch.zeros_like(weight)))
 
 
 def update_rate() -> float:

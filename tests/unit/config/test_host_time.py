@@ -16,7 +16,7 @@ from idlm.train.planning.host_time import HostRates
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_tokenizer
 
 MASK = 170
-RATES = HostRates(layers=1e9, head=2e9, optimizer=1e6, how="given")
+RATES = HostRates(layers=1e9, head=2e9, gradients=1e7, optimizer=1e6, how="given")
 
 
 def estimate(tmp_path: Path, *overrides: str, recipe: str = "tiny") -> Estimate:
@@ -39,6 +39,7 @@ def test_the_plan_is_the_rows_flops_over_the_rates(tmp_path: Path, monkeypatch: 
     assert twice["head"] == pytest.approx(2 * parts["head"], rel=0.1)
     assert twice["layers"] == pytest.approx(2 * parts["layers"], rel=0.1)
     assert twice["optimizer"] == parts["optimizer"] == once.shape.num_parameters / RATES.optimizer
+    assert twice["gradients"] == parts["gradients"] == once.shape.num_parameters / RATES.gradients
     monkeypatch.setattr(host_time, "measure", lambda *_: replace(RATES, layers=5e8))
     slow = estimate(tmp_path).time
     assert slow is not None and slow.parts == pytest.approx(parts | {"layers": 2 * parts["layers"]})

@@ -17,7 +17,7 @@ from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import Row, identity_of
+from idlm.train.data.files import SAVED_DATASET, Row, identity_of
 from idlm.train.data.records.detect import wanted_columns
 from idlm.train.data.records.values import without_nulls
 
@@ -61,7 +61,7 @@ def _load(path: str, split: str, cache: Path) -> Any:
             return datasets.Dataset.from_file(str(place))
         if not place.exists():
             return datasets.load_dataset(path, split=split)
-        if not any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if not any((place / name).is_file() for name in SAVED_DATASET):
             return datasets.load_dataset(str(place), split=split, cache_dir=str(cache / "datasets"))
         loaded = datasets.load_from_disk(str(place))
     # Network, hub, cache and format errors come as a dozen types of several libraries.

@@ -1,0 +1,168 @@
+"""A checkpoint and data are enough: the source follows from the path, sizes from model, data and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from idlm.config.compose import compose
+from idlm.errors import UserError
+from idlm.train.checkpoint.resume import config_text
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig
+from idlm.train.planning import sizes
+from idlm.train.planning.sizes import with_sizes
+from tests.tiny_training import tiny_config
+
+GIB = 2**30
+FILES = {
+    ("chats.jsonl",): "jsonl",
+    ("chats.json.gz",): "jsonl",
+    ("a.parquet",): "parquet",
+    ("a.arrow",): "hf",
+    ("sub/a.jsonl", "sub/b.jsonl.gz"): "jsonl",
+    ("data/train-0.parquet", "README.md", "dataset_infos.json"): "parquet",
+    ("train/data-0.arrow", "train/state.json", "dataset_dict.json"): "hf",
+    ("data-0.arrow", "state.json", "dataset_info.json"): "hf",
+}
+
+
+def composed(*overrides: str) -> TrainConfig:
+    return compose("train", TrainConfig, list(overrides))
+
+
+def write(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"prompt": "a", "response": "b"}\n')
+    return folder
+
+
+@pytest.mark.parametrize(("names", "source"), FILES.items())
+@pytest.mark.parametrize("recipe", ["tiny", "qwen3_8b", "own"])
+def test_a_given_path_is_read_by_what_it_holds(
+    names: tuple[str, ...], source: str, recipe: str, tmp_path: Path
+) -> None:
+    write(tmp_path, *names)
+    path = tmp_path if len(names) > 1 else tmp_path / names[0]
+    config = composed(f"recipe={recipe}", f"data.path={path}")
+    assert (config.data.source, config.data.path) == (source, str(path))
+    assert composed(f"recipe={recipe}", f"data.sources=[{{path: {path}}}]").data.parts()[0].source == source
+
+
+def test_a_pattern_is_read_by_the_files_that_it_matches(tmp_path: Path) -> None:
+    write(tmp_path, "a.parquet", "b.parquet")
+    assert composed(f"data.path={tmp_path}/*").data.source == "parquet"
+    assert composed(f"data.path={tmp_path}/*.jsonl").data.source == "jsonl", (
+        "what is not there is named later"
+    )
+    write(tmp_path, "c.jsonl")
+    for path in (tmp_path, f"{tmp_path}/*"):
+        with pytest.raises(UserError, match=r"(?s)several kinds: jsonl, parquet"):
+            composed(f"data.path={path}")
+    assert composed(f"data.path={tmp_path}", "data.source=parquet").data.source == "parquet"
+
+
+def test_what_a_recipe_says_of_its_own_data_goes_with_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl") / "a.jsonl"
+    generated = composed("recipe=tiny_block32")
+    assert (generated.data.source, generated.data.level) == ("task", "p4")
+    own = composed("recipe=tiny_block32", f"data.path={path}", "data.seed=5")
+    assert (own.data.source, own.data.level, own.data.seed) == ("jsonl", "tiny", 5)
+    check_config(own)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"defaults: [tiny, _self_]\ndata: {{path: {path}}}\n")
+    check_config(config := composed(f"recipe={mine}"))
+    assert config.data.source == "jsonl"
+    for given in (["data.source=task", f"data.path={path}"], [f"data.path={path}", "data.source=task"]):
+        with pytest.raises(UserError, match=r"(?s)IDLM-0504.*data\.path=.* has no effect: data\.source=task"):
+            check_config(composed("recipe=tiny", *given))
+    frozen = tmp_path / "frozen.yaml"
+    frozen.write_text(config_text(config))
+    assert composed(f"config={frozen}") == config
+    other = write(tmp_path, "b.parquet") / "b.parquet"
+    assert composed(f"config={frozen}", f"data.path={other}").data.source == "parquet"
+    assert composed("recipe=tiny", "data.path=null").data.source == "task"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a run with a base of 110 M parameters, whose weights are not read, and 4 MB of text."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    base = tmp_path / "base"
+    base.mkdir()
+    shape = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "max_position_embeddings": 2048,
+    }
+    (base / "config.json").write_text(json.dumps(tiny_config("llama") | shape))
+    save_file({str(number): torch.zeros(1) for number in range(60)}, base / "model.safetensors")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 125_000)
+    paths = [f"model.path={base}", f"data.path={tmp_path / 'data.jsonl'}", f"output_dir={tmp_path / 'out'}"]
+    return ["recipe=own", *paths]
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_adapted", "recomputes", "length"),
+    [(24, False, False, 1024), (2.2, False, True, 1024), (1.8, True, False, 1024), (0.1, True, True, 256)],
+)
+def test_what_trains_follows_from_the_memory_of_the_machine(
+    memory: float,
+    is_adapted: bool,
+    recomputes: bool,
+    length: int,
+    own: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sizes, "host_bytes", lambda: int(memory * GIB))
+    config = with_sizes(composed(*own))
+    assert (config.adapter is not None) is is_adapted
+    assert config.model.gradient_checkpointing is recomputes
+    assert config.train.max_length == length
+    assert (config.model.dtype, config.train.bf16, config.train.zero_stage) == ("float32", False, None)
+    assert (config.train.batch_size, config.train.global_batch) == (1, 4)
+    assert config.train.learning_rate == (2e-4 if is_adapted else 9e-5)
+    check_config(config)
+    assert with_sizes(config) == config
+
+
+def test_a_gpu_gets_longer_rows_in_larger_batches(own: list[str]) -> None:
+    loop = with_sizes(composed(*own, "plan.gpu=H100", "dry_run=true")).train
+    assert (loop.max_length, loop.batch_size, loop.global_batch) == (2048, 8, 8)
+    assert loop.bf16 and loop.zero_stage is None
+    eight = with_sizes(composed(*own, "plan.gpu=H100", "plan.num_gpus=8", "dry_run=true"))
+    assert (eight.train.batch_size, eight.train.global_batch, eight.train.zero_stage) == (1, 8, 1)
+    assert eight.model.dtype == "bfloat16" and not eight.train.bf16
+
+
+def test_values_that_are_given_stay_and_a_run_keeps_its_sizes(
+    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["train.batch_size=2", "train.learning_rate=0.5", "adapter.rank=8"]
+    config = with_sizes(composed(*own, *given))
+    assert config.adapter is not None and config.adapter.rank == 8
+    assert (config.train.batch_size, config.train.learning_rate, config.train.global_batch) == (2, 0.5, 4)
+    started = with_sizes(composed(*own))
+    (tmp_path / "out/run").mkdir(parents=True)
+    (tmp_path / "out/run/config.yaml").write_text(config_text(started))
+    monkeypatch.setattr(sizes, "host_bytes", lambda: GIB)
+    assert with_sizes(composed(*own)) == started, "another machine changes nothing"
+    assert with_sizes(composed(*own, "resume=never")).adapter is not None
+
+
+def test_little_data_gets_small_steps_and_no_data_is_reported_as_such(own: list[str], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 30)
+    assert with_sizes(composed(*own)).train.global_batch == 1
+    (tmp_path / "base/config.json").unlink()
+    (tmp_path / "data.jsonl").unlink()
+    with pytest.raises(UserError, match=r"(?s)has 2 problems.*model\.path.*data\.path"):
+        check_config(with_sizes(composed(*own)))
+    with pytest.raises(UserError, match=r"(?s)has 1 problem:.*train\.batch_size=0 must be at least 1"):
+        check_config(composed("recipe=tiny", "train.batch_size=0"))

@@ -1,0 +1,232 @@
+"""Sizes of a run that the configuration leaves open (`train.sizes=auto`), by the model, data and memory.
+
+The choice depends on what does not change from start to start: the memory of the device, not what is free of
+it. A run that is started again keeps the sizes that it was started with, also on another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from idlm.errors import UserError
+from idlm.semantics import PROJECTIONS
+from idlm.train.checkpoint.resume import RUN_FOLDER
+from idlm.train.checkpoint.same_run import CONFIG_FILE
+from idlm.train.config.check import CHOSEN
+from idlm.train.config.schema import AdapterConfig, LoopConfig, ModelConfig, TrainConfig
+from idlm.train.data.files import SUFFIXES, find_files
+from idlm.train.model.checks import window_problem
+from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup
+from idlm.train.planning.flops import TokenCounts
+from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, host_bytes, memory_plan, shape_of
+from idlm.train.planning.state import state_setup, state_terms
+
+log = logging.getLogger(__name__)
+MODEL_KEYS = ("dtype", "gradient_checkpointing")
+TRAIN_KEYS = ("bf16", "batch_size", "global_batch", "max_length", "learning_rate", "zero_stage")
+"""What is chosen, besides the adapter. A value that is not the default, or 0, was given and stays."""
+USABLE = 0.9
+GPU_LENGTH, CPU_LENGTH, SHORTEST = 4096, 1024, 256
+GPU_ROWS, CPU_ROWS, MAX_BATCH = 32, 4, 8
+"""Packed rows of a step, as far as the data suffices for `WANTED_STEPS`; and of a micro-batch."""
+WANTED_STEPS = 100
+BYTES_PER_TOKEN, PACKED = 4, 3
+"""Of text; and how much smaller compressed files and Parquet are."""
+ADAPTER_RATE, LARGE_RATE, LARGE_MODEL, HIGHEST_RATE = 2e-4, 1e-5, 8e9, 1e-3
+"""Learning rates: of an adapter; of a model of 8 B parameters, times the root of how much smaller one is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What the sizes depend on. `shape` None: only the weights are counted. `ends`: elements that go into and
+    come out of the layers of a LoRA.
+    """
+
+    shape: ModelShape | None
+    num_parameters: int
+    ends: int
+    longest: int
+
+
+def with_sizes(config: TrainConfig) -> TrainConfig:
+    """`config` with the sizes that it leaves open. One with a mistake, which is reported later, gets some."""
+    if config.train.sizes != "auto":
+        return config
+    chosen = _started_with(config)
+    if chosen is None:
+        chosen = replace(
+            config, train=replace(config.train, batch_size=1, max_length=CPU_LENGTH, learning_rate=LARGE_RATE)
+        )
+        with contextlib.suppress(UserError):
+            chosen = _fitting(config, _base(config))
+    filled = _filled(config, chosen)
+    log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_told(filled)))
+    return filled
+
+
+def _filled(config: TrainConfig, chosen: TrainConfig) -> TrainConfig:
+    """`config` with values of `chosen` where it has none."""
+
+    def open_values(
+        section: Any, keys: tuple[str, ...], default: Any, found: Any, name: str
+    ) -> dict[str, Any]:
+        left_open = {key: 0 if f"{name}.{key}" in CHOSEN else getattr(default, key) for key in keys}
+        return {key: getattr(found, key) for key in keys if getattr(section, key) == left_open[key]}
+
+    model = open_values(config.model, MODEL_KEYS, ModelConfig(), chosen.model, "model")
+    loop = open_values(config.train, TRAIN_KEYS, LoopConfig(), chosen.train, "train")
+    return replace(
+        config,
+        adapter=config.adapter or chosen.adapter,
+        model=replace(config.model, **model),
+        train=replace(config.train, **loop, sizes="given"),
+    )
+
+
+def _told(config: TrainConfig) -> Iterator[str]:
+    yield "full fine-tuning" if config.adapter is None else f"a LoRA of rank {config.adapter.rank}"
+    for name, keys, section in (("model", MODEL_KEYS, config.model), ("train", TRAIN_KEYS, config.train)):
+        values = {key: getattr(section, key) for key in keys}
+        yield from (f"{name}.{key}={value}" for key, value in values.items() if value not in (None, False))
+
+
+def _started_with(config: TrainConfig) -> TrainConfig | None:
+    """The sizes of the run in output_dir that this one continues; None where there is none."""
+    stored = Path(config.output_dir) / RUN_FOLDER / CONFIG_FILE
+    if config.resume == "never" or not stored.is_file():
+        return None
+    # A damaged file is reported where the whole configuration is compared.
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        values = yaml.safe_load(stored.read_text(encoding="utf-8"))
+        adapter = values["adapter"] and AdapterConfig(**values["adapter"])
+        model = {key: values["model"][key] for key in MODEL_KEYS}
+        loop = {key: values["train"][key] for key in TRAIN_KEYS}
+        model_config, loop_config = replace(config.model, **model), replace(config.train, **loop)
+        return replace(config, adapter=adapter, model=model_config, train=loop_config)
+    return None
+
+
+def _base(config: TrainConfig) -> Base:
+    from idlm.train.planning.dry_run import meta_model
+    from idlm.train.prepare import prepare_tokenizer
+
+    tokenizer = None if config.model.path is not None else prepare_tokenizer(config)
+    model = meta_model(config, tokenizer)
+    targets = PROJECTIONS if config.adapter is None else config.adapter.targets
+    linears = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
+    ]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or GPU_LENGTH
+    if window_problem(model.config, longest):
+        longest = model.config.sliding_window
+    return Base(
+        shape=shape_of(model),
+        num_parameters=sum(value.numel() for value in model.parameters()),
+        ends=sum(linear.in_features + linear.out_features for linear in linears),
+        longest=longest,
+    )
+
+
+def _fitting(config: TrainConfig, base: Base) -> TrainConfig:
+    """The largest length, and the first way to train, that fit into the memory; where none does, the least,
+    whose memory the checks and the plan refuse.
+    """
+    gpus, gpu, loop = num_gpus(config), gpu_name(config), config.train
+    available = USABLE * _device_bytes(gpu)
+    length = loop.max_length or min(base.longest, CPU_LENGTH if gpu is None else GPU_LENGTH)
+    batch, found = loop.batch_size or 1, None
+    while found is None:
+        ways = [_sized(way, length, batch) for way in _ways(config, gpus, on_gpu=gpu is not None)]
+        found = next((way for way in ways if _needed(way, base, gpus) <= available), None)
+        if found is None and (loop.max_length or length // 2 < SHORTEST):
+            found = ways[-1]
+        length //= 2
+    length = found.train.max_length
+    rows = max(1, _rows_of_step(config, length, CPU_ROWS if gpu is None else GPU_ROWS) // gpus)
+    while gpu is not None and not loop.batch_size and 2 * batch <= min(rows, MAX_BATCH):
+        if _needed(_sized(found, length, 2 * batch), base, gpus) > available:
+            break
+        batch *= 2
+    rate = ADAPTER_RATE
+    if found.adapter is None:
+        rate = min(HIGHEST_RATE, LARGE_RATE * math.sqrt(LARGE_MODEL / base.num_parameters))
+    global_batch = max(1, rows // batch) * batch * gpus if loop.accumulation == 1 else None
+    found = _sized(found, length, batch)
+    return replace(
+        found, train=replace(found.train, global_batch=global_batch, learning_rate=float(f"{rate:.0e}"))
+    )
+
+
+def _sized(config: TrainConfig, length: int, batch: int) -> TrainConfig:
+    return replace(config, train=replace(config.train, max_length=length, batch_size=batch))
+
+
+def _ways(config: TrainConfig, gpus: int, *, on_gpu: bool) -> Iterator[TrainConfig]:
+    """Ways to train, from the fastest for a model that fits to that with the least memory: all weights, or a
+    gated LoRA; with activations kept or computed again; the state on each GPU or in parts.
+    """
+    for adapter in (None, AdapterConfig()) if config.adapter is None else (config.adapter,):
+        is_sharded = on_gpu and gpus > 1
+        for zero_stage in ((1, 2, 3) if adapter is None else (None, 3)) if is_sharded else (None,):
+            for again in (False, True):
+                is_bf16 = on_gpu and (adapter is not None or zero_stage is not None)
+                chosen = replace(
+                    config,
+                    adapter=adapter,
+                    model=replace(
+                        config.model,
+                        dtype="bfloat16" if is_bf16 else "float32",
+                        gradient_checkpointing=again,
+                    ),
+                    train=replace(config.train, bf16=on_gpu and not is_bf16, zero_stage=zero_stage),
+                )
+                yield replace(_filled(config, chosen), adapter=adapter)
+
+
+def _needed(config: TrainConfig, base: Base, gpus: int) -> float:
+    """Bytes at the peak on one device, with every token a target."""
+    length, adapted = config.train.max_length, 0
+    if config.adapter is not None:
+        adapted = config.adapter.rank * base.ends
+    if base.shape is None:
+        weights = (adapted, base.num_parameters) if adapted else (base.num_parameters, 0)
+        return (
+            sum(term.num_bytes for term in state_terms(state_setup(config, world_size=gpus), *weights))
+            / USABLE
+        )
+    fed = TokenCounts(clean_rows=length, noisy_rows=length, clean_targets=length, noisy_targets=length)
+    setup = run_setup(config, 2 * length, fed, num_adapted=adapted, world_size=gpus)
+    plan = memory_plan(base.shape, setup)
+    return plan.peak_allocated if gpu_name(config) is None else plan.device_bytes
+
+
+def _device_bytes(gpu: str | None) -> int:
+    if gpu is None:
+        return host_bytes()
+    return DEVICE_BYTES.get(gpu) or torch.cuda.get_device_properties(0).total_memory
+
+
+def _rows_of_step(config: TrainConfig, length: int, most: int) -> int:
+    """Packed rows of a step: fewer than `most` where the data would give less than `WANTED_STEPS` steps."""
+    num_bytes = 0.0
+    for part in config.data.parts():
+        if part.source not in SUFFIXES:
+            return most
+        with contextlib.suppress(UserError, OSError):
+            for path in find_files(part.path, SUFFIXES[part.source]):
+                is_plain = path.suffix in (".jsonl", ".json")
+                num_bytes += path.stat().st_size * (1 if is_plain else PACKED)
+    rows = num_bytes / BYTES_PER_TOKEN / length * (config.train.epochs or 1)
+    return 2 ** int(math.log2(min(most, max(1.0, rows / WANTED_STEPS))))
