@@ -118,7 +118,7 @@ def test_what_lies_beside_any_shape_is_used(shape: str) -> None:
         "system_prompt": "s",
         "history": [["old", "reply"]],
         "tools": json.dumps([TOOL]),
-        "chat_template_kwargs": {"day": "Monday"},
+        "chat_template_kwargs": {"day": "Monday", "name": "x"},
         "enable_thinking": False,
         "id": 7,
     }
@@ -126,8 +126,8 @@ def test_what_lies_beside_any_shape_is_used(shape: str) -> None:
     assert read(BARE[shape] | beside) == {
         "messages": [{"role": "system", "content": "s"}, *old, *CHAT],
         "tools": [TOOL],
-        "template_kwargs": {"enable_thinking": False, "day": "Monday"},
-        "ignored": {"id"},
+        "template_kwargs": {"enable_thinking": False, "day": "Monday", "name": "x"},
+        "ignored": {"id", "enable_thinking", "chat_template_kwargs.day"},
     }
     empty = {"system": "", "history": [], "tools": "[]", "functions": None, "chat_template_kwargs": {}}
     assert read(BARE[shape] | empty) == read(BARE[shape])

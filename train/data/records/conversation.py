@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from idlm.errors import UserError
+from idlm.text.templates import all_template_text
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.names import HISTORY_KEY, MEDIA_KEYS, SYSTEM_KEYS, TEMPLATE_DICT, TEMPLATE_KEYS
@@ -57,9 +58,12 @@ class Conversation:
         return roles == ["user", "assistant"] and self.turns[-1].is_trained and not has_more
 
     def ignored_keys(self, encoder: Encoder) -> set[str]:
-        """Return the keys of turns that nothing reads, the template neither."""
-        read = _words(str(encoder.tokenizer.chat_template))
-        extra = frozenset[str]().union(*(turn.extra for turn in self.turns))
+        """Return the keys of turns, and the variables of the template, that nothing reads."""
+        read = _words(all_template_text(encoder.tokenizer))
+        variables = {
+            key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in self.template_kwargs
+        }
+        extra = variables.union(*(turn.extra for turn in self.turns))
         return {name for name in extra if name.rpartition(".")[2] not in read}
 
 

@@ -182,7 +182,7 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
             f"{', '.join(beside)} beside a prompt and its response needs a chat template",
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )
-    return conversation.samples(encoder, origin=origin), set()
+    return conversation.samples(encoder, origin=origin), conversation.ignored_keys(encoder)
 
 
 def _context(value: Any, key: str) -> list[Turn]:
