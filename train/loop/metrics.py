@@ -34,6 +34,7 @@ class MetricsWindow:
     """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
 
     `counts` are over all ranks, `sums` and `fed` of this rank, as in `StepLosses`; None before a first step.
+    `rate` is the learning rate of the step that runs or ran last.
     """
 
     step: int
@@ -41,6 +42,7 @@ class MetricsWindow:
     counts: Tensor | None = None
     sums: Tensor | None = None
     fed: Tensor | None = None
+    rate: float = 0.0
 
     def add(self, step: StepLosses) -> None:
         """Add an optimizer step."""
@@ -91,7 +93,7 @@ def metrics_record(
         **{f"{name}_loss": mean for name, mean in zip(trainer.step.objective.term_names, means, strict=True)},
         "clean_weight": float(step.weights[-1]),
         "acceptance": acceptance,
-        "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "learning_rate": window.rate,
         "gradient_norm": None if gradient_norm is None else float(gradient_norm),
         "first_item": window.step * global_batch,
         "last_item": state.global_step * global_batch - 1,

@@ -78,6 +78,11 @@ class Progress(TrainerCallback):
             )
             self._bar.start()
 
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        assert self.trainer is not None
+        # When the step ends, the optimizer has the rate of the next one already.
+        self._window.rate = self.trainer.optimizer.param_groups[0]["lr"]
+
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self.trainer is not None and self.trainer.step.losses is not None
         step = self.trainer.step.losses

@@ -72,9 +72,11 @@ class Curriculum:
 def rate_factor(step: int, *, curriculum: Curriculum, schedule: str, warmup: float, decay: float) -> float:
     """Return the learning rate of the 0-based optimizer step as a share of its peak.
 
-    `cosine`: a linear rise over the share `warmup` of the steps, then half a cosine to zero at the end of the
-    run. `cosine_per_stage`: the same in every stage, as if each were a job of its own. `wsd` (warm-up,
-    stable, decay): the peak after the rise, then a line to zero over the last share `decay` of the steps.
+    `cosine`: a linear rise to the peak over the share `warmup` of the steps, then half a cosine to zero at
+    the end of the run. `cosine_per_stage`: the same in every stage, as if each were a job of its own. `wsd`
+    (warm-up, stable, decay): the peak after the rise, then a line to zero over the last share `decay` of the
+    steps. Both zeros lie outside, before the first step and behind the last: every step trains, in a stage of
+    any length.
     """
     start, num_steps = 0, curriculum.num_steps
     if schedule == "cosine_per_stage" and step < num_steps:
@@ -83,10 +85,11 @@ def rate_factor(step: int, *, curriculum: Curriculum, schedule: str, warmup: flo
         num_steps = stage.num_steps
     step, num_rising = step - start, math.ceil(num_steps * warmup)
     if step < num_rising:
-        return step / num_rising
+        return (step + 1) / num_rising
     if schedule == "wsd":
         return min(1.0, max(0, num_steps - step) / max(1, math.ceil(num_steps * decay)))
-    # In this order the results are those of transformers' `get_cosine_schedule_with_warmup`, bit for bit.
+    # After the rise the results are those of transformers' `get_cosine_schedule_with_warmup`, bit for bit.
+    # Its own rise begins with a step at rate 0, which changes no weight.
     progress = (step - num_rising) / max(1, num_steps - num_rising)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
 

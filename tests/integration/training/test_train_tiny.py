@@ -228,7 +228,7 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
     model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
     num_warmup = torch.tensor(config.train.warmup * curriculum.num_steps).ceil().item()
-    losses = []
+    losses, rates = [], []
     for step in range(curriculum.num_steps):
         batch = collate([data[2 * step], data[2 * step + 1]])
         runner = HiddenStates(model)
@@ -243,7 +243,9 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
         scale = (mask_loss / clean_loss).detach() if weight is None else weight
         share = (step - num_warmup) / (curriculum.num_steps - num_warmup)
         factor = (
-            step / num_warmup if step < num_warmup else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
+            (step + 1) / num_warmup
+            if step < num_warmup
+            else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
         )
         optimizer.param_groups[0]["lr"] = config.train.learning_rate * float(factor)
         optimizer.zero_grad()
@@ -251,7 +253,9 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
         optimizer.step()
         losses.append((float(mask_loss.detach()), float(clean_loss.detach())))
+        rates.append(optimizer.param_groups[0]["lr"])
     trained = [(record["mask_loss"], record["clean_loss"]) for record in metrics_of(finished)]
+    assert [record["learning_rate"] for record in metrics_of(finished)] == pytest.approx(rates)
     torch.testing.assert_close(torch.tensor(trained), torch.tensor(losses), atol=1e-5, rtol=1e-5)
 
 

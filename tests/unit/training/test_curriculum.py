@@ -85,7 +85,23 @@ def test_a_cosine_is_that_of_transformers_bit_for_bit(warmup: float) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     expected = get_cosine_schedule_with_warmup(optimizer, math.ceil(9 * warmup), 9).lr_lambdas[0]
     settings = {"curriculum": curriculum, "schedule": "cosine", "warmup": warmup, "decay": 0.2}
-    assert [rate_factor(step, **settings) for step in range(10)] == [expected(step) for step in range(10)]
+    rise = math.ceil(9 * warmup)
+    rates = [rate_factor(step, **settings) for step in range(10)]
+    assert rates[rise:] == [expected(step) for step in range(rise, 10)]
+    # Ours rises to the peak in as many steps and does not begin with one that changes nothing.
+    assert rates[:rise] == [expected(step + 1) for step in range(rise)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5])
+def test_every_step_of_stages_of_any_length_trains(schedule: str, warmup: float) -> None:
+    for lengths in ((1,), (1, 1, 1), (2, 1, 3), (1, 40)):
+        stages = tuple(
+            Stage(index=i, stride=2, num_steps=num, clean_weight=0.2) for i, num in enumerate(lengths)
+        )
+        settings = {"curriculum": Curriculum(stages=stages, global_batch=1), "schedule": schedule}
+        rates = [rate_factor(step, **settings, warmup=warmup, decay=0.2) for step in range(sum(lengths))]
+        assert min(rates) > 0 and max(rates) == 1.0
 
 
 def test_other_schedules_give_late_stages_their_share() -> None:
@@ -104,7 +120,7 @@ def test_other_schedules_give_late_stages_their_share() -> None:
     per_stage = {"curriculum": curriculum, "schedule": "cosine_per_stage", "warmup": 0.0, "decay": 0.4}
     assert [step for step in range(9) if rate_factor(step, **per_stage) == 1.0] == [0, 3, 5]
     stable = {"curriculum": curriculum, "schedule": "wsd", "warmup": 0.12, "decay": 0.4}
-    assert [rate_factor(step, **stable) for step in range(9)] == [0, 0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert [rate_factor(step, **stable) for step in range(9)] == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
 def test_items_do_not_depend_on_how_the_global_batch_is_split() -> None:
