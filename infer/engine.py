@@ -93,8 +93,10 @@ class Engine:
         `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, ...) and of the decoder's
         Config (for isd: stride, rejection_strategy, acceptance). `accelerators` may be a name, a list of
         names, or options by name: {"mage": {"k": 256}}. With `tensor_parallel=n` the engine starts n-1 more
-        processes, which end with `close` or with this process. Raises UserError for any unusable option.
+        processes, which end with `close` or with this process. `~` is the home in `path` and `base`. Raises
+        UserError for any unusable option.
         """
+        path = Path(path).expanduser()
         checked = check_options(decoder, options)
         if checked.settings.tensor_parallel == 1:
             return cls(build(path, checked))

@@ -30,7 +30,7 @@ class EngineSettings:
     dtype: str = option("auto (the checkpoint's), float32, bfloat16, float16", "auto")
     mask_token_id: int | None = option("overrides the checkpoint's mask token", None)
     base: str | None = option(
-        "base model of a gated adapter; null is the path in its adapter_config.json", None
+        "base model of a gated adapter; null is the path in its adapter_config.json", None, is_path=True
     )
     accelerators: dict[str, Any] | list[str] | str | None = option(
         "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []

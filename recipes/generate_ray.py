@@ -2,7 +2,7 @@
 
     python recipes/generate_ray.py model=PATH input=prompts.parquet output=FOLDER sampling.max_tokens=512
 
-`input=` is JSON lines (or .gz) or Parquet, in the form of `idlm-generate`, or a folder of such files. It is
+`input=` is JSON lines or Parquet, in the form of `idlm-generate`, or a folder of such files. It is
 cut into parts of `rows_per_part` rows. An engine answers a part as `idlm-generate input= output= resume=true`
 would, into FOLDER/part-00000.jsonl: the records have the same fields, `cat FOLDER/part-*.jsonl` has the order
 of the input, and a job that is started again answers only what is missing. Every row has a random stream of
@@ -29,7 +29,7 @@ from idlm.cli import command
 from idlm.config.schema import option
 from idlm.contracts import plain_value
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, unpacked
+from idlm.files.paths import DAMAGE, PACKINGS, unpacked
 from idlm.infer.cli.batch import answer_lines, resume_state
 from idlm.infer.cli.config import EngineArguments, GenerateConfig, read_arguments
 from idlm.infer.cli.fingerprint import RunConfig, run_config
@@ -37,7 +37,7 @@ from idlm.infer.cli.output import exclusive_output
 from idlm.infer.cli.progress import Tally
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_line
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".jsonl", *(f".jsonl{packing}" for packing in PACKINGS), ".parquet")
 NOT_HERE = ("prompt", "describe", "overwrite", "resume", "system")
 """Options of `idlm-generate` that a job does not have."""
 
@@ -271,7 +271,11 @@ def _rows(part: Part) -> Iterator[bytes]:
         return
     with path.open("rb") as file:
         lines = unpacked(file, path)
-        lines.seek(part.offset)
+        if lines.seekable():
+            lines.seek(part.offset)
+        else:
+            for _ in range(part.first - 1):
+                lines.readline()
         for _ in range(part.num_rows):
             yield lines.readline()
 

@@ -17,6 +17,7 @@ import yaml
 from idlm.config import schema as schemas
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
+from idlm.files.paths import expand_home
 
 T = TypeVar("T")
 CONF_DIR = Path(__file__).parents[1] / "conf"
@@ -53,7 +54,7 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     if len(chosen) == 2:
         problems.append(f"{FROZEN}={chosen[FROZEN]} is a whole configuration; {RECIPE} cannot be added")
     frozen = FROZEN in chosen
-    file = Path(chosen[FROZEN]).expanduser() if frozen else conf_dir / f"{config_name}.yaml"
+    file = _file(chosen[FROZEN]) if frozen else conf_dir / f"{config_name}.yaml"
     layers = [_read_yaml(file, kind="configuration")]
     try:
         if chosen.get(RECIPE) and not frozen:
@@ -79,6 +80,27 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
             fix="correct these keys on the command line or in the recipe; --help lists every key",
         )
     return config
+
+
+def _yaml_content(text: str) -> Any:
+    """Return the content of YAML. OmegaConf reads 1e-5 as a number, as users mean it; PyYAML as text."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.create(text))
+
+
+class _Writer(yaml.SafeDumper):
+    """Puts text such as 1e-5, which `_yaml_content` would read as a number, in quotes."""
+
+
+_Writer.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9._]*[0-9][0-9._]*[eE][-+]?[0-9]+"), list("-+.0123456789")
+)
+
+
+def yaml_text(values: dict[str, Any]) -> str:
+    """Return plain data as YAML, which `config=FILE` reads as the same values."""
+    return yaml.dump(values, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 def recipes(conf_dir: Path = CONF_DIR) -> list[str]:
@@ -124,15 +146,11 @@ def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
 
     UserError IDLM-0104 without the file, IDLM-0105 for other content.
     """
-    from omegaconf import OmegaConf
-
     if not path.is_file():
         raise UserError("IDLM-0104", f"there is no {kind} file {path}", fix="check the path")
     try:
         text = path.read_text(encoding="utf-8")
-        # OmegaConf reads 1e-5 as a number, as users mean it; PyYAML, which wrote configurations, as text.
-        is_recipe = kind == RECIPE
-        content: Any = OmegaConf.to_container(OmegaConf.create(text)) if is_recipe else yaml.safe_load(text)
+        content = _yaml_content(text)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError("IDLM-0105", f"{path} is not YAML: {error}", fix="correct the file") from error
     if not isinstance(content, dict):
@@ -140,10 +158,17 @@ def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
     return content
 
 
+def _file(given: str) -> Path:
+    try:
+        return Path(expand_home(given))
+    except ValueError as error:
+        raise UserError("IDLM-0104", f"there is no file {given}: {error}", fix="check the path") from error
+
+
 def _recipe_path(recipe: str, conf_dir: Path) -> Path:
     """Return the file of a recipe that is given by name or by path."""
     if "/" in recipe or recipe.endswith((".yaml", ".yml")):
-        return Path(recipe).expanduser()
+        return _file(recipe)
     if recipe not in (names := recipes(conf_dir)):
         raise UserError(
             "IDLM-0104",
@@ -235,7 +260,9 @@ def _parse(override: Override, annotation: Any) -> Any:
 
 
 def parse_value(key: str, text: str) -> Any:
-    """Return the value of `key=text` in Hydra's override grammar; UserError IDLM-0101 if it has none."""
+    """Return the value of `key=text` in Hydra's override grammar, or of a list or mapping in YAML, whose
+    plain text may have more characters, such as those of paths. UserError IDLM-0101 if it has none.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -243,6 +270,11 @@ def parse_value(key: str, text: str) -> Any:
         parsed = OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException as error:
         hint = "; write a list as [a,b]" if "," in text else ""
+        if text.lstrip()[:1] in ("[", "{"):
+            try:
+                return _yaml_content(text)
+            except (yaml.YAMLError, ValueError):
+                hint = "; put quotes around text with commas, brackets or #"
         message = f"{key}: cannot read the value {text!r}{hint}"
         raise UserError("IDLM-0101", message, fix="quote the value") from error
     if parsed.is_sweep_override():

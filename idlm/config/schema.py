@@ -17,18 +17,20 @@ from typing import Any, Literal
 
 from idlm.config.suggest import ALIASES, nearest, renamed
 from idlm.errors import UserError
+from idlm.files.paths import expand_home
 
 ITEM = "*"
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
 
 
-def option(text: str, default: Any, *, reset_by: Sequence[str] = ()) -> Any:
+def option(text: str, default: Any, *, is_path: bool = False, reset_by: Sequence[str] = ()) -> Any:
     """Return a dataclass field with the help text that the command line shows. A list or dict default is
-    copied. `reset_by`: fields beside it that, given in a recipe or on the command line without this one, put
+    copied. In text that is a path, `~` and `~user` mean a home, whichever shell or file it comes from.
+    `reset_by`: fields beside it that, given in a recipe or on the command line without this one, put
     it back to its default: what a lower layer says was meant for other values of them.
     """
-    metadata = {"help": text, "reset_by": tuple(reset_by)}
+    metadata = {"help": text, "is_path": is_path, "reset_by": tuple(reset_by)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -163,6 +165,11 @@ def build(
         key = f"{prefix}{name}"
         if name in data and data[name] != "???":
             values[name] = _convert(data[name], annotation, key, problems, root)
+            if field.metadata.get("is_path") and isinstance(values[name], str):
+                try:
+                    values[name] = expand_home(values[name])
+                except ValueError as error:
+                    problems.append(f"{key}: {error}")
         elif _default_of(field) is MISSING:
             problems.append(f"{key} is missing: it needs {describe_type(annotation)}")
     if len(problems) > before:

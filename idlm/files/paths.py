@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +16,21 @@ from typing import BinaryIO, cast
 
 from idlm.errors import UserError
 
-DAMAGE = (EOFError, OSError, zlib.error, UnicodeDecodeError)
+DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 """What reading a damaged or truncated file raises."""
+PACKINGS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd"}
+"""Endings of compressed files, and how their content begins. No JSON begins so."""
+
+
+def expand_home(path: str) -> str:
+    """Return the path with a leading `~` or `~user` replaced by that home.
+
+    ValueError where no such home is known, else a mistyped name would become a new folder.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded == path and path.startswith("~"):
+        raise ValueError(f"{path.split('/')[0]} is the home of no known user; write ./{path} for such a name")
+    return expanded
 
 
 @contextmanager
@@ -26,9 +43,34 @@ def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[
         raise UserError(code, f"cannot open {failed!r}: {error.strerror}", fix=fix) from error
 
 
+def packing(file: BinaryIO, path: Path) -> str | None:
+    """Return the key of PACKINGS of an open file, by its content and else by its name; None: plain text."""
+    head = cast(io.BufferedReader, file).peek(8)
+    found = next((suffix for suffix, magic in PACKINGS.items() if head.startswith(magic)), path.suffix)
+    return found if found in PACKINGS else None
+
+
 def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
-    """Return the content of an open file: decompressed where `path` ends in `.gz`, else the file itself."""
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+    """Return the content of an open file: decompressed where it is compressed, else the file itself.
+
+    Reading what is cut short or damaged raises one of DAMAGE. Only `.zst` cannot be positioned.
+    """
+    kind = packing(file, path)
+    if kind is not None and not cast(io.BufferedReader, file).peek(1):
+        raise EOFError("the file is empty")
+    if kind == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if kind == ".bz2":
+        return cast(BinaryIO, bz2.BZ2File(file))
+    if kind == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(file))
+    if kind == ".zst":
+        # Python's own module for it is of a later version than 3.11.
+        import pyarrow
+
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+        return cast(BinaryIO, io.BufferedReader(stream))
+    return file
 
 
 def json_problem(error: Exception) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from idlm.config.compose import compose, parse_value
-from idlm.config.schema import option
+from idlm.config.schema import fields_of, option
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.progress import loading
@@ -39,12 +39,13 @@ class GenerateConfig(EngineSettings):
         False,
     )
 
-    model: str | None = option("checkpoint directory", None)
+    model: str | None = option("checkpoint directory", None, is_path=True)
     prompt: list[str] = option("prompts; also -p TEXT", [])
     input: str | None = option(
-        'JSON lines (or .gz), {"prompt": "..."} each, or prompt_ids, or messages; optional: sampling, and a '
-        "unique id (default: the line number)",
+        'JSON lines (may be compressed), {"prompt": "..."} each, or prompt_ids, or messages; optional: '
+        "sampling, and a unique id (default: the line number)",
         None,
+        is_path=True,
     )
     drop_last_turn: bool = option(
         "if messages in input= end in an assistant turn, answer that turn again; false refuses them", False
@@ -52,7 +53,7 @@ class GenerateConfig(EngineSettings):
     carry_keys: bool = option(
         "copy unknown keys of input= to the records of output=; false refuses them", False
     )
-    output: str | None = option("JSON lines, one completion each; null prints text", None)
+    output: str | None = option("JSON lines, one completion each; null prints text", None, is_path=True)
     overwrite: bool = option("replace an existing output file", False)
     resume: bool = option(
         "continue an interrupted run from <output>.partial, or a finished output, and answer failed prompts "
@@ -168,9 +169,9 @@ def check_paths(config: EngineSettings) -> None:
     """Raise UserError IDLM-0438 without model= (or url=, for clients), IDLM-0464 for an empty path, such as
     that of an unset shell variable, and IDLM-0439 for an option of a file that is not given.
     """
-    for name in ("model", "base", "input", "output", "data", "fewshot_data"):
-        value = getattr(config, name, None)
-        if value is not None and not value.strip():
+    for name, (known, _) in fields_of(type(config)).items():
+        value = getattr(config, name)
+        if known.metadata.get("is_path") and value is not None and not value.strip():
             raise UserError(
                 "IDLM-0464", f"{name}={value!r} is empty", fix=f"give a path, or leave {name}= out"
             )

@@ -52,8 +52,8 @@ def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, place: str) 
 def read_prompts(
     path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> Iterator[PromptLine]:
-    """Yield the requests of a file (also `.gz`). `sampling` applies where a line sets nothing else; blank
-    lines are skipped.
+    """Yield the requests of a file, which may be compressed. `sampling` applies where a line sets nothing
+    else; blank lines are skipped.
 
     `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` keeps unknown keys
     for the output record. Without them both are refused. UserError with file and line number for a line that

@@ -26,7 +26,7 @@ class ChatConfig(EngineSettings):
     """`idlm-chat`. Raises UserError IDLM-0440 for several answers per turn, IDLM-0215 without the chat
     template."""
 
-    model: str | None = option(MODEL, None)
+    model: str | None = option(MODEL, None, is_path=True)
     url: str | None = option(
         "address of a server with OpenAI's interface, such as http://127.0.0.1:8000", None
     )
@@ -53,7 +53,7 @@ class BenchConfig(EngineSettings):
     each other.
     """
 
-    model: str | None = option(MODEL, None)
+    model: str | None = option(MODEL, None, is_path=True)
     url: list[str] = option("addresses of servers with OpenAI's interface; ratios are over the first", [])
     api_key: str | None = option(API_KEY, None)
     api: Literal["engine", "http"] = option(
@@ -85,9 +85,9 @@ class BenchConfig(EngineSettings):
     )
     ignore_eos: bool = option("answers have their whole length; false leaves the field out of requests", True)
     timeout: float = option("seconds until a request fails", 600.0)
-    output: str | None = option("JSON lines, one for each arm and load", None)
+    output: str | None = option("JSON lines, one for each arm and load", None, is_path=True)
     overwrite: bool = option("replace an existing output file", False)
-    plot: str | None = option("figure of all loads (.png, .svg or .pdf)", None)
+    plot: str | None = option("figure of all loads (.png, .svg or .pdf)", None, is_path=True)
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

@@ -14,13 +14,15 @@ from idlm.infer.settings import EngineSettings
 class EvaluateConfig(EngineSettings):
     """`idlm-eval`: answers a task of idlm.tasks or of a file, with a baseline for comparison."""
 
-    model: str | None = option("checkpoint directory", None)
+    model: str | None = option("checkpoint directory", None, is_path=True)
     task: str = option(
         "a generated task (ledger, trace, recall), or one whose problems are in data= (gsm8k, math500, "
         "humaneval, mbpp)",
         "ledger",
     )
-    data: str | None = option("the task's problems, as published: JSON lines (or .gz) or a JSON list", None)
+    data: str | None = option(
+        "the task's problems, as published: JSON lines (may be compressed) or a JSON list", None, is_path=True
+    )
     harness: Literal["idlm", "lm_eval"] = option(
         "lm_eval runs a task of lm-eval on the file data=, with its own prompts and metrics (extra: eval)",
         "idlm",
@@ -28,6 +30,7 @@ class EvaluateConfig(EngineSettings):
     fewshot_data: str | None = option(
         "harness=lm_eval: the file of the examples in a prompt; null is none, unless the task writes them",
         None,
+        is_path=True,
     )
     allow_code: bool = option("run programs that the model writes, in a sandbox (humaneval, mbpp)", False)
     level: str = option("level of a generated task", "tiny")
@@ -39,6 +42,8 @@ class EvaluateConfig(EngineSettings):
         "auto",
     )
     compare: list[str] = option("more decoders, each with options: NAME:OPTION:VALUE", [])
-    output: str | None = option("JSON lines with every completion and whether it is correct", None)
+    output: str | None = option(
+        "JSON lines with every completion and whether it is correct", None, is_path=True
+    )
     overwrite: bool = option("replace an existing output file", False)
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -88,7 +88,7 @@ def verdict_of(*, is_correct: bool, reason: str) -> Verdict:
 
 
 def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]:
-    """Yield the objects of a file: JSON lines (also `.gz`), or one JSON list."""
+    """Yield the objects of a file: JSON lines (may be compressed), or one JSON list."""
     fields = task.fields
     fix = f"give data=FILE with the problems of {name}; nothing is downloaded"
     with translate_path_errors("IDLM-0481", path, fix=fix):

@@ -21,7 +21,7 @@ class ServeConfig(EngineSettings):
         "CUDA graphs captured before the first request: auto, as many as 20 s allow; full, all; off, none",
         "auto",
     )
-    model: str | None = option("checkpoint directory", None)
+    model: str | None = option("checkpoint directory", None, is_path=True)
     served_model_name: str | None = option("the model's name for clients; null is the directory's", None)
     host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")
     port: int = option("port to listen on; 0 takes a free one", 8000)

@@ -33,7 +33,7 @@ free_port() {
 # freeze ARGUMENT...: the path of the composed configuration; under DRY=1 what would print it.
 freeze() {
     if [ "${DRY:-0}" = 1 ]; then
-        echo "\$($PYTHON -m idlm.train.config.freeze $(quoted "$@"))"
+        echo "\$($(quoted "$PYTHON" -m idlm.train.config.freeze "$@"))"
     else
         "$PYTHON" -m idlm.train.config.freeze "$@"
     fi

@@ -16,5 +16,12 @@ if [ ! -r "$HOSTFILE" ]; then
     exit 2
 fi
 config=$(freeze "$@")
+# DeepSpeed hands the command to the shells of the other nodes without quotes that would guard these.
+special='['"'"'"\\$`;&|<>()*?#~!{}]|\[|\]'
+if [ "${DRY:-0}" != 1 ] && [[ $config =~ $special || $PWD =~ [[:space:]] || $PWD =~ $special ]]; then
+    echo "DeepSpeed's launcher cannot pass on the path $config from the folder $PWD: give an output_dir and a folder" \
+        "without quotes, brackets and other special characters, or use torchrun.sh or slurm.sh" >&2
+    exit 2
+fi
 run "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --master_port "${PORT:-$(free_port)}" \
     --no_local_rank --module idlm.train.cli "config=$config"

@@ -47,3 +47,29 @@ def test_several_nodes(tmp_path: Path) -> None:
         dry("torchrun.sh", NODES="2", RENDEZVOUS="a:29500")
     with pytest.raises(subprocess.CalledProcessError):
         dry("hosts.sh", HOSTFILE=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("odd", ['it\'s a "b" $HOME `x`', "é (1) #[2]", "a b"])
+def test_paths_arrive_as_they_are_written(tmp_path: Path, odd: str) -> None:
+    folder = tmp_path / odd
+    folder.mkdir()
+    python, frozen, given = folder / "python", folder / "c.yaml", f"data.path={folder / 'd.jsonl'}"
+    freezes = '[ "$2" = idlm.train.config.freeze ] && set -- "$FROZEN"'
+    python.write_text(f'#!/bin/sh\n{freezes}\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    settings = {"PYTHON": str(python), "FROZEN": str(frozen)}
+    assert dry("one_node.sh", given, **settings, DRY="0").splitlines()[-1] == f"config={frozen}"
+    printed = dry("one_node.sh", given, **settings)
+    pasted = subprocess.run(
+        ["bash", "-c", printed], env=os.environ | settings, capture_output=True, text=True, check=True
+    )
+    assert pasted.stdout.splitlines()[-1] == f"config={frozen}"
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("a slots=8\nb slots=8\n")
+    if odd == "a b":
+        told = dry("hosts.sh", given, **settings, HOSTFILE=str(hosts), DRY="0", PORT="1")
+        assert told.splitlines()[-1] == f"config={frozen}"
+    else:
+        with pytest.raises(subprocess.CalledProcessError, match="status 2") as caught:
+            dry("hosts.sh", given, **settings, HOSTFILE=str(hosts), DRY="0", PORT="1")
+        assert f"cannot pass on the path {frozen}" in caught.value.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from idlm.cli.help import describe, is_leaf
 from idlm.config import schema as schemas
-from idlm.config.compose import compose, recipes
+from idlm.config.compose import compose, recipes, yaml_text
 from idlm.errors import UserError
 
 
@@ -114,6 +114,10 @@ def test_defaults_file_recipe_and_overrides_win_in_this_order(conf: Path) -> Non
         ("stages=[{stride: 5},{}]", "stages", [StageSchema(stride=5), StageSchema()]),
         ("output_dir=/a b/c=d(1),e", "output_dir", "/a b/c=d(1),e"),
         ("output_dir=007", "output_dir", "007"),
+        ("output_dir=it's #1 [é]{x}", "output_dir", "it's #1 [é]{x}"),
+        ("lora={target: [~/a (1)/b=c.x, it's é]}", "lora.target", ("~/a (1)/b=c.x", "it's é")),
+        ("lora={target: ['a, b #1 [c]', \"it's\"]}", "lora.target", ("a, b #1 [c]", "it's")),
+        ("arguments={path: /a(1)/b=c, eps: 1e-5}", "arguments", {"path": "/a(1)/b=c", "eps": 1e-5}),
         ("output_dir='quoted'", "output_dir", "quoted"),
         ("model_path=x/y", "model_path", "x/y"),
     ],
@@ -176,6 +180,21 @@ def test_all_problems_come_in_one_error(conf: Path) -> None:
 
 def test_a_folder_is_not_taken_for_a_key_that_the_command_lacks(conf: Path) -> None:
     assert f"cannot read '{conf}'; write key=value" in refused(conf, str(conf))
+
+
+def test_a_written_configuration_is_read_as_the_same_values(conf: Path, tmp_path: Path) -> None:
+    texts = {"t": ["1e-5", "1E5", "007", "~", "on", "2020-01-01", "é #x: y", " ", "a\nb"]}
+    values = {"arguments": texts | {"x": 1e-5, "y": 1e300, "z": [1e-9, "1e-9"]}, "model_path": "m" * 200}
+    file = tmp_path / "written.yaml"
+    file.write_text(yaml_text(values), encoding="utf-8")
+    assert "é" in file.read_text(encoding="utf-8")
+    read = fixture(conf, f"config={file}")
+    assert (read.arguments, read.model_path) == (values["arguments"], values["model_path"])
+    rates = "{learning_rate: 1e-5, betas: [9e-1, 1E0]}"
+    file.write_text(f"model_path: m\noptimizer: {rates}\narguments: {{a: 2e-3}}\n")
+    read = fixture(conf, f"config={file}")
+    assert (read.optimizer.learning_rate, read.optimizer.betas) == (1e-5, (0.9, 1.0))
+    assert read.arguments == {"a": 2e-3}
 
 
 @pytest.mark.parametrize(
