@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from idlm.files.disk import replace_text
 from idlm.lora import AdapterSpec, base_identity
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
 from idlm.train.checkpoint.resume import RUN_FOLDER
+from idlm.train.config.data import held_out_config
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
 from idlm.train.data.dataset import PackedDataset
@@ -257,7 +258,8 @@ def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarr
     Whole records are held out, so that turns of one conversation stay together. Raises UserError IDLM-0552
     where no sample is left to train on.
     """
-    if config.every is None or config.path is not None or source.num_samples is None:
+    is_given = config.path is not None or config.split is not None
+    if config.every is None or is_given or source.num_samples is None:
         return None
     records = source.records() if isinstance(source, CountedSource) else np.arange(source.num_samples)
     chance = np.random.default_rng([seed, source.num_samples]).random(source.num_samples)
@@ -280,14 +282,14 @@ def _open(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
 
 
 def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
-    """Open `eval.path` (of an hf dataset its validation split), or the validation split of a task."""
-    if config.eval.path is None and not has_splits(config.data.source):
+    """Open `eval.path`, `eval.split` of an hf dataset, or the validation split of a task."""
+    if (config.eval.path, config.eval.split) == (None, None) and not has_splits(config.data.source):
         raise UserError(
             "IDLM-0552",
             f"the endless source {config.data.source} has no samples to hold out",
             fix="give eval.path with held-out data, or eval.every=null",
         )
-    data = replace(config.data, path=config.eval.path, split="validation", sources=[])
+    data = held_out_config(config.data, config.eval.path, config.eval.split)
     return _open(data, encoder, output_dir=config.output_dir)
 
 

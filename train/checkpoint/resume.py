@@ -15,12 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from idlm.checkpoint import MANIFEST, read_json, verify
+from idlm.config.compose import yaml_text
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.publish import clear_stale
+from idlm.train.checkpoint.inputs import store_inputs
 from idlm.train.checkpoint.same_run import CONFIG_FILE, RunShape, require_same_config, require_same_shape
 from idlm.train.config.schema import AdapterConfig, TrainConfig
 
@@ -77,6 +77,7 @@ def store_config(config: TrainConfig) -> None:
     try:
         (run / FINISHED_FILE).unlink(missing_ok=True)
         replace_text(run / CONFIG_FILE, config_text(config))
+        store_inputs(run, asdict(config))
     except OSError as error:
         raise UserError(
             "IDLM-0515",
@@ -134,7 +135,7 @@ def _published(config: TrainConfig) -> dict[str, Any]:
 
 def config_text(config: TrainConfig) -> str:
     """Return the whole configuration as YAML, which `idlm-train config=FILE` reads."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
+    return yaml_text(asdict(config))
 
 
 def _defaults() -> dict[str, Any]:

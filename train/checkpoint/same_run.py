@@ -10,6 +10,7 @@ import yaml
 
 from idlm.checkpoint import read_json
 from idlm.errors import UserError
+from idlm.train.checkpoint.inputs import with_paths_of
 
 CONFIG_FILE = "config.yaml"
 SHAPE_FILE = "shape.json"
@@ -45,7 +46,8 @@ class RunShape:
 
 def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -> None:
     """Raise UserError IDLM-0507 where the configuration `now_text` (YAML) trains another model than the run
-    in the folder `run` was started with; `defaults` are those of options.
+    in the folder `run` was started with; `defaults` are those of options. Paths may differ where they hold
+    the same.
     """
     path = run / CONFIG_FILE
     if not path.is_file():
@@ -66,16 +68,19 @@ def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -
         else value
         for key, value in stored.items()
     }
-    before, now = _comparable(completed), _comparable(yaml.safe_load(now_text))
+    given = yaml.safe_load(now_text)
+    moved, changed = with_paths_of(completed, given, run)
+    before, now = _comparable(moved), _comparable(given)
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys(), key=str)
         if before.get(key) != now.get(key)
     ]
     if differing:
+        content = f"; what {' and '.join(changed)} holds differs" if changed else ""
         raise UserError(
             "IDLM-0507",
-            f"{run} holds a run with another configuration: {'; '.join(differing)}",
+            f"{run} holds a run with another configuration: {'; '.join(differing)}{content}",
             fix="give the same values to continue it, another output_dir, or resume=never to set it aside",
         )
 

@@ -20,7 +20,7 @@ from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.checkpoint.writer import SAVE_MODES
-from idlm.train.config.data import DataConfig
+from idlm.train.config.data import DataConfig, held_out_config
 from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import TASK_TOKENIZER, StageConfig, TrainConfig, missing_keys, refuse_problems
 from idlm.train.config.unused import FILE_SOURCES, objective_has, unused_options, value_of
@@ -89,6 +89,7 @@ def check_config(config: TrainConfig) -> None:
             *_stage_problems(config),
             *_stop_problems(config),
             *data_problems(config.data, config.eval.path),
+            *_split_problems(config),
             *_deepspeed_problems(config),
             *unused_options(config),
             *_path_problems(config),
@@ -283,6 +284,17 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     except ValueError:
         problems.append(f"data.date={data.date!r} is not a day: write YYYY-MM-DD")
     return problems + (_mixture_problems(data) if data.sources else [])
+
+
+def _split_problems(config: TrainConfig) -> list[str]:
+    held_out = held_out_config(config.data, config.eval.path, config.eval.split)
+    is_given = (config.eval.path, config.eval.split) != (None, None) and config.eval.every is not None
+    if config.data.source != "hf" or not is_given or held_out.split != held_out.trained_split:
+        return []
+    return [
+        f"eval.split={held_out.split} of {held_out.path} is trained on: name another, or leave eval.path "
+        "and eval.split out, so that eval.holdout holds out a share"
+    ]
 
 
 def _mixture_problems(data: DataConfig) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from idlm.config.schema import option
 from idlm.train.data.files import source_of
@@ -13,13 +14,15 @@ OWN_DATA = ("path", "sources")
 """Given, they are what a run reads, whatever source a recipe has."""
 MAX_DEFAULT_WORKERS = 8
 """Processes that tokenise when `data.workers` is not given, on a machine with more cores."""
+DEFAULT_SPLITS = ("train", "validation")
+"""Splits of an hf dataset that are trained on and evaluated where none is given."""
 
 
 @dataclass(kw_only=True)
 class SourceConfig:
     """One of several sources; what it leaves out is that of `data`."""
 
-    path: str | None = option("file, folder or pattern; for hf a folder or a hub name", None)
+    path: str | None = option("file, folder or pattern; for hf a folder or a hub name", None, is_path=True)
     weight: float = option("share of the samples, relative to the other sources", 1.0)
     source: str | None = option(
         "jsonl, parquet or hf; null: data.source, by the path where that is auto", None
@@ -32,14 +35,19 @@ class SourceConfig:
 class DataConfig:
     """The training data."""
 
+    section: ClassVar[str] = "data"
+    """The section of the configuration that `path` and `split` come from."""
+
     source: str = option(
         "a registered source: jsonl, parquet, hf (a saved dataset) or task; auto: what path or sources hold",
         AUTO_SOURCE,
         reset_by=OWN_DATA,
     )
-    path: str | None = option("file, folder or pattern of the source; for hf a folder or a hub name", None)
+    path: str | None = option(
+        "file, folder or pattern of the source; for hf a folder or a hub name", None, is_path=True
+    )
     sources: list[SourceConfig] = option("sources to mix by weight, in place of path", [])
-    split: str = option("split of an hf dataset", "train")
+    split: str = option("split of an hf dataset", DEFAULT_SPLITS[0])
     shape: str = option(
         "shape of the records: messages, sharegpt, pair, alpaca, calls, preference (its chosen answers), "
         "text, answers; auto: as the first record",
@@ -71,7 +79,7 @@ class DataConfig:
         None,
     )
     cache_dir: str | None = option(
-        "folder of tokenised data; null: the folder data_cache next to output_dir", None
+        "folder of tokenised data; null: the folder data_cache next to output_dir", None, is_path=True
     )
 
     def __post_init__(self) -> None:
@@ -91,3 +99,37 @@ class DataConfig:
             given = {name: value for name, value in given.items() if value is not None or name == "path"}
             parts.append(replace(self, sources=[], **given))
         return parts
+
+    def split_fix(self, splits: Sequence[str]) -> str:
+        """Return what to do where an hf dataset has `splits`, and not the one that is asked for."""
+        return f"set data.split to one of: {', '.join(splits)}"
+
+
+@dataclass(kw_only=True)
+class HeldOutConfig(DataConfig):
+    """Held-out data: `data` with the path and the split of `eval`.
+
+    `trained_split` of the same dataset is trained on; "" where it is another dataset.
+    """
+
+    section: ClassVar[str] = "eval"
+    trained_split: str = ""
+
+    def split_fix(self, splits: Sequence[str]) -> str:
+        if others := [split for split in splits if split != self.trained_split]:
+            return f"set eval.split to one of: {', '.join(others)}"
+        return "it has no other split: leave eval.path and eval.split out, and eval.holdout holds out a share"
+
+
+def held_out_config(data: DataConfig, path: str | None, split: str | None) -> HeldOutConfig:
+    """Return the configuration of held-out data from `eval.path` and `eval.split`."""
+    same = path is None or path == data.path
+    return HeldOutConfig(
+        **vars(data)
+        | {
+            "path": data.path if path is None else path,
+            "split": DEFAULT_SPLITS[1] if split is None else split,
+            "sources": [],
+            "trained_split": data.split if same else "",
+        }
+    )

@@ -37,7 +37,13 @@ class EvalConfig:
     every: int | None = option("optimizer steps between evaluations; null: none", None)
     num_items: int = option("packed rows per evaluation", 16)
     path: str | None = option(
-        "held-out file of the data source; null: the task's validation split, or eval.holdout", None
+        "held-out data of the data source; null: the task's validation split, or eval.holdout",
+        None,
+        is_path=True,
+    )
+    split: str | None = option(
+        "held-out split of an hf dataset: of path, or of data.path without one; null: validation of path",
+        None,
     )
     holdout: float = option("share of a file's samples that is held out, where path is null", 0.005)
     num_prompts: int = option("prompts that the engine answers greedily at every evaluation; 0: none", 0)

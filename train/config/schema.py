@@ -26,13 +26,16 @@ DEFAULT_CLEAN_WEIGHT = 0.2
 class ModelConfig:
     """The model that is trained."""
 
-    path: str | None = option("directory of the base checkpoint; null: new weights by `config`", None)
+    path: str | None = option(
+        "directory of the base checkpoint; null: new weights by `config`", None, is_path=True
+    )
     config: dict[str, Any] = option(
         "model_type and fields of a new transformers model, used when path is null", {}
     )
     tokenizer: str | None = option(
         "tokenizer directory; null: that of path; `task`: that of the generated tasks, or data.task's own",
         None,
+        is_path=True,
     )
     dtype: str = option("parameter dtype while training: float32 or bfloat16", "float32")
     mask_token_id: int | None = option("null: the tokenizer's mask token, else the first unused row", None)
@@ -143,7 +146,7 @@ class LoopConfig:
         None,
     )
     offload_optimizer: bool = option("keep the ZeRO optimizer in host memory (slow)", False)
-    deepspeed: str | None = option("DeepSpeed configuration file, in place of zero_stage", None)
+    deepspeed: str | None = option("DeepSpeed configuration file, in place of zero_stage", None, is_path=True)
     hang_seconds: float = option(
         "seconds without progress of a rank after which the run ends, naming the rank", 600.0
     )
@@ -164,13 +167,13 @@ class TrainConfig:
     """The configuration of `idlm-train`."""
 
     output_dir: str = option(
-        "folder of the checkpoint; the run's own files are in its folder `run`", "outputs/train"
+        "folder of the checkpoint; the run's own files are in its folder `run`", "outputs/train", is_path=True
     )
     objective: str = option(
         "a registered objective: idlm, ar, block (block diffusion) or full (full diffusion)", "idlm"
     )
     mask_region: str = option("response or all: which tokens are supervised", "response")
-    resume: str = option("auto, never, or a checkpoint directory of this run", "auto")
+    resume: str = option("auto, never, or a checkpoint directory of this run", "auto", is_path=True)
     dry_run: bool = option("check everything and print the plan without training", False)
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig | None = option("a LoRA, gated (R-ISD) or not; null: train all weights", None)

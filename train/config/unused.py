@@ -30,7 +30,7 @@ RULES = (
         "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
     ),
     Rule(
-        ("eval.path", "eval.holdout"),
+        ("eval.path", "eval.split", "eval.holdout"),
         lambda c: c.data.source == "task",
         "data.source=task is evaluated on its own validation split",
     ),
@@ -50,12 +50,22 @@ RULES = (
         "records of data.shape=text are trained on as they are",
     ),
     Rule(
-        ("eval.num_items", "eval.path", "eval.holdout", "eval.num_prompts"),
+        ("eval.num_items", "eval.path", "eval.split", "eval.holdout", "eval.num_prompts"),
         lambda c: c.eval.every is None,
         "nothing is evaluated without eval.every",
     ),
     Rule(("eval.stop_if",), lambda c: not c.eval.num_prompts, "nothing is decoded without eval.num_prompts"),
-    Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
+    Rule(("eval.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits; give eval.path"),
+    Rule(
+        ("eval.split",),
+        lambda c: bool(c.data.sources) and c.eval.path is None,
+        "it is a split of one dataset; give eval.path with it",
+    ),
+    Rule(
+        ("eval.holdout",),
+        lambda c: (c.eval.path, c.eval.split) != (None, None),
+        "eval.path and eval.split give the held-out data",
+    ),
     Rule(
         ("report.num_samples",),
         lambda c: not c.report.enabled and c.report.num_samples > 0,

@@ -83,6 +83,8 @@ def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> Cache
         build_cache(reader, config, encoder, directory=directory)
         source = open_cache(directory)
         assert source is not None, f"{directory=} was completed a moment ago"
+    # Data that was moved has the same key, and its names of now.
+    source.header |= {name: list(getattr(reader, name)) for name in ("names", "files", "left_out")}
     if encoder.mask_token_id is not None:
         source.refuse_token(encoder.mask_token_id)
     return source

@@ -6,13 +6,14 @@ Checks of a single record are in `base.Encoder`, where the record's file and lin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from idlm.errors import UserError
+from idlm.errors import UserError, some_of
 from idlm.text.templates import all_template_text
 from idlm.train.config.data import DataConfig
 from idlm.train.data.dataset import PackedDataset
@@ -83,6 +84,7 @@ class DataReport:
             (key, num), *others = header["ignored"].items()
             counts = [f"{key} ({num:,} records)", *(f"{key} ({num:,})" for key, num in others)]
             lines.append(f"ignored keys: {', '.join(counts)}")
+        lines += files_text(header)
         lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")
@@ -96,6 +98,24 @@ class DataReport:
         for note, (num, example) in header.get("notes", {}).items():
             lines.append(f"{num:,} records: {note}, such as {example}")
         return [*lines, *(f"warning: {text}" for text in self.warnings)]
+
+
+def files_text(header: dict[str, Any]) -> list[str]:
+    """Lines about which files a source reads and which it leaves out, by what its cache knows."""
+    lines = [f"reads {_listed(header['files'])}"] if header.get("files") else []
+    if header.get("left_out"):
+        lines.append(f"leaves out {_listed(header['left_out'])} (hidden, temporary or of another kind)")
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The names, without the folder that they share; the first ones of many."""
+    folders = {os.path.dirname(name.rstrip("/")) for name in names}
+    if len(names) == 1 or len({os.path.isabs(folder) for folder in folders}) > 1:
+        return some_of(names)
+    shared = os.path.commonpath(folders)
+    shown = [name.removeprefix(shared).lstrip("/") for name in names]
+    return f"{len(names)} files in {shared or '.'}: {some_of(shown)}"
 
 
 def inspect_data(

@@ -5,23 +5,48 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from idlm.errors import UserError
+from idlm.errors import UserError, some_of
+from idlm.files.paths import PACKINGS
 
 SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
-SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json", ".json.gz"), "parquet": (".parquet", ".pq")}
-"""Endings of the files that a source takes from a folder."""
+SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "jsonl": tuple(
+        tuple(f"{ending}{packing}" for ending in endings for packing in ("", *PACKINGS))
+        for endings in ((".jsonl", ".ndjson"), (".json",))
+    ),
+    "parquet": ((".parquet", ".pq"),),
+}
+"""Endings of the files that a source takes from a folder, in groups: see `search`."""
+ANY_FILE = (("",),)
+"""A group with every ending."""
 DATASET_CARD = "dataset_info"
 """Beginning of the names of JSON files about a dataset, beside its records."""
 SAVED_DATASET = ("state.json", "dataset_dict.json")
 """One of these is in a folder that `datasets` has written by `save_to_disk`."""
+HIDDEN = re.compile(
+    r"\..*|.*~|~\$.*|#.*#|.*\.(tmp|temp|part|partial|crdownload|download|swp|bak)"
+    r"|__MACOSX|__pycache__|_temporary|_delta_log|lost\+found|\$RECYCLE\.BIN|System Volume Information",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Names of editors, browsers, desktops and systems for what is not a user's data."""
+
+
+class Found(NamedTuple):
+    """Files to read, and what else is there: files, and folders with a slash at the end."""
+
+    paths: tuple[Path, ...]
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +63,15 @@ class Row:
 
 
 class Reader(Protocol):
-    """Records of one source in a fixed order; `share_read` (0 to 1) grows while `rows` is consumed."""
+    """Records of one source in a fixed order; `share_read` (0 to 1) grows while `rows` is consumed.
+
+    `names` begin the origins of its rows. `files` are those that are read, `left_out` what else is in their
+    folder and is not data.
+    """
 
     names: tuple[str, ...]
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
     share_read: float
 
     def identity(self) -> list[Any]:
@@ -53,9 +84,9 @@ class Reader(Protocol):
 class FileReader:
     """Base of readers of files, in the order of their names."""
 
-    def __init__(self, path: str | None, suffixes: Sequence[str]) -> None:
-        self.paths = find_files(path, suffixes)
-        self.names = tuple(shown(name) for name in self.paths)
+    def __init__(self, path: str | None, groups: Sequence[Sequence[str]]) -> None:
+        self.paths, self.left_out = search(path, groups)
+        self.names = self.files = tuple(shown(name) for name in self.paths)
         self.share_read = 0.0
 
     def identity(self) -> list[Any]:
@@ -87,46 +118,128 @@ def shown(path: Any) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def find_files(path: str | None, suffixes: Sequence[str]) -> tuple[Path, ...]:
-    """The files that `path` names: one file, a pattern (`data/*.jsonl`), or a folder with its subfolders.
+def find_files(path: str | None, groups: Sequence[Sequence[str]]) -> tuple[Path, ...]:
+    """Return the files that `search` finds."""
+    return search(path, groups).paths
 
-    Of a folder, all files with the first of `suffixes` that any file has; the order is that of the names.
-    Raises UserError IDLM-0209 where nothing is found, IDLM-0237 without permission.
+
+def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
+    """Return the files of `path`: one file, a pattern (`data/*.jsonl`), or a folder with all below it.
+
+    `groups` are endings, as in SUFFIXES: of a folder, all files with an ending of the first group that any
+    file has. Hidden and temporary files are left out, unless `path` itself names them; so is a compressed
+    file beside the same one that is not. The order is that of the names. Raises UserError IDLM-0209 where
+    nothing is found, IDLM-0237 without permission.
     """
     fix = "name a file, a folder or a pattern in data.path"
     if path is None or not path.strip():
         # pathlib takes an empty path for the current folder.
         raise UserError("IDLM-0209", "the data path is empty", fix=fix)
-    given = Path(path).expanduser()
+    given = Path(path)
     with reading(given):
         if given.is_file():
-            return (given,)
-        matches: list[Iterable[Path]]
+            return Found((given,), ())
+        left_out: list[str] = []
         if given.is_dir():
-            matches = [given.rglob(f"*{suffix}") for suffix in suffixes]
-            problem = f"the folder {path} has no file that ends in {' or '.join(suffixes)}"
+            found = _of_first_group(_below(given, left_out), groups, left_out)
+            endings = " or ".join(ending for group in groups for ending in group)
+            problem = f"the folder {path} has no file that ends in {endings}"
         else:
-            matches = [map(Path, glob.glob(str(given), recursive=True))]
+            found = _matching(given, left_out)
             problem = f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
-        found = next(filter(None, (sorted(filter(Path.is_file, paths)) for paths in matches)), [])
+    found = _without_packed_copies(found, left_out)
     if not found:
-        raise UserError("IDLM-0209", problem, fix=fix)
-    return tuple(found)
+        told = f"; left out: {some_of(sorted(left_out))}" if left_out else ""
+        raise UserError("IDLM-0209", problem + told, fix=fix)
+    return Found(tuple(sorted(found)), tuple(sorted(left_out)))
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder of this name is hidden or temporary, so that it is not data."""
+    return HIDDEN.fullmatch(name) is not None
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return all files in a folder and below, without hidden and temporary ones, in the order of names."""
+    with reading(folder):
+        return sorted(_below(folder, []))
+
+
+def _below(folder: Path, left_out: list[str]) -> list[Path]:
+    """Files in a folder and below it, through links too; what is hidden goes to `left_out`."""
+    found: list[Path] = []
+    visited: set[str] = set()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+        place = os.path.realpath(root)
+        if place in visited:
+            # A link back to a folder above would be followed for ever.
+            folders.clear()
+            continue
+        visited.add(place)
+        left_out += [shown(Path(root, name)) + "/" for name in folders if is_hidden(name)]
+        left_out += [shown(Path(root, name)) for name in names if is_hidden(name)]
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        found += [Path(root, name) for name in names if not is_hidden(name)]
+    return found
+
+
+def _matching(pattern: Path, left_out: list[str]) -> list[Path]:
+    """Files that match a pattern, whose existing folders may have names with brackets."""
+    root = next(folder for folder in pattern.parents if folder.is_dir())
+    parts = pattern.relative_to(root).parts
+    named = [part for part in parts if is_hidden(part)]
+    found = []
+    for match in glob.iglob(os.path.join(*parts), root_dir=root, recursive=True, include_hidden=True):
+        path = root / match
+        if not path.is_file():
+            left_out += [shown(path) + "/"] if path.is_dir() and "**" not in parts else []
+        elif any(is_hidden(p) and not any(fnmatch(p, part) for part in named) for p in Path(match).parts):
+            left_out.append(shown(path))
+        else:
+            found.append(path)
+    return found
+
+
+def _of_first_group(
+    files: Sequence[Path], groups: Sequence[Sequence[str]], left_out: list[str]
+) -> list[Path]:
+    found = next(filter(None, (_taken(files, group) for group in groups)), [])
+    left_out += [shown(file) for file in set(files) - set(found)]
+    return found
+
+
+def _taken(files: Sequence[Path], group: Sequence[str]) -> list[Path]:
+    return [file for file in files if file.name.lower().endswith(tuple(group))]
+
+
+def _without_packed_copies(files: Sequence[Path], left_out: list[str]) -> list[Path]:
+    """Leave out `a.jsonl.gz` beside `a.jsonl`, whose records it would repeat."""
+    known = set(files)
+    copies = {file for file in known if file.suffix in PACKINGS and file.with_suffix("") in known}
+    left_out += [shown(file) for file in copies]
+    return [file for file in files if file not in copies]
+
+
+def is_saved(place: Path) -> bool:
+    """Return whether `datasets` wrote what is there: the folder of `save_to_disk`, or a file of Arrow."""
+    return place.suffix == ".arrow" or any((place / name).is_file() for name in SAVED_DATASET)
 
 
 def source_of(path: str) -> str:
     """The source that reads `path`: hf for a saved dataset or an Arrow file, else by the endings of files;
     jsonl where there is nothing. UserError IDLM-0209 for a folder or pattern with files of several sources.
     """
-    place = Path(path).expanduser()
-    if place.suffix == ".arrow" or any((place / name).is_file() for name in SAVED_DATASET):
+    if is_saved(Path(path)):
         return "hf"
-    files = [path]
+    files = [Path(path)]
     with contextlib.suppress(UserError):
-        found_files = find_files(path, ("",))
-        files = [str(file) for file in found_files if not file.name.startswith(DATASET_CARD)]
-    kinds = SUFFIXES | {"hf": (".arrow",)}
-    found = [name for name, endings in kinds.items() if any(file.endswith(endings) for file in files)]
+        files = [file for file in find_files(path, ANY_FILE) if not file.name.startswith(DATASET_CARD)]
+    kinds = SUFFIXES | {"hf": ((".arrow",),)}
+    found = [name for name, groups in kinds.items() if any(_taken(files, group) for group in groups)]
     if len(found) > 1:
         raise UserError(
             "IDLM-0209",
@@ -148,6 +261,16 @@ def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
             status = path.stat()
             facts.append([path.name, status.st_size, status.st_mtime_ns, _sampled_hash(path, status.st_size)])
     return facts
+
+
+def content_digest(paths: Sequence[Path]) -> str:
+    """Return the sha256 of the sizes and sampled blocks of files, wherever they lie and whenever written."""
+    facts = []
+    for path in paths:
+        with reading(path):
+            status = path.stat()
+            facts.append([status.st_size, _sampled_hash(path, status.st_size)])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _sampled_hash(path: Path, size: int) -> str:

@@ -81,8 +81,8 @@ class MixedSource:
         merged: dict[str, Any] = {
             name: sum(header[name] for header in headers) for name in ("num_records", "num_skipped")
         }
-        for name in ("names", "skipped_examples"):
-            merged[name] = [value for header in headers for value in header[name]]
+        for name in ("names", "files", "left_out", "skipped_examples"):
+            merged[name] = [value for header in headers for value in header.get(name, ())]
         merged["skipped_examples"] = merged["skipped_examples"][:NUM_EXAMPLES]
         merged |= {name: {} for name in ("shapes", "ignored", "endings", "notes")}
         for header in headers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ USED = {
     "data.date": "data.shape=messages",
     "eval.num_items": "eval.every=1",
     "eval.path": "eval.every=1",
+    "eval.split": "data.source=hf eval.every=1",
     "eval.holdout": "eval.every=1",
     "eval.num_prompts": "eval.every=1",
     "eval.stop_if": "eval.num_prompts=2",
@@ -61,6 +63,7 @@ UNUSED = (
     ("data.source=task", "data.workers=2"),
     ("data.source=task", "data.cache_dir=/c"),
     ("data.source=task eval.every=1", "eval.path=/e.jsonl"),
+    ("data.source=task eval.every=1", "eval.split=test"),
     ("data.source=task eval.every=1", "eval.holdout=0.5"),
     ("data.source=jsonl", "data.task=trace"),
     ("data.source=parquet", "data.level=small"),
@@ -73,9 +76,12 @@ UNUSED = (
     ("data.shape=text", "data.date=2025-01-31"),
     ("eval.every=null", "eval.num_items=3"),
     ("eval.every=null", "eval.path=/e.jsonl"),
+    ("eval.every=null", "eval.split=test"),
     ("eval.every=null", "eval.holdout=0.5"),
     ("eval.every=null", "eval.num_prompts=3"),
     ("eval.num_prompts=0", "+eval.stop_if.exact_match=0.1"),
+    ("data.source=jsonl eval.every=1", "eval.split=test"),
+    ("data.source=hf eval.every=1 data.sources=[{path: a}]", "eval.split=test"),
     ("eval.every=1 eval.path=/e.jsonl", "eval.holdout=0.5"),
     ("report.enabled=false", "report.num_samples=3"),
     ("wandb.mode=disabled", "wandb.project=mine"),
@@ -101,7 +107,7 @@ def composed(*overrides: str) -> TrainConfig:
 
 
 def settings(text: str) -> list[str]:
-    return [text] if "{" in text else text.split()
+    return [text] if text.startswith("train.stages") else re.split(r" (?=[a-z_.]+=)", text)
 
 
 def key_of(override: str) -> str:
@@ -121,7 +127,7 @@ def test_an_option_that_does_nothing_is_refused_and_one_that_is_read_is_not(
     shown = "null" if default is None else default
     advice = f"{rule.why}; else leave it out, or set {key}={shown}"
     assert f"{key}={value_of(config, key)} has no effect: {advice}" in unused_options(config)
-    read = composed(USED[key], override)
+    read = composed(*settings(USED[key]), override)
     assert not any(line.startswith(f"{key}=") for line in unused_options(read))
 
 

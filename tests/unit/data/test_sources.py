@@ -163,23 +163,6 @@ def test_each_file_of_the_folder_is_one_source() -> None:
     assert sorted(path.stem for path in files if path.stem != "__init__") == SOURCES.names()
 
 
-def test_a_folder_of_data_files_is_converted_under_the_data_cache(
-    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    home = tmp_path / "home"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Sam has {i}."}) for i in range(3)))
-    config = DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache"))
-    first = read(config, encoder)
-    assert first.num_samples == 3 and first.sample(2).origin.endswith("[train]:3)")
-    assert (tmp_path / "cache" / "datasets").is_dir() and not home.exists()
-    assert read(config, encoder).directory == first.directory
-
-
 def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder) -> None:
     good = {"prompt": "Sam has 1", "response": "2"}
     text = "[\n" + ",\n".join(json.dumps(good) for _ in range(3)) + ",\n\n" + '{"prompt": "Sam"}\n]'
@@ -373,17 +356,3 @@ def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: En
         path.write_text(text)
         with pytest.raises(UserError, match=says):
             read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
-
-
-def test_datasets_that_cannot_be_had_are_named(
-    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    saved = tmp_path / "saved"
-    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "Sam"}])}).save_to_disk(str(saved))
-    with pytest.raises(UserError, match=r"IDLM-0232.*no split 'trian'; did you mean 'train'"):
-        read(DataConfig(source="hf", path=str(saved), split="trian"), encoder)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"IDLM-0232.*someone/somewhere"):
-        read(DataConfig(source="hf", path="someone/somewhere"), encoder)

@@ -7,17 +7,19 @@ library's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.train.config.data import DataConfig
+from idlm.train.config.data import DEFAULT_SPLITS, DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import SAVED_DATASET, Row, identity_of
+from idlm.train.data.files import Row, identity_of, is_hidden, is_saved
 from idlm.train.data.records.detect import wanted_columns
 from idlm.train.data.records.values import without_nulls
 
@@ -27,10 +29,23 @@ BATCH_ROWS = 256
 class DatasetReader:
     """Rows of one split; `place` is the 1-based row."""
 
-    def __init__(self, path: str, split: str, cache: Path) -> None:
-        self.split = split
-        self.dataset = _load(path, split, cache)
-        self.names: tuple[str, ...] = (f"{path}[{split}]",)
+    def __init__(self, config: DataConfig, cache: Path) -> None:
+        path, self.split = str(config.path), config.split
+        arguments: dict[str, Any] = {"path": path}
+        data_files: dict[str, list[str]] = {}
+        left_out: list[str] = []
+        with _loading(config):
+            if Path(path).exists() and not is_saved(Path(path)):
+                arguments["cache_dir"] = str(cache / "datasets")
+                if Path(path).is_dir():
+                    data_files, left_out = _data_files(arguments)
+            if left_out:
+                arguments["data_files"] = data_files
+            found = _load(arguments, self.split)
+        self.dataset = _split_of(found, config)
+        self.names: tuple[str, ...] = (f"{path}[{self.split}]",)
+        self.files = tuple(data_files.get(self.split.partition("[")[0], self.names))
+        self.left_out = tuple(left_out)
         self.share_read = 0.0
 
     def identity(self) -> list[Any]:
@@ -51,35 +66,75 @@ class DatasetReader:
             self.share_read = place / len(dataset)
 
 
-def _load(path: str, split: str, cache: Path) -> Any:
-    """The split as a map-style dataset whose rows lie in files; UserError IDLM-0232 where that fails."""
-    import datasets
-
-    place = Path(path).expanduser()
+@contextmanager
+def _loading(config: DataConfig) -> Iterator[None]:
+    """Inside, every error of `datasets` becomes UserError IDLM-0232."""
     try:
-        if place.suffix == ".arrow" and place.is_file():
-            return datasets.Dataset.from_file(str(place))
-        if not place.exists():
-            return datasets.load_dataset(path, split=split)
-        if not any((place / name).is_file() for name in SAVED_DATASET):
-            return datasets.load_dataset(str(place), split=split, cache_dir=str(cache / "datasets"))
-        loaded = datasets.load_from_disk(str(place))
+        yield
     # Network, hub, cache and format errors come as a dozen types of several libraries.
     except Exception as error:
+        key = config.section
         raise UserError(
             "IDLM-0232",
-            f"the dataset data.path={path} (data.split={split}) cannot be loaded: {error}",
+            f"the dataset {key}.path={config.path} ({key}.split={config.split}) cannot be loaded: {error}",
             fix="give a folder written by save_to_disk; a name of the hub needs a network or its cache",
         ) from error
-    if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
-    if split not in loaded:
-        raise UserError(
-            "IDLM-0232",
-            f"{path} has no split {split!r}{did_you_mean(split, list(loaded))}",
-            fix=f"set data.split to one of: {', '.join(loaded)}",
-        )
-    return loaded[split]
+
+
+def _load(arguments: dict[str, Any], split: str) -> Any:
+    """The split as a map-style dataset whose rows lie in files, or the dataset that may not have it."""
+    import datasets
+
+    place = Path(arguments["path"])
+    if place.suffix == ".arrow" and place.is_file():
+        return datasets.Dataset.from_file(str(place))
+    if is_saved(place):
+        return datasets.load_from_disk(str(place))
+    try:
+        # It may be a part of one, such as train[:1000].
+        return datasets.DatasetDict({split: datasets.load_dataset(**arguments, split=split)})
+    except ValueError as error:
+        if "Unknown split" not in str(error):
+            raise
+        return datasets.load_dataset(**arguments)
+
+
+def _split_of(found: Any, config: DataConfig) -> Any:
+    """The split `config.split` of a dataset; UserError IDLM-0232 without it."""
+    import datasets
+
+    split = config.split
+    if isinstance(found, datasets.DatasetDict):
+        splits = list(found)
+        if split in splits:
+            return found[split]
+    else:
+        # It holds one split, which need not have a name.
+        splits = [str(found.split or DEFAULT_SPLITS[0])]
+        if split in (*splits, *DEFAULT_SPLITS):
+            return found
+    raise UserError(
+        "IDLM-0232",
+        f"{config.path} has no split {split!r}{did_you_mean(split, splits)}",
+        fix=config.split_fix(splits),
+    )
+
+
+def _data_files(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
+    """The files of each split that `datasets` finds in a folder; those that are hidden or temporary apart."""
+    import datasets
+
+    folder = Path(arguments["path"]).resolve()
+    found = datasets.load_dataset_builder(**arguments).config.data_files or {}
+    kept: dict[str, list[str]] = {}
+    left_out = []
+    for split, names in found.items():
+        for name in map(str, names):
+            if any(map(is_hidden, os.path.relpath(name, folder).split(os.sep))):
+                left_out.append(name)
+            else:
+                kept.setdefault(str(split), []).append(name)
+    return kept, left_out
 
 
 @SOURCES.register("hf")
@@ -87,5 +142,5 @@ def hf_source(config: DataConfig, encoder: Encoder) -> CachedSource:
     """Read the split `data.split` of `data.path`."""
     if not config.path:
         raise UserError("IDLM-0209", "the data path is empty", fix="set data.path to a folder or a hub name")
-    reader = DatasetReader(config.path, config.split, cache_folder(config))
+    reader = DatasetReader(config, cache_folder(config))
     return cached_source(reader, config, encoder)

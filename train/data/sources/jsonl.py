@@ -1,4 +1,4 @@
-"""JSON lines as a data source, also `.gz`: one file, a folder of shards or a pattern.
+"""JSON lines as a data source, also compressed: one file, a folder of shards or a pattern.
 
 A `.json` file may hold one array of records instead, which is read whole. `datasets` reads the same files but
 infers one schema for all records and cannot name the line of a bad one.
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, json_problem, unpacked
+from idlm.files.encodings import convert_command, likely_encoding, wide_encoding
+from idlm.files.paths import DAMAGE, json_problem, packing, unpacked
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
@@ -31,31 +32,44 @@ class JsonlReader(FileReader):
         for file, (path, name) in enumerate(zip(self.paths, self.names, strict=True)):
             with reading(path):
                 raw = path.open("rb")
+            place = 0
             with raw:
                 try:
+                    kind = packing(raw, path)
                     for place, value in _values(unpacked(raw, path), path):
-                        yield Row(file=file, place=place, value=_record(value, f"{name}:{place}"))
+                        yield Row(file=file, place=place, value=_record(value, name, place, kind))
                         num_bytes = sum(sizes[:file]) + raw.tell()
                         self.share_read = num_bytes / max(1, sum(sizes))
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(name, error, kind) from error
                 except (*DAMAGE, json.JSONDecodeError, RecursionError) as error:
-                    raise damaged(name, error) from error
+                    raise damaged(f"{name} (after line {place})", error) from error
 
 
 def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
-    """(1-based line or item, value or the error that reading it gave) of every record."""
-    if ".json" in path.suffixes and stream.peek(PEEKED_BYTES).removeprefix(BOM).lstrip()[:1] == b"[":
-        yield from enumerate(json.load(stream), start=1)
+    """(1-based line or item, value or the error that reading it gave) of every record.
+
+    UnicodeDecodeError where the file as a whole is not UTF-8.
+    """
+    head = stream.peek(PEEKED_BYTES).removeprefix(BOM)
+    if encoding := wide_encoding(head):
+        raise UnicodeDecodeError(encoding, head, 0, 1, "")
+    if ".json" in path.suffixes and head.lstrip()[:1] == b"[":
+        yield from enumerate(json.loads(stream.read().removeprefix(BOM).decode()), start=1)
         return
     for number, line in enumerate(stream, start=1):
         text = line.removeprefix(BOM).strip()
         if text:
             try:
-                yield number, json.loads(text)
+                yield number, json.loads(text.decode())
             except (ValueError, RecursionError) as error:
                 yield number, error
 
 
-def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
+def _record(value: Any, name: str, place: int, kind: str | None) -> dict[str, Any] | UserError:
+    origin = f"{name}:{place}"
+    if isinstance(value, UnicodeDecodeError):
+        return _not_utf8(name, value, kind, place)
     if isinstance(value, Exception):
         fix = "repair or delete that line; the file must hold one JSON object per line"
         return UserError("IDLM-0201", f"{origin} is not valid JSON: {json_problem(value)}", fix=fix)
@@ -63,6 +77,17 @@ def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
         fix = "write one JSON object per line"
         return UserError("IDLM-0202", f"{origin} has a JSON {type(value).__name__}", fix=fix)
     return value
+
+
+def _not_utf8(name: str, error: UnicodeDecodeError, kind: str | None, place: int | None = None) -> UserError:
+    """The error about a file, or about its line `place`, that is not UTF-8."""
+    found = error.encoding if error.encoding != "utf-8" else likely_encoding(error.object)
+    where = name if place is None else f"{name}:{place} (byte {error.start + 1} of the line)"
+    told = "" if found is None else f" but {found}" if error.encoding != "utf-8" else f"; it may be {found}"
+    fix = f"convert the file: {convert_command(name, found, kind)}"
+    if found is None:
+        fix = f"repair or delete that line, or {fix}"
+    return UserError("IDLM-0239", f"{where} is not UTF-8{told}", fix=fix)
 
 
 @SOURCES.register("jsonl")

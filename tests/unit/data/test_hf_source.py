@@ -1,0 +1,129 @@
+"""Datasets of the library `datasets`: folders and splits, of training and of held-out data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.text.tokenizer import load_tokenizer
+from idlm.train.config.check import check_config
+from idlm.train.config.data import DataConfig, HeldOutConfig, held_out_config
+from idlm.train.config.monitoring import EvalConfig
+from idlm.train.config.schema import TrainConfig
+from idlm.train.data.base import SOURCES, Encoder
+
+MASK = 190
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return Encoder(load_tokenizer(directory), mask_token_id=MASK, use_chat_template=True)
+
+
+def read(config: DataConfig, encoder: Encoder) -> Any:
+    return SOURCES.get(config.source)(config, encoder)
+
+
+def lines(path: Path, *texts: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_a_folder_of_data_files_is_converted_under_the_data_cache(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    home = tmp_path / "home"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Sam has {i}."}) for i in range(3)))
+    config = DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache"))
+    first = read(config, encoder)
+    assert first.num_samples == 3 and first.sample(2).origin.endswith("[train]:3)")
+    assert (tmp_path / "cache" / "datasets").is_dir() and not home.exists()
+    assert read(config, encoder).directory == first.directory
+
+
+def test_datasets_that_cannot_be_had_are_named(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "Sam"}])}).save_to_disk(str(saved))
+    with pytest.raises(UserError, match=r"IDLM-0232.*no split 'trian'; did you mean 'train'"):
+        read(DataConfig(source="hf", path=str(saved), split="trian"), encoder)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"IDLM-0232.*someone/somewhere"):
+        read(DataConfig(source="hf", path="someone/somewhere"), encoder)
+
+
+def test_hidden_and_temporary_files_of_a_folder_are_not_rows(tmp_path: Path, encoder: Encoder) -> None:
+    folder = tmp_path / "folder"
+    data = lines(folder / "a.jsonl", "Sam has 1.")
+    for name in (".a.jsonl", "a.jsonl.tmp", "b.jsonl.part", "~$a.jsonl", "_temporary/a.jsonl", "c.jsonl~"):
+        lines(folder / name, "Lea has 2.")
+    source = read(DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache")), encoder)
+    assert source.num_samples == 1
+    assert source.header["files"] == [str(data)]
+    assert str(folder / "_temporary/a.jsonl") in source.header["left_out"]
+
+
+def test_held_out_data_takes_the_split_that_eval_names(tmp_path: Path, encoder: Encoder) -> None:
+    import datasets
+
+    made = {name: datasets.Dataset.from_list([{"text": text}]) for name, text in SPLITS.items()}
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
+    lines(tmp_path / "files" / "train.jsonl", SPLITS["train"])
+    lines(tmp_path / "files" / "test.jsonl", SPLITS["test"])
+    for name in ("saved", "files"):
+        path = str(tmp_path / name)
+        data = DataConfig(source="hf", path=path, cache_dir=str(tmp_path / "cache"))
+        for held_out in (held_out_config(data, path, "test"), held_out_config(data, None, "test")):
+            sample = read(held_out, encoder).sample(0)
+            assert SPLITS["test"] in encoder.tokenizer.decode(sample.token_ids)
+        with pytest.raises(UserError, match=r"IDLM-0232.*no split 'validation'") as caught:
+            read(held_out_config(data, path, None), encoder)
+        assert caught.value.fix == "set eval.split to one of: test", "not one that is trained on"
+        with pytest.raises(UserError, match=r"(?s)IDLM-0232.*fix: set data.split to one of: train, test"):
+            read(DataConfig(source="hf", path=path, cache_dir=data.cache_dir, split="dev"), encoder)
+
+
+SPLITS = {"train": "Sam has 1.", "test": "Lea has 2."}
+
+
+def test_a_dataset_of_one_split_is_held_out_whole_or_not_at_all(tmp_path: Path, encoder: Encoder) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "Sam has 1."}]).save_to_disk(str(tmp_path / "one"))
+    data = DataConfig(source="hf", path=str(tmp_path / "more"), cache_dir=str(tmp_path / "cache"))
+    assert read(held_out_config(data, str(tmp_path / "one"), None), encoder).num_samples == 1
+    same = held_out_config(DataConfig(**vars(data) | {"path": str(tmp_path / "one")}), None, "test")
+    assert isinstance(same, HeldOutConfig)
+    with pytest.raises(UserError, match=r"IDLM-0232.*no split 'test'(?s:.*)eval\.holdout holds out a share"):
+        read(same, encoder)
+
+
+def test_the_split_that_is_trained_on_is_not_evaluated(tmp_path: Path) -> None:
+    def problems(**given: Any) -> str:
+        config = TrainConfig(output_dir=str(tmp_path / "out"))
+        config.data = DataConfig(source="hf", path="a/b")
+        config.eval = EvalConfig(every=1, **given)
+        with pytest.raises(UserError, match="IDLM-0504") as caught:
+            check_config(config)
+        return caught.value.message
+
+    assert "eval.split=train of a/b is trained on" in problems(split="train")
+    assert "eval.split=train of a/b is trained on" in problems(path="a/b", split="train")
+    for allowed in ({"split": "test"}, {"path": "c/d", "split": "train"}, {"path": "a/b"}, {}):
+        assert "is trained on" not in problems(**allowed)
