@@ -122,12 +122,9 @@ def _run(
     from_rank_zero(lambda: check_disk(config, prepared.model, prepared.curriculum))
     from_rank_zero(lambda: store_config(config))
     run, is_continued = Path(config.output_dir) / RUN_FOLDER, checkpoint is not None
-    row_rule = prepared.objective.row_rule
-    from_rank_zero(
-        lambda: remember_data(
-            run, prepared.dataset.source, row_rule=row_rule, date=prepared.date, is_continued=is_continued
-        )
-    )
+    dataset, row_rule = prepared.dataset, prepared.objective.row_rule
+    rows: dict[str, Any] = {"row_rule": row_rule, "left_out": dataset.left_out, "date": prepared.date}
+    from_rank_zero(lambda: remember_data(run, dataset.source, **rows, is_continued=is_continued))
     from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
     outcome, free = train(config, prepared, args, checkpoint, console, watchdog, sampler)
     last_step = outcome.last_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from idlm.train.config.data import held_out_config
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.mixture import CountedSource
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from idlm.train.config.data import DataConfig
-    from idlm.train.config.monitoring import EvalConfig
 
 DATA_FILE, BASE_FILE = "data.json", "base.json"
 VOCABULARY_MULTIPLE = 64
@@ -245,34 +246,11 @@ def prepare_data(
     curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=dataset.rows_per_epoch())
     dataset.start(curriculum)
     held_out = None
-    if is_held_out is not None:
+    if config.eval.every is not None and is_held_out is not None:
         held_out = packed(source, ~is_held_out)
     elif config.eval.every is not None:
         held_out = packed(_separate_source(config, encoder), None)
     return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out, date=encoder.date)
-
-
-def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
-    """Return which samples of a file are held out, bool [num_samples]; None where none are.
-
-    Whole records are held out, so that turns of one conversation stay together. Raises UserError IDLM-0552
-    where no sample is left to train on.
-    """
-    is_given = config.path is not None or config.split is not None
-    if config.every is None or is_given or source.num_samples is None:
-        return None
-    records = source.records() if isinstance(source, CountedSource) else np.arange(source.num_samples)
-    chance = np.random.default_rng([seed, source.num_samples]).random(source.num_samples)
-    is_held_out = chance < config.holdout
-    is_held_out[chance[: records.max() + 1].argmin()] = True
-    flags = is_held_out[records]
-    if flags.all():
-        raise UserError(
-            "IDLM-0552",
-            f"eval.holdout={config.holdout} of {source.num_samples} samples leaves nothing to train on",
-            fix="give eval.path with held-out data, or eval.every=null",
-        )
-    return flags
 
 
 def _open(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
@@ -282,15 +260,24 @@ def _open(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
 
 
 def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
-    """Open `eval.path`, `eval.split` of an hf dataset, or the validation split of a task."""
-    if (config.eval.path, config.eval.split) == (None, None) and not has_splits(config.data.source):
+    """Open what `separate_data` names; UserError IDLM-0552 where there is nothing to hold out."""
+    data = separate_data(config)
+    if data is None:
         raise UserError(
             "IDLM-0552",
-            f"the endless source {config.data.source} has no samples to hold out",
+            "the data has no samples to hold out: it is endless, has one prompt, or eval.holdout=0",
             fix="give eval.path with held-out data, or eval.every=null",
         )
-    data = held_out_config(config.data, config.eval.path, config.eval.split)
     return _open(data, encoder, output_dir=config.output_dir)
+
+
+def separate_data(config: TrainConfig) -> DataConfig | None:
+    """Held-out data apart from that of training: `eval.path`, `eval.split` of an hf dataset, or the
+    validation split of a task; None where there is none of these.
+    """
+    if (config.eval.path, config.eval.split) == (None, None) and not has_splits(config.data.source):
+        return None
+    return held_out_config(config.data, config.eval.path, config.eval.split)
 
 
 def run_date(config: TrainConfig) -> datetime.date:
@@ -302,22 +289,32 @@ def run_date(config: TrainConfig) -> datetime.date:
 
 
 def remember_data(
-    run: Path, source: Source, *, row_rule: str = "1", date: str | None = None, is_continued: bool
+    run: Path,
+    source: Source,
+    *,
+    row_rule: str = "1",
+    left_out: np.ndarray | None = None,
+    date: str | None = None,
+    is_continued: bool,
 ) -> None:
-    """Store which data a run has in its folder, how its rows are counted (`Objective.row_rule`), and the date
-    that its chat template writes; UserError IDLM-0235 where a resumed run has other data or rows, with which
-    it would see some samples twice and others never.
+    """Store which data a run has in its folder, how its rows are counted (`Objective.row_rule`), which
+    samples do not train (`left_out`), and the date that its chat template writes; UserError IDLM-0235 where a
+    resumed run has other data or rows, with which it would see some samples twice and others never.
     """
     now: dict[str, Any] = {"row_rule": row_rule} | ({} if date is None else {"date": date})
     if isinstance(source, CountedSource):
         now |= {"digest": source.digest(), "num_samples": source.num_samples}
+        now["left_out"] = None if left_out is None else hashlib.sha256(np.packbits(left_out)).hexdigest()
     elif date is None:
         return
-    before = {"row_rule": "1"} | _remembered(run / DATA_FILE, now, is_continued=is_continued)
-    if before["row_rule"] != row_rule:
+    unknown = {"row_rule": "1"} | ({"left_out": None} if "left_out" in now else {})
+    before = unknown | _remembered(run / DATA_FILE, now, is_continued=is_continued)
+    is_same_data = before.get("digest") == now.get("digest")
+    if before["row_rule"] != row_rule or (is_same_data and before.get("left_out") != now.get("left_out")):
         raise UserError(
             "IDLM-0235",
-            f"the run in {run} was packed by another version, which counted rows of samples otherwise",
+            f"the run in {run} was packed by another version, which counted rows of samples, or held samples "
+            "out, otherwise",
             fix="continue it with that version, or start a new run: another output_dir, or resume=never",
         )
     if before.get("date") != date:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.semantics import Semantics
-from idlm.train.data.base import CORRECT, JudgedSource, has_splits, make_encoder, open_source
+from idlm.train.data.base import CORRECT, JudgedSource, make_encoder, open_source
+from idlm.train.data.held_out import held_out_flags
 from idlm.train.planning.estimate import is_out_of_memory
-from idlm.train.planning.report import Measurement, Sampler, SampleReport, SampleText
-from idlm.train.prepare import run_date
+from idlm.train.planning.report import HELD_OUT, TRAINED, Measurement, Sampler, SampleReport, SampleText
+from idlm.train.prepare import run_date, separate_data
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
@@ -30,8 +32,9 @@ SAMPLE_TOKENS = 512
 def engine_sampler(config: TrainConfig) -> Sampler:
     """Return a function that generates greedily from the published checkpoint, with every decoder that fits.
 
-    The prompts are held-out prompts of a task, or the first ones of eval.path, else of the data's file. If
-    the engine fails there are no samples: the checkpoint is published before.
+    The prompts are those of a task's validation split, of eval.path, or of the samples of a file that
+    training leaves out; where there are none of these, trained prompts, and called so. If the engine fails
+    there are no samples: the checkpoint is published before.
     """
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
@@ -56,10 +59,11 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
 
     params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
     measurements: list[Measurement] = []
+    origin = ""
     texts: list[SampleText] = []
     for decoder in fitting_decoders(Semantics.load(directory)):
         engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
-        prompts, judge = _prompts(config, engine, num_samples)
+        prompts, judge, origin = _prompts(config, engine, num_samples)
         done = engine.generate(prompts, params)
         verdicts = [judge(place, completion.text) for place, completion in enumerate(done)]
         measurements.append(_measure(decoder, done, verdicts))
@@ -72,26 +76,32 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
         # The next decoder's engine needs the memory of this one.
         del engine, judge
         free_cached_memory()
-    return SampleReport(samples=tuple(texts), measurements=tuple(measurements))
+    return SampleReport(samples=tuple(texts), measurements=tuple(measurements), origin=origin)
 
 
 def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
-) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
-    """Return the prompts, and a judge `(place, answer) -> verdict`, which gives None without a checker."""
-    data = config.data
-    if has_splits(data.source):
-        data = replace(data, split="validation")
-    elif config.eval.path is not None:
-        data = replace(data, path=config.eval.path, sources=[])
+) -> tuple[list[str | list[int]], Callable[[int, str], str | None], str]:
+    """Return the prompts, a judge `(place, answer) -> verdict`, which gives None without a checker, and what
+    the prompts are.
+    """
+    separate = separate_data(config)
+    data = config.data if separate is None else separate
     encoder = make_encoder(data, engine.tokenizer, None, date=run_date(config))
     source = open_source(data, encoder, output_dir=config.output_dir)
-    places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
+    given = config.eval.path or config.eval.split
+    flags, origin = None, HELD_OUT if given is None else f"prompts of {given}"
+    if separate is None:
+        flags = held_out_flags(config.eval, source, seed=data.seed)
+        origin = TRAINED if flags is None else HELD_OUT
+    places = (
+        range(num_samples)[: source.num_samples] if flags is None else np.flatnonzero(flags)[:num_samples]
+    )
     if isinstance(source, JudgedSource):
-        return [source.question(place) for place in places], source.verdict
-    samples = [source.sample(place) for place in places]
+        return [source.question(place) for place in places], source.verdict, origin
+    samples = [source.sample(int(place)) for place in places]
     prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
-    return prompts, lambda place, answer: None
+    return prompts, lambda place, answer: None, origin
 
 
 def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:

@@ -187,8 +187,8 @@ def _ranges(config: TrainConfig) -> list[str]:
         found.append(f"train.distill_share={config.train.distill_share} must be in (0, 1]")
     if config.train.schedule == "wsd" and config.train.warmup + config.train.decay > 1:
         found.append("train.warmup and train.decay are shares of the same steps: their sum must not exceed 1")
-    if not 0 < config.eval.holdout < 1:
-        found.append(f"eval.holdout={config.eval.holdout} must be in (0, 1)")
+    if not 0 <= config.eval.holdout < 1:
+        found.append(f"eval.holdout={config.eval.holdout} must be in [0, 1)")
     if config.train.seed >= 2**32:
         found.append(f"train.seed={config.train.seed} must be below 2**32")
     return found
@@ -288,7 +288,7 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
 
 def _split_problems(config: TrainConfig) -> list[str]:
     held_out = held_out_config(config.data, config.eval.path, config.eval.split)
-    is_given = (config.eval.path, config.eval.split) != (None, None) and config.eval.every is not None
+    is_given = (config.eval.path, config.eval.split) != (None, None)
     if config.data.source != "hf" or not is_given or held_out.split != held_out.trained_split:
         return []
     return [

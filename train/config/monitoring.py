@@ -45,7 +45,11 @@ class EvalConfig:
         "held-out split of an hf dataset: of path, or of data.path without one; null: validation of path",
         None,
     )
-    holdout: float = option("share of a file's samples that is held out, where path is null", 0.005)
+    holdout: float = option(
+        "share of a file's samples that training leaves out, for evaluations and the report, where path and "
+        "split are null; at least 16 samples, or a tenth of fewer than 160, none of fewer than 8; 0: none",
+        0.005,
+    )
     num_prompts: int = option("prompts that the engine answers greedily at every evaluation; 0: none", 0)
     stop_if: dict[str, float] = option(
         "end the run where the answers' exact_match, acceptance_rate or tokens_per_forward is so far below "

@@ -50,9 +50,14 @@ RULES = (
         "records of data.shape=text are trained on as they are",
     ),
     Rule(
-        ("eval.num_items", "eval.path", "eval.split", "eval.holdout", "eval.num_prompts"),
+        ("eval.num_items", "eval.num_prompts"),
         lambda c: c.eval.every is None,
         "nothing is evaluated without eval.every",
+    ),
+    Rule(
+        ("eval.path", "eval.split"),
+        lambda c: c.eval.every is None and not (c.report.enabled and c.report.num_samples),
+        "nothing is evaluated without eval.every, and the report has no samples",
     ),
     Rule(("eval.stop_if",), lambda c: not c.eval.num_prompts, "nothing is decoded without eval.num_prompts"),
     Rule(("eval.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits; give eval.path"),

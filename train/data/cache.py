@@ -5,7 +5,7 @@ a part whole or not at all, so that a build that was stopped continues after its
 from the key of the cache alone: processes that build the same cache write the same parts. Any part may be
 deleted at any time. The files of a part are
     tokens.bin    uint32: token id; the highest bit marks supervised tokens
-    samples.bin   int64 [samples, 4]: file, line, tokens, supervised tokens after the first token
+    samples.bin   int64 [samples, 5]: file, line, tokens, supervised tokens after the first token, prompt key
     data.json     `Counts` up to the end of the part, ids that occur in it, sha256 of each block of its tokens
 All files but `tokens.bin` are hashed when the cache is opened, and its blocks when they are first read: a
 large cache opens quickly and a damaged one is never trained on.
@@ -31,10 +31,10 @@ from idlm.train.data.layout import Sample
 from idlm.train.loop.liveness import note_progress
 
 log = logging.getLogger(__name__)
-FORMAT = "idlm-data-4"
+FORMAT = "idlm-data-5"
 TOKENS, SAMPLES, HEADER = "tokens.bin", "samples.bin", "data.json"
 DTYPES = {TOKENS: np.uint32, SAMPLES: np.int64}
-FILE, PLACE, LENGTH, NUM_TARGETS = 0, 1, 2, 3
+FILE, PLACE, LENGTH, NUM_TARGETS, PROMPT, NUM_COLUMNS = range(6)
 """Columns of samples.bin."""
 BLOCK_TOKENS = 1 << 14
 SUPERVISED_BIT = np.uint32(1 << 31)
@@ -103,6 +103,15 @@ def pack(sample: Sample) -> np.ndarray:
     return sample.token_ids.astype(np.uint32) | np.where(sample.supervised, SUPERVISED_BIT, np.uint32(0))
 
 
+def prompt_key(packed: np.ndarray) -> int:
+    """Return a hash of the tokens before the first supervised one, equal for samples with the same prompt; of
+    all tokens where there is no prompt.
+    """
+    num_prompt = int((packed >= SUPERVISED_BIT).argmax())
+    content = packed[:num_prompt] if num_prompt > 1 else packed
+    return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest()) >> 1
+
+
 def cache_key(facts: Iterable[Any]) -> str:
     """Return the sha256 of plain data."""
     return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
@@ -118,7 +127,13 @@ def write_part(
 ) -> None:
     """Publish the part of consecutive records; `counts` go up to its end, `names` are those of the files."""
     rows = [
-        (done.file, done.place, len(packed), (packed[1:] >= SUPERVISED_BIT).sum())
+        (
+            done.file,
+            done.place,
+            len(packed),
+            (packed[1:] >= SUPERVISED_BIT).sum(),
+            prompt_key(done.samples[0]),
+        )
         for done in results
         for packed in done.samples
     ]
@@ -172,6 +187,7 @@ class CachedSource:
         tables = [self._table(part) for part in range(len(headers))]
         self.lengths = np.concatenate([table[:, LENGTH] for table in tables])
         self.num_targets = np.concatenate([table[:, NUM_TARGETS] for table in tables])
+        self.prompt_keys = np.concatenate([table[:, PROMPT] for table in tables])
         self._offsets = np.concatenate([np.zeros(1, dtype=np.int64), self.lengths.cumsum()])
         self._first = np.cumsum([0, *map(len, tables)])
 
@@ -195,11 +211,6 @@ class CachedSource:
         part, place = self._find(index)
         row = self._table(part)[place]
         return f"{self.header['names'][row[FILE]]}:{row[PLACE]}"
-
-    def records(self) -> np.ndarray:
-        """Return the number of each sample's record, [num_samples]: turns of a conversation share one."""
-        places = [self._table(part)[:, : PLACE + 1] for part in range(len(self._blocks))]
-        return np.unique(np.concatenate(places), axis=0, return_inverse=True)[1].reshape(-1)
 
     def digest(self) -> str:
         """Return the sha256 of all tokens and flags, from the manifests; of several parts that of theirs."""
@@ -234,7 +245,7 @@ class CachedSource:
         return self._maps[part, name]
 
     def _table(self, part: int) -> np.ndarray:
-        return self._map(part, SAMPLES).reshape(-1, 4)
+        return self._map(part, SAMPLES).reshape(-1, NUM_COLUMNS)
 
     def _read(self, part: int, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of a part; hash their blocks that this process has not read before."""

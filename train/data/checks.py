@@ -33,9 +33,9 @@ class DataReport:
 
     `header`: what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are
     those before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated"
-    or "split"). `lost_share`: targets that are dropped or cut off. `open_ends`: count and example of last
-    supervised tokens that do not stop the model. `padding_share`: padding in the rows of an epoch. `warnings`
-    are sentences for the user.
+    or "split"). `lost_share`: targets that are dropped or cut off. `num_held_out`: samples that training
+    leaves out. `open_ends`: count and example of last supervised tokens that do not stop the model.
+    `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user.
     """
 
     config: DataConfig
@@ -50,6 +50,7 @@ class DataReport:
     open_ends: dict[int, tuple[int, str]]
     rows_per_epoch: int | None
     padding_share: float
+    num_held_out: int
     warnings: tuple[str, ...] = ()
 
     @property
@@ -88,6 +89,10 @@ class DataReport:
         lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")
+        if self.num_held_out:
+            lines.append(
+                f"{self.num_held_out:,} of the samples are held out and never trained (eval.holdout)"
+            )
         changed = [f"{num:,} {what}" for what, num in self.num_overlong.items() if num]
         if changed:
             lost = f"; {self.lost_share:.1%} of all supervised tokens are lost"
@@ -155,6 +160,7 @@ def inspect_data(
         open_ends=_open_ends(header, samples, {int(tokenizer.eos_token_id), *stop_token_ids}),
         rows_per_epoch=dataset.rows_per_epoch(),
         padding_share=0.0 if file is None else file.padding_share,
+        num_held_out=0 if dataset.left_out is None else int(dataset.left_out.sum()),
     )
     return replace(report, warnings=tuple(_warnings(report, tokenizer)))
 

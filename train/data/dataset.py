@@ -45,7 +45,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         left_out: np.ndarray | None = None,
     ) -> None:
         self.source, self.objective, self.row_length = source, objective, row_length
-        self.pad_token_id, self.seed = pad_token_id, seed
+        self.pad_token_id, self.seed, self.left_out = pad_token_id, seed, left_out
         limits = LengthLimits(
             objective=objective, max_length=max_length, row_length=row_length, overlong=overlong
         )

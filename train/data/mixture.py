@@ -22,16 +22,17 @@ from idlm.train.data.layout import Sample
 
 @runtime_checkable
 class CountedSource(Protocol):
-    """A finite source that knows its samples without reading them: one cache, or a mixture of several."""
+    """A finite source that knows its samples without reading them: one cache, or a mixture of several.
+    `prompt_keys` [num_samples]: a hash of the prompt that each sample's record opens with.
+    """
 
     num_samples: int | None
     header: dict[str, Any]
     lengths: np.ndarray
     num_targets: np.ndarray
+    prompt_keys: np.ndarray
 
     def sample(self, index: int) -> Sample: ...
-
-    def records(self) -> np.ndarray: ...
 
     def digest(self) -> str: ...
 
@@ -55,20 +56,12 @@ class MixedSource:
         columns = list(zip(sources, visits, strict=True))
         self.lengths = np.concatenate([source.lengths[chosen] for source, chosen in columns])
         self.num_targets = np.concatenate([source.num_targets[chosen] for source, chosen in columns])
+        self.prompt_keys = np.concatenate([source.prompt_keys[chosen] for source, chosen in columns])
         self.header = self._merged_header(counts / sizes)
 
     def sample(self, index: int) -> Sample:
         """Read sample `index`, as its source does."""
         return self.sources[self._source[index]].sample(int(self._index[index]))
-
-    def records(self) -> np.ndarray:
-        """Return the number of each sample's record, [num_samples], the same for all of its visits."""
-        numbers = [source.records() for source in self.sources]
-        first = np.cumsum([0, *(int(number.max()) + 1 for number in numbers)])
-        counts = np.bincount(self._source)
-        chosen = np.split(self._index, counts.cumsum()[:-1])
-        parts = zip(first, numbers, chosen, strict=False)
-        return np.concatenate([start + number[places] for start, number, places in parts])
 
     def digest(self) -> str:
         """Return the sha256 of the digests and weights of all sources."""

@@ -28,6 +28,7 @@ from idlm.train.prepare import Prepared
 
 PLOT_FOLDER = "report"
 LOSS_PLOT = "losses.png"
+HELD_OUT, TRAINED = "held-out prompts", "prompts that were trained on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,13 @@ class Measurement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
     """Samples of the finished checkpoint and what was measured while drawing them; `problem` says why there
-    are none.
+    are none, `origin` what the prompts are.
     """
 
     samples: tuple[SampleText, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     problem: str = ""
+    origin: str = HELD_OUT
 
 
 Sampler = Callable[[Path, int], SampleReport]
@@ -208,9 +210,9 @@ def _sample_parts(report: SampleReport) -> list[str]:
             percents = ("-" if rate is None else f"{100 * rate:.1f} %" for rate in rates)
             rows.append((item.decoder, *percents, forward))
         header = ("decoder", "exact match", "acceptance", "tokens per forward")
-        parts += ["## Measured on held-out prompts", _table(header, rows)]
+        parts += [f"## Measured on {report.origin}", _table(header, rows)]
     if report.samples or report.problem:
-        parts.append("## Sample generations")
+        parts.append("## Sample generations" + (f" for {report.origin}" if report.samples else ""))
     if report.problem:
         parts.append(f"None: {report.problem}")
     for number, sample in enumerate(report.samples, start=1):

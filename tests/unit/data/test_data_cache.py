@@ -27,10 +27,11 @@ from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.layout import Sample
 from idlm.train.data.packing import split
 from idlm.train.objectives.idlm import IntrospectiveConsistency
-from idlm.train.prepare import held_out_flags, remember_data
+from idlm.train.prepare import remember_data
 
 MASK = 190
 
@@ -341,9 +342,11 @@ def dataset_of_endless(source: Any) -> PackedDataset:
 
 
 def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokenizer) -> None:
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}] * 3
+    def messages(number: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": str(number)}, {"role": "assistant", "content": "2"}] * 3
+
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(40)))
+    path.write_text("\n".join(json.dumps({"messages": messages(number)}) for number in range(40)))
     source = read(config_of(path), encoder_of(tokenizer, turns="each", use_chat_template=True))
     assert source.num_samples == 120
     flags = held_out_flags(EvalConfig(every=1, holdout=0.2), source, seed=0)

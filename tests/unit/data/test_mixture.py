@@ -23,9 +23,9 @@ from idlm.train.data.base import open_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.mixture import MixedSource, _visits
 from idlm.train.objectives.idlm import IntrospectiveConsistency
-from idlm.train.prepare import held_out_flags
 from tests.unit.data.test_data_cache import MASK, encoder_of, write
 
 

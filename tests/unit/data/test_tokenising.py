@@ -169,7 +169,7 @@ def test_parts_of_any_size_hold_the_same_samples(
         assert one.supervised.tolist() == other.supervised.tolist()
     for name in ("lengths", "num_targets"):
         assert getattr(whole, name).tolist() == getattr(small, name).tolist()
-    assert whole.records().tolist() == small.records().tolist()
+    assert whole.prompt_keys.tolist() == small.prompt_keys.tolist()
     (new,) = set(whole.sample(2).token_ids) - set(whole.sample(1).token_ids) - set(whole.sample(0).token_ids)
     for source in (whole, small):
         with pytest.raises(UserError, match=r"IDLM-0206.*a\.jsonl:3 "):

@@ -10,10 +10,15 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from idlm.config.compose import compose
 from idlm.train import sampler
 from idlm.train.config.schema import ReportConfig, TrainConfig
+from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.file_rows import FileRows
 from idlm.train.objectives.curriculum import Curriculum, Stage
+from idlm.train.objectives.idlm import IntrospectiveConsistency
 from idlm.train.planning import report
+from idlm.train.prepare import prepare_data, prepare_tokenizer
 
 LOSSES = [9.0, 5.0, 1.0, 0.2, 0.05, 0.04]
 
@@ -125,3 +130,51 @@ def test_another_failure_of_the_engine_is_not_hidden(monkeypatch: pytest.MonkeyP
 def test_requests_that_fail_before_their_first_pass_have_no_tokens_per_forward() -> None:
     failed = SimpleNamespace(tested_by_position=(), accepted_by_position=(), token_ids=[], num_forwards=0)
     assert sampler._measure("isd", [failed], [None]).tokens_per_forward is None
+
+
+def write_records(path: Path, num: int) -> Path:
+    lines = [f'{{"prompt": "Sam has {n}.", "response": "{n}{n}"}}' for n in range(num)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("num", "overrides", "num_prompts", "origin"),
+    [
+        (40, (), 4, "held-out prompts"),
+        (9, (), 1, "held-out prompts"),
+        (7, (), 7, "prompts that were trained on"),
+        (40, ("eval.holdout=0",), 8, "prompts that were trained on"),
+        (40, ("eval.path=OTHER",), 3, "prompts of OTHER"),
+        (None, (), 8, "held-out prompts"),
+    ],
+)
+def test_the_report_says_which_prompts_it_measured_and_trains_none_that_it_holds_out(
+    num: int | None, overrides: tuple[str, ...], num_prompts: int, origin: str, tmp_path: Path
+) -> None:
+    other = write_records(tmp_path / "other.jsonl", 3)
+    given = ["recipe=tiny", f"output_dir={tmp_path / 'out'}", *overrides]
+    if num is not None:
+        given.append(f"data.path={write_records(tmp_path / 'data.jsonl', num)}")
+    config = compose("train", TrainConfig, [one.replace("OTHER", str(other)) for one in given])
+    tokenizer: Any = prepare_tokenizer(config)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer)
+    prompts, _, told = sampler._prompts(config, engine, 8)
+    assert told == origin.replace("OTHER", str(other))
+    assert len(prompts) == num_prompts
+    if num is not None and not overrides:
+        objective = IntrospectiveConsistency(mask_token_id=170, mask_region="response")
+        dataset = prepare_data(config, tokenizer, objective, 170, 1).dataset
+        trained = {
+            tuple(dataset.source.sample(one).token_ids[: len(prompts[0])]) for one in trained_by(dataset)
+        }
+        assert {tuple(prompt) for prompt in prompts}.isdisjoint(trained) is (origin == "held-out prompts")
+        assert len(trained_by(dataset)) == num - len(prompts) * (num > 7), "all others train"
+    measured = report.Measurement(decoder="isd", acceptance_rate=0.5)
+    text = write(tmp_path, report.SampleReport(measurements=(measured,), origin=told), [])
+    assert f"## Measured on {told}\n" in text
+
+
+def trained_by(dataset: PackedDataset) -> set[int]:
+    assert isinstance(dataset.rows, FileRows)
+    return {index for item in range(len(dataset.rows)) for index in dataset.rows.members(item)}
