@@ -123,6 +123,8 @@ def test_the_logits_are_those_of_the_rounded_weights(
     _assert_equal(found, expected, plain)
 
 
+@pytest.mark.sweep_but("Llama-False")
+@pytest.mark.sweep_but(random_toy="Qwen3", has_scales=True)
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_the_logits_are_those_of_rounded_keys_and_values(
     random_toy: Path, has_scales: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +162,7 @@ def test_the_logits_are_those_of_rounded_keys_and_values(
     _assert_equal(found, _logits(reference, monkeypatch), plain)
 
 
+@pytest.mark.sweep_but(options={"weights": "fp8", "kv_cache": "fp8"})
 @pytest.mark.decides
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_greedy_isd_equals_greedy_ar_of_the_same_setting(foreseeing: Path, options: dict[str, Any]) -> None:
@@ -175,6 +178,7 @@ def test_greedy_isd_equals_greedy_ar_of_the_same_setting(foreseeing: Path, optio
         assert_idle(engine)
 
 
+@pytest.mark.sweep_but("branch")
 @pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_an_adapter_on_an_eight_bit_base_answers_as_that_base(

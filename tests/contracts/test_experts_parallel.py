@@ -25,6 +25,7 @@ def _prompts() -> list[list[int]]:
     return [[(7 * place + 5 * number) % MASK for place in range(n)] for number, n in enumerate(lengths)]
 
 
+@pytest.mark.sweep_but("sdar_moe")
 @pytest.mark.decides
 @pytest.mark.parametrize("family", WRITERS)
 def test_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:

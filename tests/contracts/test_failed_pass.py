@@ -57,6 +57,7 @@ def _drain(engine: Engine) -> dict[str, Completion]:
     return done
 
 
+@pytest.mark.sweep_but("ar")
 @pytest.mark.filterwarnings("ignore:stride 3")
 @pytest.mark.parametrize("decoder", ["ar", "isd"])
 def test_others_answer_as_if_it_had_not_happened(monkeypatch: pytest.MonkeyPatch, decoder: str) -> None:

@@ -70,6 +70,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepP
     return seen
 
 
+@pytest.mark.sweep_but("cold-4")
 @pytest.mark.decides
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
@@ -84,6 +85,8 @@ def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: s
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(random_pair="Qwen2", strategy="branch")
+@pytest.mark.sweep_but(random_pair="Qwen3", strategy="cold")
 @pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_greedy_answers_are_the_bases_in_every_family(random_pair: tuple[Path, Path], strategy: str) -> None:
@@ -94,6 +97,7 @@ def test_greedy_answers_are_the_bases_in_every_family(random_pair: tuple[Path, P
     assert answers(engine.generate(prompts, greedy(max_tokens=8))) == expected
 
 
+@pytest.mark.sweep_but(random_pair="Qwen2")
 def test_ar_decoding_with_an_adapter_is_the_base(
     random_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +117,9 @@ def test_ar_decoding_with_an_adapter_is_the_base(
             assert plan.is_mask_R is None
 
 
+@pytest.mark.sweep_but(random_pair="Qwen3", strategy="cold", dtype="float32")
+@pytest.mark.sweep_but(random_pair="Qwen2", strategy="alternate", dtype="bfloat16")
+@pytest.mark.sweep_but(random_pair="Llama", strategy="tree", dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_clean_rows_of_a_pass_are_bitwise_the_bases(
@@ -157,6 +164,7 @@ def test_the_mask_id_in_a_prompt_is_text(foreseeing: tuple[Path, Path]) -> None:
         assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
 
 
+@pytest.mark.sweep_but(random_pair="Qwen3")
 def test_padding_has_no_mask_that_the_embedding_has_no_row_for(random_pair: tuple[Path, Path]) -> None:
     """Passes of static shape, most rows of which are padding."""
     base, adapter = random_pair

@@ -74,6 +74,8 @@ def _ar(checkpoint: Path, lengths: tuple[int, ...], vocab_size: int, max_tokens:
     return clear_answers(build_engine(checkpoint, "ar"), prompts, greedy(max_tokens=max_tokens))
 
 
+@pytest.mark.sweep_but(converted="Qwen3", stride=2, strategy="tree")
+@pytest.mark.sweep_but(converted="Qwen2", stride=3, strategy="branch")
 @pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("stride", STRIDES)
@@ -85,6 +87,7 @@ def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but("3-branch")
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("stride", STRIDES)
 def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, strategy: str) -> None:
@@ -102,6 +105,7 @@ def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, 
     assert tokens_per_forward(completions) > 1.0
 
 
+@pytest.mark.sweep
 def test_all_batch_sizes(foreseeing: Path) -> None:
     prompts = prompts_of(_lengths(4), vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=12)))
@@ -111,6 +115,7 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
             assert answers(engine.generate(prompts[:size], greedy(max_tokens=12))) == expected[:size]
 
 
+@pytest.mark.sweep_but("branch")
 @pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
@@ -131,6 +136,7 @@ def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path,
         assert answers(engine.generate(prompts, greedy(max_tokens=16))) == expected
 
 
+@pytest.mark.sweep_but("cold")
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_every_length_limit_cuts_at_the_same_token(foreseeing: Path, strategy: str) -> None:
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
@@ -142,6 +148,7 @@ def test_every_length_limit_cuts_at_the_same_token(foreseeing: Path, strategy: s
         assert {c.finish_reason for c in cut} == {"length"}
 
 
+@pytest.mark.sweep_but("branch")
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_stop_id_inside_an_accepted_run_ends_the_answer(foreseeing: Path, strategy: str) -> None:
     """Each token of the answer in turn is the stop id, so that it falls on every place of an accepted run."""
@@ -162,6 +169,7 @@ def test_a_stop_id_inside_an_accepted_run_ends_the_answer(foreseeing: Path, stra
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but("cold")
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_the_context_limit_ends_the_answer_at_the_same_token(foreseeing: Path, strategy: str) -> None:
     prompts = prompts_of([58, 63, 40], vocab_size=CYCLE)
@@ -172,6 +180,7 @@ def test_the_context_limit_ends_the_answer_at_the_same_token(foreseeing: Path, s
     assert [len(c.token_ids) for c in expected] == [6, 1, 24]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_foreseeing", [True, False])
 def test_tree_never_needs_more_passes_than_cold(
     foreseeing: Path, tmp_path: Path, is_foreseeing: bool
@@ -187,6 +196,7 @@ def test_tree_never_needs_more_passes_than_cold(
         assert passes["tree"] >= passes["cold"], (stride, passes)
 
 
+@pytest.mark.sweep_but(converted="Qwen2")
 @pytest.mark.decides
 def test_stride_one_is_ar(converted: Path) -> None:
     prompts = prompts_of([1, 6, 20])

@@ -77,6 +77,7 @@ def _drain(engine: Engine) -> dict[str, Completion]:
     return done
 
 
+@pytest.mark.sweep_but(options={"stride": 3, "rejection_strategy": "tree"}, way={})
 @pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 @pytest.mark.parametrize(("decoder", "options"), DECODERS)
 def test_only_sequences_that_see_an_overflow_end_with_an_error(
@@ -114,6 +115,8 @@ def test_masks_that_overflow_are_reported_and_not_drawn_from(
         assert_idle(engine)
 
 
+@pytest.mark.sweep_but(kind=torch.inf, options={"stride": 3, "rejection_strategy": "tree"})
+@pytest.mark.sweep_but("nan-ar-options0")
 @pytest.mark.parametrize(("decoder", "options"), DECODERS)
 @pytest.mark.parametrize("kind", [torch.nan, torch.inf])
 def test_an_answer_keeps_what_came_before(
@@ -148,6 +151,7 @@ def test_an_answer_keeps_what_came_before(
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(decoder="ar")
 @pytest.mark.parametrize(("decoder", "options"), DECODERS[:4])
 def test_pages_of_a_failed_request_are_not_shared(
     checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any]

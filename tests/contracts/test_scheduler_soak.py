@@ -145,6 +145,7 @@ class _Soak:
             assert int(table.num_known_Z[request.lane]) >= request.num_known
 
 
+@pytest.mark.sweep_but("alternate-False")
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
@@ -156,6 +157,7 @@ def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
     assert min(counts.num_hit_tokens, counts.num_evicted) > NUM_REQUESTS // 4, counts
 
 
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_soak_without_a_prefix_cache(checkpoint: Path, decoder: str) -> None:
@@ -189,6 +191,7 @@ def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, A
     return soak.engine.pool.cache
 
 
+@pytest.mark.sweep_but("alternate", "ar")
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_an_exception_in_the_middle_of_generate_leaves_nothing_behind(
     checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
@@ -266,6 +269,7 @@ def test_a_request_that_can_never_fit_is_refused_with_its_slots(checkpoint: Path
     assert len(engine.generate([[1] * 10], SamplingParams(max_tokens=7))[0].token_ids) == 7
 
 
+@pytest.mark.sweep_but("branch")
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_one_lane_serves_all_requests_in_turn(checkpoint: Path, decoder: str) -> None:
     prompts = prompts_of([5, 1, 17, 8], vocab_size=CYCLE)

@@ -85,6 +85,7 @@ def _uncached(
     return prompts, params, _said(completions)
 
 
+@pytest.mark.sweep_but("ar-3")
 @pytest.mark.decides
 @pytest.mark.parametrize("num_inflight_steps", [0, 3])
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -110,6 +111,7 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_i
     assert_idle(tight)
 
 
+@pytest.mark.sweep_but("ar")
 @pytest.mark.decides
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
@@ -119,6 +121,7 @@ def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
         assert _said(engine.generate(prompts, params)) == expected
 
 
+@pytest.mark.sweep_but("ar")
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages hold NaN from the moment they are free or evicted."""

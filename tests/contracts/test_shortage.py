@@ -107,6 +107,7 @@ def _shortages_at_every_allocation(
             engine.pool.reset()
 
 
+@pytest.mark.sweep_but("ar-static")
 @pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=["ar", "isd"])
 def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(
@@ -163,6 +164,7 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
     assert engine.scheduler._row_budget == 48
 
 
+@pytest.mark.sweep_but(way={"graphs": "on", "num_inflight_steps": 2})
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_modes_that_do_not_fit_into_memory_cost_no_answer(
     checkpoint: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ def _expected(checkpoint: Path, decoder: str, options: tuple[tuple[str, Any], ..
     return clear_answers(build_engine(checkpoint, decoder, **dict(options)), PROMPTS, greedy(max_tokens=20))
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)

@@ -99,6 +99,7 @@ def test_greedy_answers_of_the_bundled_model(pair: TensorParallelGroup) -> None:
     _check_parity(pair, TINY, DECODERS[::2], mask_token_id=170)
 
 
+@pytest.mark.sweep_but(architecture="Qwen3")
 @pytest.mark.decides
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
 def test_greedy_answers_of_random_models(
@@ -108,6 +109,7 @@ def test_greedy_answers_of_random_models(
     _check_parity(pair, _toy(tmp_path / "toy", architecture))
 
 
+@pytest.mark.sweep
 def test_four_ranks(tmp_path: Path) -> None:
     with group_of_threads(4) as group:
         _check_parity(group, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4), DECODERS[::2])
@@ -165,6 +167,7 @@ def _requests(count: int, *, draws: bool) -> list[tuple[list[int], SamplingParam
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_tight_pool_aborts_and_shared_beginnings(
     pair: TensorParallelGroup, foreseeing: Path, adaptive: bool

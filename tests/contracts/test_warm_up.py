@@ -104,6 +104,7 @@ def _step(engine: Engine) -> StaticStep:
     return step
 
 
+@pytest.mark.sweep_but(options={}, num_inflight=4)
 @pytest.mark.decides
 @pytest.mark.parametrize("num_inflight", [0, 4])
 @pytest.mark.parametrize(
@@ -181,6 +182,7 @@ def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
         assert named == taken | {None}
 
 
+@pytest.mark.sweep_but(settings={"temperature": 0.7, "top_p": 0.8, "logprobs": 1})
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.8, "logprobs": 1}], ids=str)
 def test_passes_with_grammars_have_graphs_too(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Those end with hidden states, whatever is asked of the logits."""
@@ -279,6 +281,7 @@ def test_without_a_warm_up_shapes_are_captured_when_they_are_first_seen(checkpoi
     assert engine.metrics()["graphs_captured_in_traffic"] == len(_step(engine)._graphs) > 0
 
 
+@pytest.mark.sweep
 def test_step_times_of_a_warm_up_are_kept_and_read_again(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +300,7 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
     assert changed.times.decoding(0, 8) == 1.0, "other modes have times of their own"
 
 
+@pytest.mark.sweep
 def test_graphs_of_modes_that_measured_times_speak_for_come_first(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

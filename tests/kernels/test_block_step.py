@@ -98,6 +98,7 @@ def with_room(case: Case, plan: BlockPlan, sequences: list[tuple[Sequence, int, 
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("has_all", [False, True])
 def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     """Blocks of 32 as in SDAR, then all options of Fast-dLLM v2 and LLaDA2.1 at once."""

@@ -90,6 +90,7 @@ TYPES = Integers(
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 256, 8192])
 def test_the_products_compile_for_hopper_without_spills(rows: int, gated: bool) -> None:
@@ -120,6 +121,7 @@ def test_the_products_compile_for_hopper_without_spills(rows: int, gated: bool) 
     assert 0 <= made.ptx.index("griddepcontrol.wait") < first_read
 
 
+@pytest.mark.sweep
 def test_other_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel

@@ -6,6 +6,7 @@ import costs as much as a file of checks. tests/gpu/kernels runs the kernels on 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,29 @@ FILES = sorted(
 )
 
 
-@pytest.fixture(scope="module")
-def report() -> str:
-    """What pytest says of every check of every file."""
-    return run_interpreted(*(f"interpreted/{name}" for name in FILES), must_pass=False, timeout_s=900)
+@functools.cache
+def report(markers: str) -> str:
+    """What pytest says of every check of every file with these markers."""
+    files = (f"interpreted/{name}" for name in FILES)
+    return run_interpreted(*files, "-m", markers, must_pass=False, timeout_s=900)
+
+
+def check(name: str, markers: str) -> None:
+    # The summary of warnings names checks again.
+    results = report(markers).partition("warnings summary")[0]
+    checks = [line for line in results.splitlines() if line.startswith(f"tests/kernels/interpreted/{name}::")]
+    assert checks and all(" PASSED" in line for line in checks), report(markers)[-6000:]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_interpreted_kernels_equal_the_references(name: str, report: str) -> None:
-    # The summary of warnings names checks again.
-    results = report.partition("warnings summary")[0]
-    checks = [line for line in results.splitlines() if line.startswith(f"tests/kernels/interpreted/{name}::")]
-    assert checks and all(" PASSED" in line for line in checks), report[-6000:]
+def test_interpreted_kernels_equal_the_references(name: str) -> None:
+    check(name, "not sweep")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in FILES if "mark.sweep" in (FOLDER / name).read_text()])
+def test_interpreted_kernels_of_more_sizes_equal_the_references(name: str) -> None:
+    check(name, "sweep")
 
 
 def test_all_kernels_are_interpreted() -> None:

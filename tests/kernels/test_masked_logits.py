@@ -99,6 +99,7 @@ def compiled_parts(num_rows: int, *, tma: bool = True, entropy: bool = False, fo
     return compiled(parts_kernel, constants, launch.warps)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize("num_rows", [8192, 64])
 def test_the_greedy_kernel_compiles_for_hopper_without_spills(num_rows: int, tma: bool) -> None:
@@ -108,6 +109,7 @@ def test_the_greedy_kernel_compiles_for_hopper_without_spills(num_rows: int, tma
     assert "cp.async.cg" in made.ptx, "rows are gathered into shared memory"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("entropy", [True, False])
 def test_what_full_diffusion_asks_compiles_for_hopper(entropy: bool) -> None:
     """The mask and two stop tokens are forbidden: with `forbid_eos`, few bytes spill."""

@@ -79,6 +79,7 @@ def compiled(
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("max_rows", "max_slots", "deterministic", "num_listed"),
     [
@@ -193,6 +194,7 @@ def test_decoding_sequences_keep_their_tile_beside_a_prompt(
         assert most_rows * QWEN3_8B.group == narrow.block_m
 
 
+@pytest.mark.sweep
 def test_planning_and_combining_compile_for_hopper() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel_parts, kernel_plan
@@ -218,6 +220,7 @@ def test_planning_and_combining_compile_for_hopper() -> None:
         compiled(kernel_plan.item_kernel, item, warps=1, stages=1)
 
 
+@pytest.mark.sweep
 def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
     """Nothing spills, and products are not serialized."""
     pytest.importorskip("triton")

@@ -201,6 +201,7 @@ def test_launches_by_device_and_shape_and_the_sweep_knows_them(
         assert launch.queries_launch(query) is other
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "group"), [("HOPPER_BACKWARD", 4), ("HOPPER_PAIRS", 2)])
 def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None:
     """Gluon is experimental, so every version of Triton must compile the kernel."""
@@ -234,6 +235,7 @@ def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None
     assert "wgmma" in compiled.asm["ptx"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "head_dim", "sm", "programs"),
     [

@@ -211,6 +211,7 @@ def linear_constants(launch: Launch, **more: object) -> Mapping[str, object]:
     }
 
 
+@pytest.mark.sweep_but("False-448")
 @pytest.mark.parametrize("rows", [7, 448])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) -> None:
@@ -238,6 +239,7 @@ def assert_asks_ahead(ptx: str, *, gated: bool) -> None:
     assert behind.index("cp.async.cg") < behind.index("griddepcontrol.launch_dependents")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [7, 28])
 @pytest.mark.parametrize("gated", [False, True])
 def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: bool) -> None:
@@ -257,6 +259,7 @@ def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: 
     assert made.ptx.count("prefetch.global.L2") == (8 if gated else 4), "each sector once"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [7, 28])
 def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
@@ -280,6 +283,7 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
     assert behind.index("ld.global.cg") < behind.rindex(" ld.global.v4.b32") < behind.index("st.shared.v")
 
 
+@pytest.mark.sweep
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.gated_lora.kernel import WARPS, expand_kernel
@@ -348,6 +352,7 @@ def test_products_of_an_intel_cpu_keep_the_bits_of_a_row() -> None:
     assert rows_keep_bits()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_heads_in_place_compile_for_hopper_without_spills(has_norm: bool) -> None:
     """The kernel without KV heads: all heads are written in place."""

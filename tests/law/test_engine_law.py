@@ -74,11 +74,13 @@ def _draws(law_toy: Path, stride: int, strategy: str, num_draws: int) -> Tensor:
     return sampled.draws[PROMPT, NEUTRAL]
 
 
+@pytest.mark.sweep_but("4-branch")
 @pytest.mark.parametrize(("stride", "strategy"), CASES)
 def test_isd_emits_the_ar_law(law_toy: Path, stride: int, strategy: str) -> None:
     _draws(law_toy, stride, strategy, _num_draws((stride, strategy)))
 
 
+@pytest.mark.sweep
 def test_all_strides_and_strategies_together_emit_the_ar_law(law_toy: Path) -> None:
     """A mean relative shift of 4 % that cases share shows with 2e5 draws, one of 11 % with the 2e4 of a case
     (probability 0.99 at `LEVEL`).
@@ -95,6 +97,7 @@ def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str)
     _draws(law_toy, stride, strategy, FULL)
 
 
+@pytest.mark.sweep
 def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     """Strides and strategies change from pass to pass, at random and with the last commit."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
@@ -115,6 +118,7 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     assert used == set(range(8))
 
 
+@pytest.mark.sweep
 def test_the_controller_keeps_the_law_while_the_load_changes(
     law_toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,14 +149,17 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
     assert len(used) >= 4, "strides and strategies changed"
 
 
-def test_ar_emits_the_ar_law(law_toy: Path) -> None:
+@pytest.mark.sweep_but(1)
+@pytest.mark.parametrize("num_draws", [MIXED, FULL // 4])
+def test_ar_emits_the_ar_law(law_toy: Path, num_draws: int) -> None:
     """The baseline decoder is exact too, and the mask id is drawn like any other token."""
-    sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], FULL // 4)
+    sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], num_draws)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
     assert (sampled.draws[PROMPT, NEUTRAL] == MASK_ID).any()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strategy: str) -> None:
     """Temperature, top-k and top-p differ between requests that share every forward pass."""
@@ -163,6 +170,7 @@ def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strat
     assert not misfits(found, LEVEL), found
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("stride", STRIDES)
 def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
     """Power of the test: the argmax-draft rule fails the same check by many decades."""

@@ -146,6 +146,8 @@ def cell(draws_BT: torch.Tensor) -> torch.Tensor:
     return (draws_BT * powers).sum(1)
 
 
+@pytest.mark.sweep_but(options={"order": "origin", "steps": 2})
+@pytest.mark.sweep_but(options={"order": "maskgit_plus", "steps": 2, "guidance": 0.5})
 @pytest.mark.parametrize(("options", "temperature"), CASES, ids=str)
 def test_answers_have_the_law_of_their_passes(toy: Path, options: dict[str, Any], temperature: float) -> None:
     law_C = Oracle(toy, options, temperature).law()

@@ -127,12 +127,36 @@ def _passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> bool:
         return False
 
 
+@pytest.mark.sweep_but(
+    "layout-branch",
+    "layout-cold",
+    "layout-alternate",
+    "layout-tree",
+    "preempt-branch",
+    "greedy-branch",
+    "repeat-branch",
+)
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_engine_as_it_is_passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> None:
     assert _passes(check, strategy, law_toy, foreseeing)
 
 
+@pytest.mark.sweep_but(
+    "tree_masks_see_the_fill_drafts",
+    "prompt_chunk_taken_for_a_decoding_step",
+    "chain_rows_see_the_masks_behind_them",
+    "verify_positions_off_by_one",
+    "bonus_token_from_the_row_before",
+    "verify_row_off_by_one",
+    "preemption_restarts_the_random_stream",
+    "preemption_drops_drafts_but_keeps_the_layout",
+    "random_steps_of_the_lanes_former_request",
+    "drafts_of_the_lanes_former_request",
+    "random_numbers_by_lane",
+    "preemption_keeps_the_kv_pointer",
+    "keys_of_a_rejected_draft_kept",
+)
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
 def test_the_fault_is_caught(
     planted: Fault, law_toy: Path, foreseeing: Path, monkeypatch: pytest.MonkeyPatch

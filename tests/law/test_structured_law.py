@@ -31,7 +31,7 @@ from idlm.kernels.sampling import allowed_logits
 from idlm.kernels.sampling.types import PlainProbs
 
 LEVEL = 1e-6
-FULL, REDUCED, FAULTY = 100_000, 400, 600
+FULL, REDUCED, FAULTY = 25_000, 400, 600
 CASES = [
     ("ar", {}),
     *(("isd", {"stride": n, "rejection_strategy": s}) for n, s in ((2, "cold"), (4, "tree"))),
@@ -44,6 +44,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_structured_toy(tmp_path_factory.mktemp("structured_toy"))
 
 
+@pytest.mark.sweep_but(options={"stride": 2, "rejection_strategy": "cold"})
 @pytest.mark.parametrize(("decoder", "options"), [*CASES, ("isd", {**BRANCH, "graphs": "on"})])
 def test_answers_follow_the_masked_ar_law(toy: Path, decoder: str, options: dict[str, Any]) -> None:
     """Two grammars under three settings, and an answer without a constraint, share every pass."""
@@ -156,6 +157,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.sweep_but("_no_mask_on_p", "_state_one_token_late", "_one_state_for_all_drafts")
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_the_fault_is_caught(toy: Path, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the law, or by the grammar, which takes no token that does not fit."""
@@ -168,6 +170,7 @@ def test_the_fault_is_caught(toy: Path, plant: Any, monkeypatch: pytest.MonkeyPa
     assert p_value < LEVEL / 24
 
 
+@pytest.mark.sweep
 def test_a_draft_without_a_mask_is_exact_too(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactness does not rest on the mask of q: drafts outside of the grammar are rejected."""
     monkeypatch.setattr(masks, "choose_drafts", _keep_what_fits)
@@ -177,6 +180,7 @@ def test_a_draft_without_a_mask_is_exact_too(toy: Path, monkeypatch: pytest.Monk
     assert found.acceptance < 0.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_candidates", [1, 3])
 def test_the_law_with_few_candidates(toy: Path, num_candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the drafts are often the highest token that fits, in passes that run ahead of their results."""

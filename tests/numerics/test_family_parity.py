@@ -143,6 +143,7 @@ class BlockDecoding:
             self.stored[number] = before + chunk[: len(chunk) if num_kept is None else num_kept[number]]
 
 
+@pytest.mark.sweep_but("sdar")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_denoising_and_commit_equal_the_reference(family: str, tmp_path: Path) -> None:
     reference = FAMILIES[family](tmp_path)
@@ -221,6 +222,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return checkpoint
 
 
+@pytest.mark.sweep_but(family="fast_dllm", options={"strategy": "sequential", "steps": 3})
 @pytest.mark.parametrize(("family", "options"), [*CASES, ("llada2", EDITS)], ids=str)
 def test_an_engine_generates_what_a_slow_decoder_does(
     family: str, options: dict[str, Any], checkpoints: Callable[[str], tuple[Path, Logits]]

@@ -78,6 +78,8 @@ def _check(
         assert row_V[list(entry.top)].tolist() == pytest.approx(values, abs=TOLERANCE)
 
 
+@pytest.mark.sweep_but(family="qwen3", options={})
+@pytest.mark.sweep_but(family="mistral", options={"stride": 3, "mask_token_id": 47})
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)
 @pytest.mark.parametrize("family", CASES)
 def test_they_are_those_of_the_reference_model(
@@ -94,6 +96,7 @@ def test_they_are_those_of_the_reference_model(
             _check(done.prompt_logprobs, prompt, table_LV, num_top=one.prompt_logprobs)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)

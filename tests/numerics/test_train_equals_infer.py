@@ -224,6 +224,9 @@ class Replay:
         assert row == layout.width - 1 == len(logits_XV) - 1
 
 
+@pytest.mark.sweep_but("llama-branch-4")
+@pytest.mark.sweep_but(family="qwen2", strategy="branch", stride=3)
+@pytest.mark.sweep_but(family="qwen3", strategy="branch", stride=2)
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("family", FAMILIES)
@@ -236,6 +239,7 @@ def test_training_and_engine_compute_the_same_rows(
     )
 
 
+@pytest.mark.sweep_but(family="qwen2", strategy="branch")
 @pytest.mark.parametrize(("stride", "strategy"), [(4, "branch"), (3, "tree"), (2, "cold")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_and_engine_compute_the_same_rows_with_an_adapter(
@@ -275,6 +279,9 @@ def assert_the_same_rows(path: Path, strategy: str, stride: int, rows: Rows) -> 
     assert seen == wanted
 
 
+@pytest.mark.sweep_but("llama-idlm_sdpa")
+@pytest.mark.sweep_but(family="qwen3", attention="idlm_sdpa")
+@pytest.mark.sweep_but(family="qwen2", attention="idlm_split")
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_flex", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_training_attentions_agree(family: str, attention: str) -> None:

@@ -69,6 +69,7 @@ def test_19_without_installation_it_imports_from_above_and_from_within(clone: Pa
         assert Path(found) == clone / "idlm" / "__init__.py"
 
 
+@pytest.mark.sweep
 def test_19_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
     clone: Path, tmp_path: Path
 ) -> None:

@@ -69,6 +69,8 @@ def plain_answers(toys: dict[str, Path]) -> Any:
     return answers
 
 
+@pytest.mark.sweep_but("ar-quest", "isd-focus")
+@pytest.mark.sweep_but(decoder="ar", stack=("focus", "quest"))
 @pytest.mark.parametrize("stack", STACKS, ids="+".join)
 @pytest.mark.parametrize("decoder", [name for name in DECODERS.names() if name != "full"])
 def test_at_full_budget_every_stack_is_exact_or_refused(
@@ -95,6 +97,7 @@ def test_at_full_budget_every_stack_is_exact_or_refused(
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize(
     "decoding",
@@ -137,6 +140,7 @@ def slow_answers(toys: dict[str, Path]) -> Any:
     return answers
 
 
+@pytest.mark.sweep_but("mage-shifted")
 @pytest.mark.decides
 @pytest.mark.parametrize("kind", ["block", "shifted"])
 @pytest.mark.parametrize("name", sorted(RULES))
@@ -163,6 +167,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", sorted(RULES))
@@ -194,6 +199,7 @@ STATIC: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep_but("sparsed")
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
 def test_static_shapes_change_no_token_of_a_mixed_batch(
     toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
@@ -213,6 +219,7 @@ def _fail(schedule: object) -> None:
     raise ValueError("lost")
 
 
+@pytest.mark.sweep_but("mage")
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
 def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
     toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
@@ -243,6 +250,7 @@ def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
         assert completion.token_ids == expected[int(request_id.split("-")[1])]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in LOSSY if KINDS[name].shards])
 def test_ranks_list_slots_for_their_own_heads(toys: dict[str, Path], name: str) -> None:
     settings: dict[str, Any] = {**TOGETHER, **STRATEGY, "accelerators": thinly((name,)), "num_pages": 30}

@@ -106,6 +106,7 @@ def expected(toys: dict[bool, Path]) -> Callable[..., list[list[int]]]:
     return answers
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize(("shifted", "options", "focus", "way"), ALL_CASES, ids=str)
 def test_mixed_batches_equal_a_slow_decoder(
@@ -167,6 +168,8 @@ class Watch:
         return cache.keys[:, slots], cache.values[:, slots]
 
 
+@pytest.mark.sweep_but(number=3, shifted=True, focus={"commit": "unfrozen"})
+@pytest.mark.sweep_but(number=1, focus={"stability": "plain", "commit": "unfrozen"})
 @pytest.mark.decides
 @pytest.mark.parametrize(("shifted", "options", "focus"), CASES, ids=str)
 @pytest.mark.parametrize("number", [1, 3])
@@ -204,6 +207,7 @@ def test_passes_and_stored_keys_and_values_equal_a_slow_decoders(
             torch.testing.assert_close(found_XKH, torch.stack(list(wanted.values())), atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.sweep_but(options={"threshold": 0.5})
 @pytest.mark.parametrize(("shifted", "options"), [(False, CASES[0][1]), (True, CASES[4][1])], ids=str)
 def test_at_full_budget_it_is_exact(toys: dict[bool, Path], shifted: bool, options: dict[str, Any]) -> None:
     found = build_engine(toys[shifted], "block", accelerators={"focus": FULL}, **options)
@@ -212,6 +216,7 @@ def test_at_full_budget_it_is_exact(toys: dict[bool, Path], shifted: bool, optio
     assert answers == [slow.answer(prompt, sampling(n))[0] for n, prompt in enumerate(PROMPTS)]
 
 
+@pytest.mark.sweep_but(focus={"importance": "block", "mean": "request"})
 @pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
 def test_a_sequence_that_loses_its_pages_begins_its_block_again(
     toys: dict[bool, Path],
@@ -264,6 +269,7 @@ def test_aborts_and_passes_that_fail_leave_nothing_behind(
         assert list(completion.token_ids) == expected(shifted, options, focus)[int(name.split("-")[1])]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
 def test_mage_with_focus_has_the_rows_that_it_needs(
     toys: dict[bool, Path], shifted: bool, options: dict[str, Any], focus: dict[str, Any]
@@ -284,6 +290,7 @@ def test_mage_with_focus_has_the_rows_that_it_needs(
     assert_idle(alone)
 
 
+@pytest.mark.sweep
 def test_edits_compute_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"threshold": 0.5, "edit_threshold": 0.3}
     prompts, settings = PROMPTS[:3], params()[:3]

@@ -32,6 +32,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_toys(tmp_path_factory)
 
 
+@pytest.mark.sweep_but("mage-on")
 @pytest.mark.decides
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("name", sorted(THIN))
@@ -90,6 +91,7 @@ def test_quest_scores_no_page_behind_the_table(
     assert len(done.token_ids) == SIZE and {0, 9 * SIZE} <= set(scored)
 
 
+@pytest.mark.sweep_but("mage")
 @pytest.mark.parametrize("name", sorted(THIN))
 def test_a_pass_has_two_plans_and_attends_once_a_layer(
     toys: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch

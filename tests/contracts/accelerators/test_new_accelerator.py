@@ -77,6 +77,7 @@ def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("idlm.infer.accelerators.sink")
 
 
+@pytest.mark.sweep
 def test_a_toy_takes_one_file(toys: dict[str, Path], sink: str) -> None:
     engine = engine_of(toys, accelerators=sink)
     found = engine.generate(PROMPTS, PARAMS)

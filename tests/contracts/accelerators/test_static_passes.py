@@ -120,6 +120,7 @@ class SlowEvenPages:
         return [[slot for slot in range(len(k_PKH)) if slot // 4 % 2 == 0]] * k_PKH.shape[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.decides
 def test_every_second_page_is_what_rows_see(directories: dict[str, Path]) -> None:
     found = engine_of(directories, accelerators="even_pages").generate(PROMPTS, PARAMS)
@@ -129,6 +130,7 @@ def test_every_second_page_is_what_rows_see(directories: dict[str, Path]) -> Non
         assert list(completion.token_ids) == expected
 
 
+@pytest.mark.sweep_but(stack={"first_half": {}}, kind="block")
 @pytest.mark.parametrize(
     ("stack", "kind"), [*((stack, "block") for stack in TOY_STACKS), (HALF, "shifted")], ids=str
 )
@@ -157,6 +159,7 @@ def test_batches_static_shapes_and_waiting_change_no_answer(
             assert engine.scheduler.num_preemptions
 
 
+@pytest.mark.sweep_but(stack={"first_half": {}})
 @pytest.mark.parametrize("stack", [*TOY_STACKS[1:3], *FOCUS], ids=str)
 def test_aborts_and_new_prompts_while_sequences_wait(
     directories: dict[str, Path],
@@ -225,6 +228,7 @@ STATIC: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep_but("exact")
 @pytest.mark.parametrize("stack", STATIC, ids=lambda stack: "+".join(stack))
 def test_no_operation_of_a_pass_waits_or_has_a_shape_of_its_contents(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch, stack: dict[str, Any]
@@ -284,6 +288,7 @@ def test_flagged_rows_are_counted_in_order() -> None:
             assert found == (right + [9] * capacity)[:capacity]
 
 
+@pytest.mark.sweep
 def test_a_clean_block_that_waits_is_not_shared(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def params_of() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda options: options["strategy"])
 def test_mixed_batches_equal_a_slow_decoder(
@@ -153,6 +154,7 @@ def test_pages_run_out_while_blocks_are_on_their_way(toys: dict[bool, Path], exp
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 @pytest.mark.parametrize(
     "strategy", [STRATEGIES[2], {"strategy": "low_confidence_static", "sub_block_size": 2}], ids=str

@@ -111,6 +111,7 @@ def compare(
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("options", "shifted"), [(EDITS[0], False), (EDITS[1], False), (EDITS[2], True)])
@@ -171,6 +172,7 @@ def test_passes_of_edits_are_those_that_are_needed(
         assert (list(found.token_ids), found.num_forwards) == (ids, num_passes)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 @pytest.mark.parametrize(
@@ -229,6 +231,7 @@ def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
     return params, options
 
 
+@pytest.mark.sweep_but(way={"num_pages": 9, "max_num_seqs": 6, "num_inflight_steps": 2})
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_requests_have_options_of_their_own(
@@ -243,6 +246,7 @@ def test_requests_have_options_of_their_own(
     assert_idle(engine)
 
 
+@pytest.mark.sweep
 def test_ranks_receive_the_options_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
     params, options = mixed_params()
     with group_of_threads(2) as group:

@@ -51,6 +51,7 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
     return tokens(answers)
 
 
+@pytest.mark.sweep_but("prompts in chunks", "pages that split blocks")
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_do_not_depend_on_how_passes_are_made(

@@ -108,6 +108,7 @@ def soak(toy: Path, count: int, options: dict[str, Any]) -> None:
             assert survivor.finish_reason == undisturbed.finish_reason
 
 
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("number", range(len(WAYS)))
 def test_60_with_aborts_leak_nothing(toys: dict[bool, Path], number: int) -> None:

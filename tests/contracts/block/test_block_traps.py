@@ -76,6 +76,8 @@ def test_trap_05_blocks_are_counted_from_position_0_of_the_sequence(
             assert torch.equal(plan.limits_R, (plan.slots_R // SIZE + 1) * SIZE)
 
 
+@pytest.mark.sweep_but(shifted=True, options={})
+@pytest.mark.sweep_but(shifted=False, options={"fused_commit": False})
 @pytest.mark.parametrize("options", [{}, {"fused_commit": False}, {"mode": "quality"}], ids=str)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_trap_06_a_block_is_stored_by_its_clean_tokens_before_the_next_is_decided(
@@ -197,6 +199,8 @@ def mask_lover(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.sweep_but(options={"threshold": 0.0})
+@pytest.mark.sweep_but(options={})
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.0}, {"mode": "speed"}], ids=str)
 def test_trap_19_the_mask_is_never_decided(mask_lover: Path, options: dict[str, Any]) -> None:
     prompts = prompts_of((1, SIZE, 7, 9))

@@ -74,6 +74,7 @@ class Watch:
         patch.setattr(Runner, "forward", watched)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize(("shifted", "options"), CASES, ids=str)
 def test_no_answer_depends_on_the_room(
     toys: dict[bool, Path], shifted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

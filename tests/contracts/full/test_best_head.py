@@ -109,6 +109,7 @@ def check_answers(engine: Engine, cases: list[Case]) -> None:
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("options", ORDERS, ids=str)
 def test_tokens_equal_the_slow_decoder(
     family: tuple[str, Path],
@@ -127,6 +128,7 @@ def test_tokens_equal_the_slow_decoder(
             assert counts.best == 0 and counts.logits > 0, settings
 
 
+@pytest.mark.sweep_but(settings={"graphs": "off"})
 @pytest.mark.parametrize("settings", [{"graphs": "off"}, {"graphs": "on"}, {"memory": "mosaic"}], ids=str)
 def test_greedy_warm_and_truncated_requests_share_passes(
     llada: Path,
@@ -238,6 +240,7 @@ def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
     runner.plan_of = plan_of
 
 
+@pytest.mark.sweep_but(chunks={})
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 def test_nothing_is_read_after_its_lifetime(
     llada: Path,

@@ -57,6 +57,7 @@ def found_by(engine: Engine, cases: list[tuple[SamplingParams, Any, Any]]) -> li
     return engine.generate(PROMPTS[: len(cases)], [case[0] for case in cases])
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize(("family", "options"), spread(CASES), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In mixed batches, of which the budget feeds a part at a time, in dynamic and in static shapes, and
@@ -87,6 +88,7 @@ REFRESHED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize(("family", "options"), spread(REFRESHED), indirect=["family"], ids=str)
 def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: dict[str, Any]) -> None:
     kind, directory = family
@@ -98,6 +100,7 @@ def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: 
         assert [found.token_ids for found in found_by(engine, cases)] == expected
 
 
+@pytest.mark.sweep_but("llada-prefix")
 @pytest.mark.parametrize(
     ("family", "cache"),
     [*((FAMILIES[0], name) for name in CACHES.names()), *zip(FAMILIES[1:], ("dual", "delayed"))],
@@ -149,6 +152,7 @@ def _spoil(engine: Engine) -> None:
     cache.values.normal_()
 
 
+@pytest.mark.sweep_but("dream")
 def test_aborts_leave_the_others_alone(family: tuple[str, Path]) -> None:
     """New sequences get the pages of aborted ones."""
     kind, directory = family
@@ -186,6 +190,7 @@ def rows_of_passes(engine: Engine, number: int) -> list[int]:
     return rows
 
 
+@pytest.mark.sweep_but("llada-off")
 @pytest.mark.parametrize("static", ["off", "on"])
 def test_rows_that_are_fed(family: tuple[str, Path], static: str) -> None:
     """Prompt 12, answer 16 in blocks of 4, one token a pass; a shifted block feeds the place before it."""
@@ -292,6 +297,7 @@ def test_rows_that_the_host_plans_with() -> None:
     assert whole.num_decoding_rows(100, num_known=60, num_passes=3) == 41
 
 
+@pytest.mark.sweep_but("llada")
 def test_more_canvases_share_the_passes_between_refreshes(family: tuple[str, Path]) -> None:
     """A budget of one canvas: without a cache each waits for the one before it."""
     _, directory = family

@@ -103,6 +103,8 @@ def spread(cases: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     return [(FAMILIES[0], case) for case in cases] + list(zip(others, cases, strict=False))
 
 
+@pytest.mark.sweep_but(family="llada", options={"order": "maskgit_plus", "steps": 4})
+@pytest.mark.sweep_but(family="dream", options={"order": "entropy", "steps": 4})
 @pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """Mixed lengths, temperatures and truncations in one batch, in dynamic and in static shapes."""

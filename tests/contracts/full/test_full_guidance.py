@@ -34,8 +34,8 @@ from tests.contracts.full.test_mosaic import with_chunks
 from tests.margins import NearTie
 
 __all__ = ["family"]
-GUIDANCE = (1.5, 0.0, 0.5, 0.0, 0.25)
-"""Of the requests of a batch."""
+pytestmark = pytest.mark.sweep  # tests/law/test_full_law.py has the law of guidance
+GUIDANCE = (1.5, 0.0, 0.5, 0.0, 0.25)  # of the requests of a batch
 BLOCKS: dict[str, Any] = {"order": "low_confidence", "block_length": 4}
 WAYS: list[dict[str, Any]] = [
     {"graphs": "off"},

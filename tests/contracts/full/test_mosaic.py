@@ -103,6 +103,7 @@ def assert_equal(found: tuple[Any, list[torch.Tensor]], expected: tuple[Any, lis
     assert_same_rows(found[1][0], expected[1][0])
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("options", ORDERS, ids=str)
 def test_it_answers_as_caching(directory: Path, options: dict[str, Any]) -> None:
     """Every order, mixed lengths in a pass: tokens, and logits bit for bit."""
@@ -111,6 +112,7 @@ def test_it_answers_as_caching(directory: Path, options: dict[str, Any]) -> None
     assert_equal(run(engine_of(directory, **options)), expected)
 
 
+@pytest.mark.sweep_but(chunks={"logits": 5})
 @pytest.mark.parametrize(
     ("directory", "chunks"),
     [
@@ -128,6 +130,7 @@ def test_chunks_change_no_bit(directory: Path, chunks: dict[str, int]) -> None:
     assert_equal(run(engine), expected_of(directory, **options))
 
 
+@pytest.mark.sweep_but("llada")
 def test_an_abort_leaves_the_others_as_they_are(directory: Path) -> None:
     options = {"order": "low_confidence", "block_length": 4, "max_num_batched_tokens": 200}
     expected, _ = expected_of(directory, abort="2", **options)
@@ -161,6 +164,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ended
 
 
+@pytest.mark.sweep_but(directory="llada", chunks={"logits": 3, "ffn": 3, "experts": 3, "query": 3})
 @pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "experts": 3, "query": 3}], ids=str)
 def test_nothing_is_read_after_its_lifetime(
     directory: Path, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch

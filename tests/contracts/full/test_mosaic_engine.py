@@ -21,6 +21,7 @@ from tests.contracts.engines import assert_idle, build_engine
 from tests.contracts.full.canvases import PROMPTS, directory_of, engine_of, params_of
 
 
+@pytest.mark.sweep_but("dream")
 def test_a_canvas_that_cannot_fit_is_refused_and_the_engine_goes_on(directory: Path) -> None:
     """The message names the op, the bytes and the nearest length, which does fit."""
     engine = engine_of(directory, order="low_confidence")
@@ -92,6 +93,8 @@ def test_plans_are_made_once_for_the_rows_of_a_pass(llada: Path, monkeypatch: py
     assert made == [(18, 12)]
 
 
+@pytest.mark.sweep_but(words="deterministic=true")
+@pytest.mark.sweep_but(words="attention=torch")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -143,6 +146,7 @@ class LargestAllocation(TorchDispatchMode):
         return made
 
 
+@pytest.mark.sweep_but("llada")
 @pytest.mark.parametrize("kind", ["llada", "llada_moe"])
 def test_what_is_allocated_beside_the_workspace_does_not_grow_with_the_length(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

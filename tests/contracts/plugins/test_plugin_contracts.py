@@ -146,6 +146,8 @@ def test_alone_it_equals_the_slow_decoding(checkpoint: Path, expected: list[tupl
     assert_idle(engine)
 
 
+@pytest.mark.sweep_but(options={})
+@pytest.mark.sweep_but(options={"graphs": "on"})
 @pytest.mark.parametrize(
     "options",
     [

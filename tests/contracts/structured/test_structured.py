@@ -83,6 +83,7 @@ def test_finished_answers_match(expected: list[Completion]) -> None:
             _check(completion, constraint)
 
 
+@pytest.mark.sweep_but("1-cold")
 @pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("stride", STRIDES)
@@ -121,6 +122,7 @@ def test_the_mode_may_change_between_passes(toy: Path, expected: list[Completion
     assert len(observed) <= 4, "times of passes that wait for the host teach nothing about others"
 
 
+@pytest.mark.sweep_but(options={"num_pages": 24, "prefix_cache": False})
 @pytest.mark.parametrize("options", [{"num_pages": 24}, {"num_pages": 24, "prefix_cache": False}])
 def test_preempted_answers_do_not_change(toy: Path, options: dict[str, Any]) -> None:
     sampled = _params(temperature=1.0, seed=5)
@@ -234,6 +236,7 @@ def _ambiguous(num_alternatives: int, begin: str) -> Constraint:
     return Constraint(kind="grammar", text=f'start: {begin}e\ne: {either} | "a"\n{rules}')
 
 
+@pytest.mark.sweep
 def test_ambiguous_grammars_fail_without_their_neighbours(
     toy: Path, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:

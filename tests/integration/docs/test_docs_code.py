@@ -183,6 +183,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("page", ["README.md", "docs/generate.md"])
 def test_python_of_a_page_runs(
     page: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def falling(shares: Iterator[float], strides: list[int]) -> Sampler:
     return sample
 
 
+@pytest.mark.sweep
 def test_the_engine_answers_and_changes_no_weight(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_engine_answers_and_changes_no_weight(
     assert not (watched / "run" / "decoded").exists()
 
 
+@pytest.mark.sweep
 def test_a_run_that_degrades_ends_and_can_go_on(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,6 +41,7 @@ def _rows(out: str) -> dict[str, list[str]]:
     return {line[0]: line[1:3] + line[4:] for line in lines if line[1] != "-"}
 
 
+@pytest.mark.sweep
 def test_both_decoders_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.jsonl"
     with pytest.warns(UserWarning, match="stride 4"):
@@ -62,6 +63,7 @@ def test_both_decoders_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert float(rows["ar"][1]) == pytest.approx(share, abs=5e-4)
 
 
+@pytest.mark.sweep
 def test_several_samples_per_prompt_are_judged_against_their_prompt(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ["sampling.n=2", "num=2", "sampling.temperature=1", "sampling.seed=3", f"output={output}"]
@@ -93,6 +95,7 @@ def _spoil_a_pass(monkeypatch: pytest.MonkeyPatch, number: int, *, every_row: bo
     monkeypatch.setattr(Runner, "forward", spoiled)
 
 
+@pytest.mark.sweep
 def test_an_answer_that_fails_is_wrong_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -209,6 +209,7 @@ def test_text_ends_before_a_stop_string(tmp_path: Path) -> None:
     assert record["finish_reason"] == "stop"
 
 
+@pytest.mark.sweep_but("False")
 @pytest.mark.parametrize("is_shown", [True, False])
 def test_progress_of_a_file_is_on_standard_error_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_shown: bool
@@ -289,6 +290,7 @@ def test_the_command_ends_with_status_2_and_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sweep_but(arguments=["model=nowhere", "-p", "x"])
 @pytest.mark.parametrize(
     ("entry", "arguments"),
     [

@@ -65,6 +65,7 @@ class Lines:
         return self._trace
 
 
+@pytest.mark.sweep
 def test_ctrl_c_at_any_line_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,8 @@ def _retrained(directory: Path) -> Path:
     return copy
 
 
+@pytest.mark.sweep_but(words="sampling.temperature=0.5")
+@pytest.mark.sweep_but(words="decoder='isd'")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -213,6 +215,7 @@ def _as_partial(output: Path) -> None:
     output.rename(f"{output}.partial")
 
 
+@pytest.mark.sweep_but("partial")
 @pytest.mark.parametrize("put", [_as_partial, lambda output: None], ids=["partial", "published"])
 def test_what_failed_is_answered_again(
     tmp_path: Path,

@@ -59,6 +59,7 @@ def _group(engine: Engine) -> TensorParallelGroup:
     return engine._worker.group
 
 
+@pytest.mark.sweep
 def test_a_killed_rank_is_an_error(toy: Path) -> None:
     prompts = prompts_of([1, 7, 20])
     one = [
@@ -97,6 +98,7 @@ def test_an_error_on_rank_0_ends_the_others(toy: Path, monkeypatch: pytest.Monke
         engine.generate([[1, 2]], greedy(max_tokens=9))
 
 
+@pytest.mark.sweep
 def test_the_command_starts_its_ranks_and_ctrl_c_ends_all(tmp_path: Path) -> None:
     """The first line is answered, the second is interrupted."""
     lines = tmp_path / "lines.jsonl"
@@ -117,6 +119,7 @@ def test_the_command_starts_its_ranks_and_ctrl_c_ends_all(tmp_path: Path) -> Non
     _wait_until_gone(ranks)
 
 
+@pytest.mark.sweep
 def test_all_ranks_end_after_rank_0_is_killed(toy: Path) -> None:
     script = (
         "from idlm.infer.engine import Engine\n"
@@ -135,6 +138,7 @@ def test_all_ranks_end_after_rank_0_is_killed(toy: Path) -> None:
     _wait_until_gone(ranks)
 
 
+@pytest.mark.sweep
 def test_a_rank_ends_if_rank_0_ended_before_it_started() -> None:
     """Though another process still has the other end of its connection."""
     ours, theirs = Pipe()

@@ -247,6 +247,7 @@ def f(): return f()
 IMPORTS = "import itertools, os, re, signal, sys, time\n"
 
 
+@pytest.mark.sweep
 @needs_sandbox
 def test_what_does_not_end_well_fails() -> None:
     codes = dict(part.split("\n", 1) for part in ENDS.lstrip("\n# ").split("\n# "))

@@ -99,6 +99,7 @@ def expected(source: Path, tmp_path: Path, local: Local) -> list[dict[str, Any]]
     return [{name: record[name] for name in SAME} for record in read_lines(tmp_path / "alone")]
 
 
+@pytest.mark.sweep_but("100-in.jsonl")
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("size", [3, 100])
 def test_records_are_those_of_idlm_generate(

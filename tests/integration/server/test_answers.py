@@ -285,6 +285,7 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
     server.wait_until_idle()
 
 
+@pytest.mark.sweep
 def test_the_benchmark_of_http_counts_all_tokens(server: Running) -> None:
     options = {**http_overhead.DEFAULTS, "prompt": "6", "answer": "5", "rounds": "2", "concurrency": "2"}
     loads = http_overhead.make_loads(options)

@@ -279,6 +279,7 @@ def test_the_template_gets_tools_and_calls(client: OpenAI, script: Callable[...,
     assert answer.usage.prompt_tokens == len(encode_messages(tokenizer, turns))
 
 
+@pytest.mark.sweep
 def test_a_client_that_closes_its_stream_frees_everything(client: OpenAI, server: Running) -> None:
     aborted = server.metric("vllm:request_success_total", finished_reason="abort")
     for options in ({}, {"tools": TOOLS}):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.results import read_rows
 from benchmarks.serving import serve_fuzz
 
 REQUESTS = 5000
 
 
+@pytest.mark.sweep
 def test_no_request_breaks_a_rule(tmp_path: Path) -> None:
     assert serve_fuzz.measure([f"requests={REQUESTS}", f"results={tmp_path}"]) == 0
     rows = read_rows("serve_fuzz", results=tmp_path)

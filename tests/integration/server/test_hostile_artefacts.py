@@ -151,6 +151,7 @@ def tokenizer() -> Iterator[Any]:
         process.close()
 
 
+@pytest.mark.sweep_but("class of a text", "subclasses", "globals of a function")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_hostile_template_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     messages = [{"role": "user", "content": "Hi"}]

@@ -127,6 +127,7 @@ def is_routing(router: Client, num_healthy: int) -> bool:
         return False
 
 
+@pytest.mark.sweep
 def test_sglang_router_routes_streams_and_survives_a_server(server: Running) -> None:
     pytest.importorskip("sglang_router", reason="pip install sglang-router==0.3.2")
     ask: Any = {"model": "tiny", "messages": MESSAGES}

@@ -87,6 +87,7 @@ def note_allocating_threads(argv: list[str], names: Path) -> None:
     assert cli.main(argv) == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("changes", [{}, ZERO], ids=["plain", "zero"])
 def test_a_thread_allocates_all_memory_of_saves_before_the_first(
     changes: dict[str, Any], base: Path, tmp_path: Path
@@ -182,6 +183,7 @@ def test_without_memory_for_a_copy_training_waits(
     assert_same_weights(output / "model.safetensors", sync_run / "model.safetensors")
 
 
+@pytest.mark.sweep_but("sync")
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_run_ends_before_its_time_is_over_and_goes_on(
     save: str,

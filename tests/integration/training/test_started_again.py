@@ -74,6 +74,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.sweep_but("unlink")
 @pytest.mark.parametrize("damage", [flip, Path.unlink])
 def test_a_finished_run_publishes_again_what_is_removed_or_damaged(
     damage: Callable[[Path], None], given: tuple[Path, Path], tmp_path: Path

@@ -23,6 +23,7 @@ PROMPTS = ["Lea has 9 shells. Lea wins 3. How many shells does Lea have?", "Tom 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
 def test_a_family_converts_and_decodes(family: str, tmp_path: Path) -> None:
     import transformers

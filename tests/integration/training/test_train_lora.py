@@ -173,6 +173,7 @@ def test_a_distilled_draft_with_a_random_phase_is_trained(base: Path, tmp_path: 
     assert acceptance[-1] > acceptance[0]
 
 
+@pytest.mark.sweep_but("block")
 @pytest.mark.parametrize("objective", ["idlm", "block"])
 def test_an_adapter_without_a_gate_is_published_as_a_whole_checkpoint(
     base: Path, tmp_path: Path, objective: str

@@ -142,6 +142,7 @@ def test_a_stopped_run_resumes_bitwise(
     assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
 
 
+@pytest.mark.sweep
 def test_a_line_of_metrics_is_of_one_stage_and_begins_anew_after_a_stop_within_it(
     finished: Path, base: Path, tmp_path: Path
 ) -> None:

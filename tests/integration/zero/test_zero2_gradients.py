@@ -38,6 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "told.json").read_text())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["zero2", "averaged", "clipped", "overlapped"])
 def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(told: dict[str, Any], name: str) -> None:
     run = told[name]

@@ -32,6 +32,7 @@ def test_routing(dtype: torch.dtype, seed: int) -> None:
     check_route(Case(seed, "cpu", dtype, SMALL))
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("seed", range(4))
@@ -47,6 +48,7 @@ def test_ties_between_experts_of_a_block_admit_the_lowest() -> None:
     assert experts_RC.tolist() == [[0, 1]] * 4 + [[5, 6]] * 2
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("seed", range(3))
 def test_experts(dtype: torch.dtype, seed: int) -> None:
@@ -82,6 +84,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_tiles() -> None:
     assert torch.equal(twice, whole)
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize(
     ("num_rows", "dtype"), [(1, torch.float16), (3, torch.float32), (17, torch.float16), (130, torch.float32)]
 )

@@ -33,6 +33,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "has_kernels", lambda device: True)
 
 
+@pytest.mark.sweep_but("1-2-tuning4", "300-3-tuning2")
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "tuning"),
     [(37, 8, SMALL), (131, 5, CRAMPED), (300, 3, SMALL), (700, 2, WIDE), (1, 2, SMALL)],
@@ -65,6 +66,7 @@ def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
     assert draw(probs, torch.tensor([-1, 2]), torch.tensor([0.5, 0.5]).double())[0] == 0
 
 
+@pytest.mark.sweep_but("2-4-tuning2")
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 4, CRAMPED), (2, 4, SMALL)]
 )
@@ -73,6 +75,7 @@ def test_judged_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     check_judged(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
 
 
+@pytest.mark.sweep_but("1-4-tuning3")
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 6, CRAMPED), (300, 4, WIDE), (1, 4, SMALL)]
 )
@@ -109,6 +112,7 @@ def test_a_sampled_bracket_of_a_smooth_row() -> None:
 
 
 # Sequences and masks. The first has 4 rejections; in the second tau decides; the last has no masks.
+@pytest.mark.sweep_but("3-sizes4-9")
 @pytest.mark.parametrize(
     ("seed", "sizes", "num_tokens"),
     [(54, (6, 1), 40), (11, (4, 3), 11), (31, (4, 3), 11), (1, (2, 1), 33), (3, (2, 0), 9)],
@@ -119,6 +123,7 @@ def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
+@pytest.mark.sweep_but("1-2-tuning3")
 @pytest.mark.parametrize(
     ("num_tokens", "num_drafts", "tuning"),
     [(37, 3, SMALL), (131, 1, CRAMPED), (300, 2, SMALL), (1, 2, SMALL)],

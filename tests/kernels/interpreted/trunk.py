@@ -41,6 +41,7 @@ SPLIT_DRAWS = [(45, torch.float16), (68, torch.float32), (107, torch.float16)]
 """Draws of one, four and two splits, of 16, 28 and 17 rows of which some or all are MASK."""
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("variant", range(len(LORA_VARIANTS)))
 def test_splits_of_a_linear_with_an_adapter(variant: int, shift: int) -> None:
@@ -49,6 +50,7 @@ def test_splits_of_a_linear_with_an_adapter(variant: int, shift: int) -> None:
     check_linear_lora(Draw(seed, "cpu", dtype, largest=800), variant)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("rows", [3, 200])
 def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     rows: int, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +148,7 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
         torch.testing.assert_close(mine[~carried], theirs[~carried], atol=0, rtol=0.13)
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize(
     ("num_rows", "dtype"), [(1, torch.float32), (3, torch.float16), (3, torch.float32), (130, torch.float16)]
 )

@@ -30,6 +30,7 @@ def test_plain_state_equals_the_reference(seed: int) -> None:
     check_state(seed)
 
 
+@pytest.mark.sweep
 def test_the_kernels_of_the_state_compile_for_hopper() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.block_eviction.kernel_state import begin_kernel, finish_kernel
@@ -45,6 +46,7 @@ def test_the_kernels_of_the_state_compile_for_hopper() -> None:
         assert compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=1).spilled_bytes == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32")])
 def test_the_kernels_compile_for_hopper_without_spills(dtype: str, kv_dtype: str) -> None:
     pytest.importorskip("triton")

@@ -22,6 +22,7 @@ TYPES |= {"is_piece_I": "*i1", "k_scale_K": "*fp32", "scores_BKP": "*fp32", "num
 TYPES |= dict.fromkeys(("stride_slot", "stride_head", "stride_piece", "stride_table", "stride_row"), "i32")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["bounds_kernel", "score_kernel"])
 def test_the_kernels_compile_for_hopper(name: str) -> None:
     pytest.importorskip("triton")

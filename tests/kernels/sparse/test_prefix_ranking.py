@@ -61,6 +61,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, **types: str) -
     return compile_for_hopper(kernel, _Types(TYPES | types), constants, num_warps=warps)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("group", "keys"), [(4, "*bf16"), (8, "*bf16"), (4, "*fp8e4nv")])
 def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, keys: str) -> None:
     pytest.importorskip("triton")
@@ -87,6 +88,7 @@ def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, key
         assert made.shared_bytes * launch.per_sm <= SHARED_BYTES
 
 
+@pytest.mark.sweep
 def test_the_kernel_of_lists_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.prefix_ranking.kernel_select import select_kernel

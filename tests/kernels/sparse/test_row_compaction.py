@@ -23,6 +23,7 @@ def test_plain_gathers_equal_indexing(seed: int) -> None:
     check_gather(seed)
 
 
+@pytest.mark.sweep
 def test_the_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.row_compaction.kernel import (

@@ -251,6 +251,7 @@ CASES: list[tuple[int, str, dict[str, Any], Any]] = [
 """Worlds of twice 25 blocks."""
 
 
+@pytest.mark.sweep_but(options={"k": 200})
 @pytest.mark.parametrize(
     ("num_worlds", "name", "options", "make_rule"),
     CASES,

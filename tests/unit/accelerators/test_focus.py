@@ -357,6 +357,7 @@ def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
     bench.lanes[number] = new
 
 
+@pytest.mark.sweep_but(num_blocks=120)
 @pytest.mark.parametrize(("config", "size", "num_blocks"), CASES, ids=str)
 def test_random_blocks_lose_rows_as_on_paper(config: FocusConfig, size: int, num_blocks: int) -> None:
     torch.manual_seed(size)

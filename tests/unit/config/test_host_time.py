@@ -46,6 +46,7 @@ def test_the_plan_is_the_rows_flops_over_the_rates(tmp_path: Path, monkeypatch: 
     assert slow.seconds == 8 * sum(slow.parts.values())
 
 
+@pytest.mark.sweep_but(override="train.threads=1")
 @pytest.mark.parametrize(
     ("recipe", "override"),
     [("tiny", "train.bf16=true"), ("tiny_lora", "train.batch_size=1"), ("tiny_block", "train.threads=1")],

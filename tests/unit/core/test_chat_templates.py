@@ -170,6 +170,7 @@ def transformers_ids(tokenizer: Any, messages: list[dict[str, str]], **extra: An
     return list(rendered["input_ids"])
 
 
+@pytest.mark.sweep_but("marked without its end")
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "qwen3"])
 def test_all_turns_of_random_conversations(directory, name: str) -> None:
     tokenizer, rng = tokenizer_with(directory, name), random.Random(1)
@@ -193,6 +194,7 @@ def test_all_turns_of_random_conversations(directory, name: str) -> None:
                 assert not supervised[len(prompt_ids) - 1]
 
 
+@pytest.mark.sweep_but("strip")
 @pytest.mark.parametrize("thinking", ["keep", "strip", "off"])
 def test_a_template_that_rewrites_history_is_cut_into_turns(directory, thinking: str) -> None:
     tokenizer, rng = tokenizer_with(directory, "qwen3"), random.Random(2)

@@ -295,6 +295,7 @@ def misspell(key: str, rng: random.Random) -> str:
     return key
 
 
+@pytest.mark.sweep
 def test_misspelt_keys_are_all_refused_and_nearly_all_understood(conf: Path) -> None:
     rng = random.Random(0)
     known = [

@@ -88,6 +88,7 @@ def test_text_is_unchanged_by_a_round_trip(all_tokenizers: dict[str, Any]) -> No
         assert _streamed(tokenizer, token_ids, dice) == response
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ids_have_the_text_that_transformers_decodes(
     all_tokenizers: dict[str, Any], seed: int
@@ -179,6 +180,7 @@ class _Counting:
         return str(self.tokenizer.decode(token_ids, **settings))
 
 
+@pytest.mark.sweep_but("byte_level-a")
 @pytest.mark.parametrize("text", [b"\xff", "\u4e00".encode(), b"a"])
 @pytest.mark.parametrize("name", ["byte_level", FALLBACK])
 def test_the_work_is_linear(all_tokenizers: dict[str, Any], name: str, text: bytes) -> None:

@@ -52,6 +52,7 @@ LEVELS["recall"] = [("recall", "tiny")]
 """Of the tokenizer of all tasks, and of a task with one of its own."""
 
 
+@pytest.mark.sweep_but(model_type="qwen2")
 @pytest.mark.parametrize(
     ("model_type", "task"),
     [(None, None), ("qwen3", None), ("qwen2", None), ("llama", None), (None, "recall")],

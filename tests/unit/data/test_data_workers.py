@@ -56,6 +56,7 @@ raise RuntimeError("planted")
 """
 
 
+@pytest.mark.sweep
 def test_a_run_that_fails_with_its_loader_open_ends() -> None:
     # Its workers ignore the signal by which multiprocessing would end them.
     command = [sys.executable, "-c", FAILS_WITH_ITS_LOADER_OPEN]

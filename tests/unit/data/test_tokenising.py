@@ -110,6 +110,7 @@ def test_a_killed_build_continues_after_its_last_finished_part(
     assert_same_cache(source, stopped, encoder, tmp_path / "whole")
 
 
+@pytest.mark.sweep_but("cut")
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_part_and_later_ones_are_tokenised_again(
     damage: str, stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

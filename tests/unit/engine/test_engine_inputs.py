@@ -221,6 +221,7 @@ def test_logprobs_are_the_models_own(checkpoint: Path, decoder: str) -> None:
         assert list(entry.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.sweep_but("ar")
 @pytest.mark.parametrize("decoder", ["ar", "isd"])
 def test_a_seed_determines_the_answer_in_any_batch(checkpoint: Path, decoder: str) -> None:
     prompts = [[(7 * i + j) % MASK_ID for j in range(1 + 2 * i % 11)] for i in range(16)]
@@ -273,6 +274,7 @@ def test_streams_side_by_side_leave_nothing_when_one_is_closed(engine: Engine) -
     assert not engine.has_work
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_streamed_pieces_are_the_completion(speaking: Engine, seed: int) -> None:
     params = SamplingParams(max_tokens=30, seed=seed)

@@ -31,6 +31,7 @@ def byte_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.from_pretrained(directory, **OPTIONS)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_an_answer_has_one_text(byte_engine: Engine, seed: int) -> None:
     """Streamed, whole, and searched for stop strings, although many bytes are not valid UTF-8."""

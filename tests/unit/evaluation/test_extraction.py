@@ -23,6 +23,7 @@ def test_the_last_complete_box_after_the_thinking(text: str, answer: str | None)
     assert boxed(text) == answer
 
 
+@pytest.mark.sweep
 def test_many_open_boxes_take_no_time() -> None:
     assert boxed(r"\boxed{" * 2000) is None
 

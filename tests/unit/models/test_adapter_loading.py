@@ -65,6 +65,8 @@ def exported(model: Any, base: Path, target: Path, *, dtype: torch.dtype | None 
     return target
 
 
+@pytest.mark.sweep_but("Llama-False")
+@pytest.mark.sweep_but(base="Qwen2", mask_row=True)
 @pytest.mark.parametrize("mask_row", [False, True])
 def test_peft_loads_the_export_and_agrees_on_rows_that_are_all_masks(
     base: Path, tmp_path: Path, mask_row: bool

@@ -64,6 +64,7 @@ def counts(plan: Plan) -> dict[str, int]:
     return {name: count for name, count in plan.sizes.chunks.items() if count > 1}
 
 
+@pytest.mark.sweep_but("moe-paper", "dense-mosaic", "moe-ours")
 @pytest.mark.parametrize("arm", ["paper", "mosaic", "ours"])
 @pytest.mark.parametrize("shape", [SMALL, SMALL_MOE], ids=["dense", "moe"])
 def test_the_search_finds_what_the_search_of_the_paper_finds(shape: TrunkShape, arm: str) -> None:

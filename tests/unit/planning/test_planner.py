@@ -19,6 +19,7 @@ LENGTHS = [round(2 ** (exponent / 3)) for exponent in range(27, 61)]
 """512 to a million rows, three lengths per octave."""
 
 
+@pytest.mark.sweep_but("llada_8b-paper", "dream_7b-query")
 @pytest.mark.parametrize("attention", ATTENTION_ARMS)
 @pytest.mark.parametrize("model", SHAPES)
 def test_first_fit_is_within_one_percent_of_the_bytes_alive(model: str, attention: str) -> None:

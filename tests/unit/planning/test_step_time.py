@@ -141,6 +141,7 @@ def planned(one: Measured, *overrides: str, gpu: str | None = None, tflops: floa
     )
 
 
+@pytest.mark.sweep_but("8B full")
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_plan_is_within_a_tenth_of_measured_steps(name: str) -> None:
     faster = 1e-3 * {"8B gated": 16, "0.6B gated": 27}.get(name, 0)
@@ -148,6 +149,7 @@ def test_the_plan_is_within_a_tenth_of_measured_steps(name: str) -> None:
         assert planned(MEASURED[name]).seconds_per_step == pytest.approx(seconds, rel=0.1)
 
 
+@pytest.mark.sweep_but("0.6B ungated")
 @pytest.mark.parametrize("name", PROFILES)
 def test_parts_are_those_of_the_profile(name: str) -> None:
     """But for 5 % of the step."""
@@ -159,6 +161,7 @@ def test_parts_are_those_of_the_profile(name: str) -> None:
     assert parts["collectives"] == 0 and parts["gradients and optimizer"] < 0.02
 
 
+@pytest.mark.sweep
 def test_what_does_more_takes_longer() -> None:
     full, gated = MEASURED["8B full"], MEASURED["8B gated"]
     same = replace(gated, mode="ungated")

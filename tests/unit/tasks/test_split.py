@@ -27,6 +27,7 @@ def test_shares_are_one_percent_each():
     assert set(splits) == {"train", "validation", "test"}
 
 
+@pytest.mark.sweep_but("trace-short")
 @pytest.mark.parametrize(("name", "level"), TASK_LEVELS)
 def test_splits_share_no_skeleton(name, level):
     task = TASKS.get(name)(level=level)

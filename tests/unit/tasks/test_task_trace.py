@@ -23,6 +23,7 @@ def test_checker_accepts_generated_samples(level):
         assert verdict.correct and verdict.final_answer_correct and verdict.first_bad_step is None, verdict
 
 
+@pytest.mark.sweep_but("short")
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_single_slip_is_rejected(level):
     task = TASKS.get("trace")(level=level)

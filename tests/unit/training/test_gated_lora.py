@@ -235,6 +235,7 @@ class InOnePass(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias) + update * InOnePass.is_mask[..., None]
 
 
+@pytest.mark.sweep_but("llama-idlm_sdpa")
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_documents", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_run_apart_have_the_values_and_gradients_of_one_pass(family: str, attention: str) -> None:
@@ -274,6 +275,7 @@ def test_checkpointing_and_autocast_keep_the_gate() -> None:
         assert rough[name].dtype == torch.float32
 
 
+@pytest.mark.sweep
 def test_one_compilation_serves_every_number_of_mask_rows() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -47,6 +47,7 @@ def plain_logits(model, token_ids):
         model.set_attn_implementation("idlm_sdpa")
 
 
+@pytest.mark.sweep_but(region="response", family="qwen3")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("region", ["response", "all"])
 @torch.no_grad()
@@ -106,6 +107,7 @@ def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
     torch.testing.assert_close(both[length:], lean[~lean_noisy], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.sweep_but("idlm_documents", "idlm_split")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("attention", ["idlm_flex", "idlm_documents", "idlm_split"])
 @torch.no_grad()

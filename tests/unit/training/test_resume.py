@@ -189,6 +189,8 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
         choose_checkpoint(config, SHAPE)
 
 
+@pytest.mark.sweep_but(says="IDLM-0303")
+@pytest.mark.sweep_but(says="IDLM-0303.*month")
 @pytest.mark.parametrize(
     ("text", "says"),
     [

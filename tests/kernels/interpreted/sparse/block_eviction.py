@@ -13,6 +13,7 @@ from tests.kernels.cases.sparse.block_state import check_state
 DTYPES = [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float8_e4m3fn)]
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_importance_equals_the_reference(
@@ -22,11 +23,13 @@ def test_importance_equals_the_reference(
     check_importance(make_layer(SHAPES[number], dtype, kv_dtype=kv_dtype, over_block=over_block))
 
 
+@pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_selection_equals_the_reference(seed: int) -> None:
     check_selection(seed)
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_state_equals_the_reference(seed: int) -> None:
     check_state(seed)

@@ -15,6 +15,7 @@ from tests.kernels.cases.sparse.page_bounds import check
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")
 
 
+@pytest.mark.sweep_but(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_kernels_equal_the_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "TILES", 1 + seed % 2)

@@ -15,6 +15,7 @@ from idlm.infer.runtime.stride_controller import Load
 from tests.contracts.engines import build_engine, prompts_of, write_converted_toy
 
 
+@pytest.mark.sweep_but("3-False")
 @pytest.mark.parametrize(("num_inflight_steps", "fails"), [(0, False), (3, False), (0, True)])
 def test_drafts_from_verification_rows_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_inflight_steps: int, fails: bool

@@ -77,6 +77,7 @@ def test_the_choice_is_near_the_best_and_never_below_ar(num_sequences: int, acce
     assert worst >= 0.97 * rates[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_sequences", [8, 32, 64])
 def test_disturbed_steps_do_not_count(num_sequences: int) -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of)
@@ -85,6 +86,7 @@ def test_disturbed_steps_do_not_count(num_sequences: int) -> None:
     assert sum(rates[number] for number in chosen) >= 0.995 * len(chosen) * max(rates)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_sequences", [8, 16, 64])
 def test_few_timed_steps_are_enough(num_sequences: int) -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of)
@@ -94,6 +96,7 @@ def test_few_timed_steps_are_enough(num_sequences: int) -> None:
     assert sum(rates[number] for number in chosen) >= 0.97 * len(chosen) * max(rates)
 
 
+@pytest.mark.sweep_but("12-16", "5-8")
 @pytest.mark.parametrize("num_sequences", [8, 16, 32, 64])
 @pytest.mark.parametrize("num_slow", [5, 12, 30])
 def test_the_choice_recovers_from_a_slow_clock(num_sequences: int, num_slow: int) -> None:
