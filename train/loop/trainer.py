@@ -31,6 +31,7 @@ from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
 from idlm.train.distributed.deepspeed import local_part
+from idlm.train.distributed.library_output import printing_to_log
 from idlm.train.model.attention import forget_clean_keys
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.objectives.curriculum import rate_factor
@@ -86,6 +87,8 @@ class IdlmTrainer(SavingTrainer):
             data_collator=collate,
             callbacks=callbacks if previous is None else [previous, *callbacks],
         )
+        # DeepSpeed prints the memory of a GPU while an engine is made.
+        self.accelerator.prepare = printing_to_log(self.accelerator.prepare)
         # Our losses are already divided by the global count: the Trainer must not divide by the accumulation.
         self.model_accepts_loss_kwargs = True
         self.step = TrainingStep(

@@ -1,0 +1,87 @@
+"""What libraries print and log of their own accord, through our log: routine at DEBUG, warnings as such.
+
+`IDLM_LOG_LEVEL=DEBUG` shows all of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import distributed as dist
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+ROUTINE = (
+    r"barrier\(\): using the device under current context",
+    r"Setting (ds_)?accelerator to",
+    r"OMP_NUM_THREADS/MKL_NUM_THREADS unset",
+)
+"""Beginnings of messages that say what a library does, at the level of a warning, and ask for nothing."""
+
+
+class _ToLog(io.TextIOBase):
+    """A stream whose lines are logged at DEBUG."""
+
+    def __init__(self) -> None:
+        self._begun = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            log.debug("%s", line)
+        return len(text)
+
+
+def is_routine(message: str) -> bool:
+    """Whether a library's message is one of `ROUTINE`."""
+    return any(re.match(pattern, message) for pattern in ROUTINE)
+
+
+def _forward(record: logging.LogRecord) -> bool:
+    """Filter of a library's logger: our handlers get the record in place of the library's own."""
+    if is_routine(record.getMessage()):
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    ours = logging.getLogger("idlm")
+    if ours.isEnabledFor(record.levelno):
+        ours.handle(record)
+    return False
+
+
+def route_library_output() -> None:
+    """Install the filters, and close the process group, if one is opened, at the end of this process. Call it
+    before the libraries are imported; safe to call again.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    if _forward not in logger.filters:
+        logger.addFilter(_forward)
+        atexit.register(_close_process_group)
+    for pattern in ROUTINE:
+        warnings.filterwarnings("ignore", message=pattern)
+
+
+def printing_to_log(call: Callable[..., T]) -> Callable[..., T]:
+    """`call`, whose prints to standard output are logged."""
+
+    @functools.wraps(call)
+    def logged(*args: Any, **kwargs: Any) -> T:
+        with contextlib.redirect_stdout(_ToLog()):
+            return call(*args, **kwargs)
+
+    return logged
+
+
+def _close_process_group() -> None:
+    """NCCL warns of a group that is still open when its process ends."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
