@@ -31,15 +31,24 @@ from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
     check_model,
+    check_window,
     grow_vocabulary,
     mask_token,
     mask_token_text,
     num_vocabulary_rows,
     prepare_mask_row,
-    window_problem,
 )
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.load import compile_layers, compiles, create_base, load_base
+from idlm.train.model.load import (
+    base_config,
+    compile_layers,
+    compiles,
+    create_base,
+    decoder_layers,
+    load_base,
+    new_config,
+)
+from idlm.train.model.stand_in import check_architecture
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum
 
@@ -80,14 +89,12 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     mask_token_id, mask_row_D = prepare_mask(config, model, tokenizer)
     with gathering_forward(model):
         check_model(model, attention=attention)
+    check_fit(config, model, tokenizer, device, num_rows=num_vocabulary_rows(model))
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
         compile_layers(model)
-    check_vocabulary(tokenizer, num_vocabulary_rows(model))
-    if problem := window_problem(model.config, config.train.max_length):
-        raise UserError("IDLM-0509", problem, fix="lower train.max_length to the window")
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     return Prepared(
@@ -131,13 +138,20 @@ def prepare_model(
     """The base: loaded from `model.path`, or new with a spare row of the vocabulary for the mask token."""
     dtype = getattr(torch, config.model.dtype)
     if config.model.path is not None:
+        check_architecture(base_config(config.model.path), attention=needed_attention(config, attention))
         return load_base(config.model.path, attention=attention, dtype=dtype)
     values = dict(config.model.config)
     num_rows = -(-(num_token_ids(tokenizer) + 1) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     values.setdefault("vocab_size", num_rows)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values.setdefault(name, getattr(tokenizer, name))
+    check_architecture(new_config(values), attention=needed_attention(config, attention))
     return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
+
+
+def needed_attention(config: TrainConfig, attention: str) -> str:
+    """The attention whose arguments a run needs: a gated adapter hands on more than a mask with any."""
+    return "idlm_documents" if config.is_gated else attention
 
 
 def describe_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> str | None:
@@ -146,6 +160,24 @@ def describe_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -
         return None
     rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
     return mask_token_text(tokenizer, rows, explicit, has_adapter=config.adapter is not None)
+
+
+def check_fit(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, device: torch.device, *, num_rows: int
+) -> None:
+    """Refuse a model, of `num_rows` embeddings in training, that does not fit the tokenizer and the settings;
+    UserError IDLM-0213, 0509 and 0540. No values are read: the model may be on the meta device.
+    """
+    check_vocabulary(tokenizer, num_rows)
+    check_window(model.config.get_text_config(), config.train.max_length)
+    if config.model.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise UserError(
+            "IDLM-0540",
+            f"model.gradient_checkpointing=true: {type(model).__name__} cannot recompute its layers",
+            fix="set model.gradient_checkpointing=false",
+        )
+    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
+        decoder_layers(model)
 
 
 def prepare_mask(
@@ -159,18 +191,23 @@ def prepare_mask(
         return None, None
     if config.adapter is not None:
         chosen = choose_mask(model, tokenizer, config.model.mask_token_id)
-        if not config.is_gated and chosen[0] >= num_vocabulary_rows(model):
-            raise UserError(
-                "IDLM-0530",
-                f"the base has no row for mask id {chosen[0]}, and an adapter that is merged adds none",
-                fix="set model.mask_token_id to an unused token, or adapter.gated=true",
-            )
+        require_row(config, chosen[0], num_vocabulary_rows(model))
         return chosen
     mask_token_id, has_row = mask_token(tokenizer, num_vocabulary_rows(model), config.model.mask_token_id)
     if not has_row:
         grow_vocabulary(model, mask_token_id)
     prepare_mask_row(model, mask_token_id)
     return mask_token_id, None
+
+
+def require_row(config: TrainConfig, mask_token_id: int, num_rows: int) -> None:
+    """UserError IDLM-0530 where an adapter is merged in the end and the embedding lacks the mask's row."""
+    if config.adapter is not None and not config.is_gated and mask_token_id >= num_rows:
+        raise UserError(
+            "IDLM-0530",
+            f"the base has no row for mask id {mask_token_id}, and an adapter that is merged adds none",
+            fix="set model.mask_token_id to an unused token, or adapter.gated=true and export.merge=false",
+        )
 
 
 def prepare_adapter(

@@ -210,7 +210,7 @@ def _read_back(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def export_adapter(

@@ -82,10 +82,23 @@ def _attend(
                 f"{type(module).__name__} has {what} ({name}), which idlm's attention does not compute",
                 fix="use a model without it: trained without, it would be another model",
             )
+    width, value_width = query_BNTH.shape[-1], value_BKTH.shape[-1]
     heads = query_BNTH, key_BKTH, value_BKTH
+    if width != value_width:
+        heads = _of_one_width(heads)
+        further["scaling"] = width**-0.5 if further.get("scaling") is None else further["scaling"]
     if clean_keys is None:
-        return function(heads, attention_mask, **further), None
-    return _attend_apart(function, clean_keys, module, heads, attention_mask, **further), None
+        output = function(heads, attention_mask, **further)
+    else:
+        output = _attend_apart(function, clean_keys, module, heads, attention_mask, **further)
+    return output[..., :value_width], None
+
+
+def _of_one_width(heads: Heads) -> Heads:
+    """Heads filled up with zeros to the widest of them, for kernels that know one head dim."""
+    width = max(head.shape[-1] for head in heads)
+    query, key, value = (functional.pad(head, (0, width - head.shape[-1])) for head in heads)
+    return query, key, value
 
 
 def _attend_apart(
@@ -121,21 +134,25 @@ def leave_out_of_compiled_layers() -> None:
     globals()["_attend_apart"] = torch.compiler.disable(_attend_apart)
 
 
-def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = False) -> str:
+def choose_attention(
+    requested: str, device: torch.device, *, is_16_bit: bool = False, is_elsewhere: bool = False
+) -> str:
     """The attention to run. `auto` chooses the fastest (kernels/split_attention/README.md): by document on a
     CPU; on a GPU the Triton kernel in 16 bits and FlexAttention in float32. UserError IDLM-0542 where the
-    requested one cannot run.
+    requested one cannot run. `is_elsewhere`: on another machine, whose packages are not known.
     """
     if requested == "auto":
         if device.type != "cuda":
             return "idlm_documents"
         return "idlm_split" if is_16_bit and _is_installed("triton") else "idlm_flex"
-    if problem := _problem(requested, device, is_16_bit):
+    if problem := _problem(requested, device, is_16_bit, is_elsewhere):
         raise UserError("IDLM-0542", f"model.attention={requested} {problem[0]}", fix=problem[1])
     return requested
 
 
-def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str, str] | None:
+def _problem(
+    requested: str, device: torch.device, is_16_bit: bool, is_elsewhere: bool
+) -> tuple[str, str] | None:
     """(problem, remedy) of a choice, None where it can run."""
     if requested in GPU_ONLY and device.type != "cuda":
         return f"has no backward pass on a {device.type.upper()}", "set model.attention=auto"
@@ -144,6 +161,8 @@ def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str
             "computes in 16 bits, and this run in float32",
             "set train.bf16=true or model.dtype=bfloat16, or model.attention=idlm_flex",
         )
+    if is_elsewhere:
+        return None
     if requested == "idlm_split" and not _is_installed("triton"):
         return "needs Triton", "pip install 'idlm[gpu]', or set model.attention=idlm_flex"
     return flash_problem() if requested == "idlm_flash" else None
@@ -238,7 +257,8 @@ def document_attention(
     **_: Any,
 ) -> Tensor:
     """Scaled dot-product attention document by document; zero for padding rows."""
-    assert document_masks is not None, "the model does not pass keyword arguments to its attention"
+    if document_masks is None:
+        raise _lost_arguments()
     query_BNTH, key_BKTH = heads[:2]
     rows_M = document_masks.rows
     sizes = [mask.shape[-1] for mask in document_masks.masks]
@@ -270,11 +290,22 @@ def split_attention(
     **_: Any,
 ) -> Tensor:
     """The kernel of `idlm.kernels.split_attention`; zero for padding rows."""
-    assert row_ranges is not None, "the model does not pass keyword arguments to its attention"
+    if row_ranges is None:
+        raise _lost_arguments()
     assert dropout == 0.0, f"{dropout=}"
     query, key, value = _computed_in_one_dtype(*heads)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return split_attention_ranges(query, key, value, row_ranges, scale=scale)
+
+
+def _lost_arguments() -> UserError:
+    return UserError(
+        "IDLM-0505",
+        "the layers of this architecture hand the attention mask alone to their attention, not further "
+        "arguments, such as which rows a document has",
+        fix="set model.attention=idlm_sdpa on a CPU or idlm_flex on a GPU; an adapter needs "
+        "adapter.gated=false and export.merge=true then",
+    )
 
 
 def _computed_in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

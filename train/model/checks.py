@@ -10,6 +10,8 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FIX = "use a causal model of transformers with standard attention layers and a plain output head"
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Types of layers that see some positions only, and the keys of their size."""
 ROW_MULTIPLE = 64
 """A vocabulary grows to a multiple of it: the head's products are slow at odd sizes."""
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
@@ -113,21 +117,37 @@ def mean_of_others(rows_VD: Tensor, row: int) -> Tensor:
     return rows_VD[others].float().mean(dim=0)
 
 
-def window_problem(config: Any, row_positions: int) -> str | None:
-    """Why a sliding-window model cannot train on positions up to `row_positions`; None if it can."""
-    layer_types = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in layer_types or (window and not layer_types)
-    if slides and window and row_positions > window:
-        return f"max_length={row_positions} exceeds the model's sliding window of {window} tokens"
-    return None
+def window_of(config: Any) -> tuple[str, int] | None:
+    """(key, positions) of the shortest window that rows of some layers see; None where they see all."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    found = []
+    for kind, name in WINDOWS.items():
+        # So transformers answers for a value that layers have of their own.
+        with suppress(RuntimeError):
+            window = getattr(config, name, None) if kind in kinds else None
+            found += [(name, window)] if window else []
+    return min(found, key=lambda one: one[1], default=None)
 
 
-@torch.no_grad()
-def check_model(model: PreTrainedModel, *, attention: str) -> None:
+def check_window(config: Any, max_length: int) -> None:
+    """Refuse positions up to `max_length` under a model whose rows see a window of them: UserError IDLM-0509.
+    A prepared mask replaces that of the window.
+    """
+    window = window_of(config)
+    if window is not None and max_length > window[1]:
+        raise UserError(
+            "IDLM-0509",
+            f"train.max_length={max_length} exceeds the window of the model's attention, "
+            f"{window[0]}={window[1]}",
+            fix=f"set train.max_length={window[1]}",
+        )
+
+
+def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False) -> None:
     """Refuse a model that ignores our mask, has attention of another kind or changes logits after its head.
 
-    Compares a tiny packed forward pass with the model's own pass. Raises UserError IDLM-0505.
+    Compares a tiny packed forward pass with the model's own pass; with `trains` one in training mode and its
+    backward pass have to end too. Raises UserError IDLM-0505.
     """
     head, name = model.get_output_embeddings(), type(model).__name__
     if not isinstance(head, nn.Linear):
@@ -143,28 +163,57 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
     was_training = model.training
     model.eval()
     try:
-        packed = _packed_logits(model, head, ids_BT, attention)
-    # The exceptions that models raise on arguments they do not know have no common base class.
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            "IDLM-0505",
-            f"{name} does not run under a prepared attention mask: {type(error).__name__}: {error}",
-            fix=FIX,
-        ) from error
-    own = _own_logits(model, ids_BT)
-    model.train(was_training)
-    if not bool(own.isfinite().all()):
-        raise UserError("IDLM-0505", f"the logits of {name} are not finite", fix="restore the base's weights")
-    is_exact = model.dtype == torch.float32 and device.type == "cpu"
-    gap, scale = float((packed - own).abs().max()), float(own.abs().max().clamp_min(1.0))
-    if not gap <= scale * (TOLERANCE if is_exact else ROUGH_TOLERANCE):
-        raise UserError(
-            "IDLM-0505",
-            f"{name} does not honour a prepared attention mask, has attention that idlm does not compute, or "
-            f"changes its logits after the head (two packed documents differ by {gap:.3g} from the same "
-            "documents alone under the model's own attention)",
-            fix=FIX,
+        with torch.no_grad(), _naming(f"{name} does not run by itself: config.json may be wrong for it"):
+            own = _own_logits(model, ids_BT)
+        if not bool(own.isfinite().all()):
+            why = f"the logits of {name} are not finite"
+            raise UserError("IDLM-0505", why, fix="restore the base's weights")
+        with torch.no_grad(), _naming(f"{name} does not run under a prepared attention mask"):
+            packed = _packed_logits(model, head, ids_BT, attention)
+        is_exact = model.dtype == torch.float32 and device.type == "cpu"
+        allowed = float(own.abs().max().clamp_min(1.0)) * (TOLERANCE if is_exact else ROUGH_TOLERANCE)
+        gap = float((packed - own).abs().max())
+        if not gap <= allowed:
+            why = _difference(model, head, ids_BT, own, attention, allowed)
+            told = f"{name} {why} (two packed documents differ by {gap:.3g} from the same documents alone)"
+            raise UserError("IDLM-0505", told, fix=FIX)
+        if trains:
+            model.train()
+            with _naming(f"{name} does not run in training mode"):
+                _packed_logits(model, head, ids_BT, attention).sum().backward()
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Inside, an exception of the model becomes a UserError that begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    # The exceptions of models have no common base class.
+    except Exception as error:
+        raise UserError("IDLM-0505", f"{what}: {type(error).__name__}: {error}", fix=FIX) from error
+
+
+@torch.no_grad()
+def _difference(
+    model: PreTrainedModel, head: nn.Linear, ids_BT: Tensor, own: Tensor, attention: str, allowed: float
+) -> str:
+    """Why the logits of packed documents are not the `own` ones [B * T, V] of a model."""
+    changed_BT = ids_BT.clone()
+    changed_BT[:, -1] = (ids_BT[:, -1] + 1) % min(64, num_vocabulary_rows(model))
+    before = (own - _own_logits(model, changed_BT)).unflatten(0, ids_BT.shape)[:, :-1]
+    if float(before.abs().max()) > allowed:
+        return "is not causal: a row sees later tokens"
+    alone = torch.cat([_packed_logits(model, head, ids_BT[i : i + 1], attention) for i in range(len(ids_BT))])
+    if float((alone - own).abs().max()) <= allowed:
+        return (
+            "carries something from one packed document into the next, as layers with a state or a "
+            "convolution do, or does not honour a prepared attention mask"
         )
+    return "has attention that idlm does not compute, or changes its logits after the head"
 
 
 def _packed_logits(model: PreTrainedModel, head: nn.Linear, ids_BT: Tensor, attention: str) -> Tensor:
@@ -188,7 +237,8 @@ def _packed_logits(model: PreTrainedModel, head: nn.Linear, ids_BT: Tensor, atte
         )
     finally:
         hook.remove()
-    assert len(outputs) == 1, f"the head ran {len(outputs)} times in one forward pass"
+    if len(outputs) != 1:
+        raise RuntimeError(f"the output head ran {len(outputs)} times in one forward pass")
     return outputs[0].flatten(0, 1).float()
 
 

@@ -1,5 +1,4 @@
-"""Files of a base checkpoint that are read without loading weights: headers of safetensors, generation
-config.
+"""The generation config of a base, and the dtype of what is published.
 
 transformers loads whatever `generation_config.json` says and warns, but refuses to save values that do not
 fit together once one of them has changed: a run would train up to its first checkpoint and lose it there.
@@ -9,16 +8,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
-from idlm.checkpoint import weight_files
 from idlm.errors import UserError
+from idlm.train.model.stored import stored_dtype
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -27,22 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
-STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of dtypes in safetensors headers, and torch's names."""
-
-
-def num_tensors(directory: Path) -> int | None:
-    """How many tensors the weight files hold; None where there are none or one cannot be read."""
-    try:
-        return sum(len(tensor_shapes(path)) for path in weight_files(directory)) or None
-    except (OSError, ValueError, SafetensorError):
-        return None
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by tensor name; OSError or SafetensorError where the header does not describe the file."""
-    with safe_open(str(path), framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def export_dtype(config: TrainConfig) -> str:
@@ -56,22 +35,6 @@ def export_dtype(config: TrainConfig) -> str:
         return "float32"
     stored = None if config.model.path is None else stored_dtype(Path(config.model.path))
     return stored or config.model.dtype
-
-
-def stored_dtype(directory: Path) -> str | None:
-    """The dtype of most elements in the weight files, by their headers; None where there is none, or a file
-    cannot be read.
-    """
-    counts: Counter[str] = Counter()
-    try:
-        for path in weight_files(directory):
-            with safe_open(str(path), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    part = file.get_slice(name)
-                    counts[part.get_dtype()] += math.prod(part.get_shape())
-    except (OSError, ValueError, SafetensorError):
-        return None
-    return STORED_DTYPES.get(counts.most_common(1)[0][0]) if counts else None
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:

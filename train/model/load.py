@@ -8,8 +8,10 @@ the number of documents and supervised rows.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +23,23 @@ from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError, some_of
 from idlm.log import rank
 from idlm.train.model.attention import leave_out_of_compiled_layers, register_attention
-from idlm.train.model.files import num_tensors, savable
+from idlm.train.model.files import read_generation_config, savable
+from idlm.train.model.stand_in import causal_class
+from idlm.train.model.stored import num_tensors, refuse_quantised, stored_tensors, without_equal_copies
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 COMPILE_CHOICES = ("auto", "on", "off")
 WEIGHT_SHARDING_STAGE = 3
 
 
-def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a local checkpoint directory, with parameters of `dtype`. Only safetensors
-    are read. UserError IDLM-0302 and 0303: damaged files, 0501: no checkpoint, 0541: unreadable, or its
-    tensors are not those of its config.json, and those of `check_base_config`.
+def base_config(path: str) -> PretrainedConfig:
+    """The configuration of a base. UserError IDLM-0501: no checkpoint, 0541: it cannot be read, and those of
+    `check_base_config`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -46,18 +49,44 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
             fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
         )
     check_base_config(directory)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # The exceptions that transformers raises on a damaged config.json have no common base class.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0541",
+            f"{path}/config.json cannot be read: {type(error).__name__}: {error}",
+            fix="restore config.json; the architecture must be one that transformers knows",
+        ) from error
+
+
+def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool = False) -> PreTrainedModel:
+    """A causal language model from a local checkpoint directory, with parameters of `dtype`. Only safetensors
+    are read; `is_planned`: only their headers, for a model on the meta device. UserError as in `base_config`
+    and `stored_tensors`, IDLM-0302 and 0303: damaged files, 0505: its attention cannot be chosen, 0541: its
+    tensors are not those of its config.json.
+    """
+    directory, config = Path(path), base_config(path)
+    model_class, stored = causal_class(config), stored_tensors(directory)
     if rank() == 0:
         verify(directory, required=False)
     register_attention()
+    given: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
+    if is_planned:
+        tensors = without_equal_copies(stored, tied_names(config, model_class))
+        values = {name: torch.empty(one.shape, device="meta") for name, one in tensors.items()}
+        given = {"pretrained_model_name_or_path": None, "state_dict": values, "device_map": {"": "meta"}}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with _quiet():
+            model, report = model_class.from_pretrained(
+                **given,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     # The exceptions that transformers, its validators and safetensors raise have no common base class.
     except Exception as error:
         if attention in str(error):
@@ -69,22 +98,25 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
         raise UserError(
             "IDLM-0541",
             f"model.path={path} cannot be loaded: {type(error).__name__}: {error}",
-            fix="restore config.json and the safetensors files from their source; the architecture must be a "
-            "causal language model that transformers knows",
+            fix="restore config.json and the safetensors files from their source",
         ) from error
     _require_complete(path, report)
-    if model.generation_config is not None:
-        model.generation_config = savable(model.generation_config, directory)
+    generation = read_generation_config(directory)
+    if generation is None and model.generation_config is not None:
+        generation = savable(model.generation_config, directory)
+    model.generation_config = generation
     return model
 
 
 def check_base_config(directory: Path) -> None:
-    """Refuse a config.json with a key that changes the arithmetic and that transformers would ignore
-    (UserError IDLM-0618), or with more layers than the weight files can hold (IDLM-0603). Reads no weights.
+    """Refuse a config.json of quantised weights (UserError IDLM-0544), with a key that changes the arithmetic
+    and that transformers would ignore (0618), or with more layers than the weight files can hold (0603). No
+    weights are read.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config, source = read_json(directory / "config.json"), f"{directory}/config.json"
+    refuse_quantised(directory, config)
     held = num_tensors(directory)
     if held is not None:
         layers = {"num_hidden_layers": config.get("num_hidden_layers")}
@@ -97,13 +129,36 @@ def check_base_config(directory: Path) -> None:
         refuse_unknown_keys(config, known, source=source)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, transformers prints no progress and no report: `_require_complete` tells what is wrong."""
+    from transformers.utils import logging as theirs
+
+    level, shows_progress = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if shows_progress:
+            theirs.enable_progress_bar()
+
+
+def tied_names(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> dict[str, str]:
+    """Names of weights that `config` ties, each with that of the weight that it is tied to."""
+    with torch.device("meta"):
+        return dict(model_class(copy.deepcopy(config)).all_tied_weights_keys)
+
+
 def _require_complete(path: str, report: Mapping[str, Any]) -> None:
+    wrong = [f"{name} is {list(held)}, not {list(made)}" for name, held, made in report["mismatched_keys"]]
     problems = [
-        f"{len(names)} {what}: {some_of(sorted(map(str, names)))}"
+        f"{len(names)} {what}: {some_of(sorted(names))}"
         for what, names in (
             ("missing", report["missing_keys"]),
             ("not used", report["unexpected_keys"]),
-            ("of the wrong shape", report["mismatched_keys"]),
+            ("of the wrong shape", wrong),
         )
         if names
     ]
@@ -127,7 +182,13 @@ def create_base(
 
     On `device` its weights are drawn there: a model of billions takes minutes on a CPU.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    config = new_config(config_values)
+    return random_model(config, attention=attention, dtype=dtype, seed=seed, device=device)
+
+
+def new_config(config_values: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that `model.config` gives; UserError IDLM-0502 where it gives none."""
+    from transformers import AutoConfig
 
     values = dict(config_values)
     model_type = values.pop("model_type", None)
@@ -136,9 +197,23 @@ def create_base(
             "IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3"
         )
     try:
-        config = AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError) as error:
+        return AutoConfig.for_model(model_type, **values)
+    # Its validators raise what they like.
+    except Exception as error:
         raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
+
+
+def random_model(
+    config: PretrainedConfig,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """A model with random weights on `device`; UserError IDLM-0502 where `config` gives none."""
+    from transformers import AutoModelForCausalLM
+
     register_attention()
     torch.manual_seed(seed)
     try:
@@ -165,11 +240,18 @@ def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bo
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder layers: the outermost module list of their number, whatever its name."""
+    """The model's decoder layers: the outermost module list of their number, whatever its name; UserError
+    IDLM-0540 without one.
+    """
     wanted = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     found = next((module for module in lists if len(module) == wanted), None)
-    assert found is not None, f"no list of {wanted} layers in {type(model).__name__}"
+    if found is None:
+        raise UserError(
+            "IDLM-0540",
+            f"{type(model).__name__} has no list of {wanted} layers to compile",
+            fix="set model.compile=off",
+        )
     return found
 
 

@@ -1,6 +1,7 @@
 """`dry_run=true`: plans and checks a run without a GPU and without reading weights.
 
-The model is built on the meta device; of weight files only the headers are read. All problems are collected,
+The model is built on the meta device. Of weight files the headers are read, and of those of a manifest the
+hashes. All problems are collected,
 and with any the command ends with status 2. Only the data cache is written, which the run itself would build.
 """
 
@@ -26,17 +27,28 @@ from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.checks import mask_token, mask_token_text
+from idlm.train.model.attention import choose_attention
+from idlm.train.model.checks import mask_token, mask_token_text, num_vocabulary_rows
 from idlm.train.model.files import read_generation_config
-from idlm.train.model.load import check_base_config, create_base
+from idlm.train.model.load import base_config, load_base, random_model
+from idlm.train.model.stand_in import check_architecture
+from idlm.train.model.stored import embedding_norm
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
 from idlm.train.planning.flops import span
 from idlm.train.planning.folded import config_lines
 from idlm.train.planning.memory import DEVICE_BYTES, host_bytes
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
-from idlm.train.planning.weights import embedding_norm, is_renamed, weight_problems
-from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
+from idlm.train.prepare import (
+    check_fit,
+    make_objective,
+    needed_attention,
+    prepare_adapter,
+    prepare_data,
+    prepare_model,
+    prepare_tokenizer,
+    require_row,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,8 +107,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
             tokenizer = prepare_tokenizer(config)
     if tokenizer is not None:
         with found.guarding():
-            model = meta_model(config, tokenizer)
-            _plan(config, model, tokenizer, found)
+            _plan(config, planned_model(config, tokenizer, found), tokenizer, found)
     found.add("Launch", launch_command(num_gpus(config), arguments))
     found.add("Configuration", *config_lines(config, arguments))
     _print(found, console)
@@ -110,48 +121,62 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         )
 
 
-def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
-    """The model of the run without any weights, with its adapter, and with the rows that it will have."""
-    from transformers import AutoConfig
+def planned_model(config: TrainConfig, tokenizer: Any, found: Findings) -> PreTrainedModel:
+    """The model of the run without any weights; what the run would refuse of a base becomes a problem."""
+    path, attention = config.model.path, planned_attention(config, found)
+    if path is None:
+        return prepare_model(config, tokenizer, attention, torch.device("meta"))
+    base = base_config(path)
+    with found.guarding():
+        check_architecture(base, attention=needed_attention(config, attention))
+    with found.guarding():
+        dtype = getattr(torch, config.model.dtype)
+        return load_base(path, attention="eager", dtype=dtype, is_planned=True)
+    return meta_model(config, tokenizer)
 
-    dtype, meta = getattr(torch, config.model.dtype), torch.device("meta")
-    if config.model.path is not None:
-        check_base_config(Path(config.model.path))
-        try:
-            values = AutoConfig.from_pretrained(
-                config.model.path, local_files_only=True, trust_remote_code=False
-            ).to_dict()
-        # The exceptions that transformers raises on a damaged config.json have no common base class.
-        except Exception as error:
-            raise UserError(
-                "IDLM-0541",
-                f"{config.model.path}/config.json cannot be read: {type(error).__name__}: {error}",
-                fix="restore config.json; the architecture must be one that transformers knows",
-            ) from error
-        model = create_base(values, attention="eager", dtype=dtype, seed=0, device=meta)
-        read = read_generation_config(Path(config.model.path))
-        model.generation_config = model.generation_config if read is None else read
-        return model
-    return prepare_model(config, tokenizer, "eager", meta)
+
+def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
+    """The model of config.json without any weights, which need not be there."""
+    meta, dtype = torch.device("meta"), getattr(torch, config.model.dtype)
+    if config.model.path is None:
+        return prepare_model(config, tokenizer, "idlm_documents", meta)
+    model = random_model(base_config(config.model.path), attention="eager", dtype=dtype, device=meta)
+    read = read_generation_config(Path(config.model.path))
+    model.generation_config = model.generation_config if read is None else read
+    return model
+
+
+def planned_attention(config: TrainConfig, found: Findings) -> str:
+    """The attention of the planned run; one that cannot run is a problem."""
+    device, requested = _planned_on(config), config.model.attention
+    is_16_bit = config.train.bf16 or config.model.dtype == "bfloat16"
+    # What is installed here says nothing about a machine with GPUs.
+    is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    with found.guarding():
+        return choose_attention(requested, device, is_16_bit=is_16_bit, is_elsewhere=is_elsewhere)
+    return choose_attention("auto", device, is_16_bit=is_16_bit)
+
+
+def _planned_on(config: TrainConfig) -> torch.device:
+    return torch.device("cpu" if gpu_name(config) is None else "cuda")
 
 
 def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings) -> None:
     """Everything that needs the model's shape."""
-    num_base = sum(value.numel() for value in model.parameters())
+    num_base, num_rows = sum(value.numel() for value in model.parameters()), num_vocabulary_rows(model)
     name = type(model).__name__
-    if config.model.path is not None:
-        expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        for names in getattr(model, "_tied_weights_keys", None) or ():
-            if model.config.tie_word_embeddings:
-                expected.pop(names, None)
-        found.problems += weight_problems(Path(config.model.path), expected, is_renamed=is_renamed(model))
-    mask_token_id = None
+    mask_token_id, mask_row_D = None, None
     with found.guarding():
-        mask_token_id, lines = mask_choice(config, model, tokenizer)
+        mask_token_id, mask_row_D, lines = mask_choice(config, model, tokenizer)
         found.add("Model", f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines)
+        if mask_token_id is not None:
+            require_row(config, mask_token_id, num_rows)
+            num_rows = max(num_rows, mask_token_id + 1) if config.adapter is None else num_rows
     if mask_token_id is None and config.objective != "ar":
         return
-    prepare_adapter(config, model, None)
+    with found.guarding():
+        check_fit(config, model, tokenizer, _planned_on(config), num_rows=num_rows)
+    prepare_adapter(config, model, mask_row_D)
     objective = make_objective(config, model, tokenizer, mask_token_id)
     gpus = num_gpus(config)
     data = prepare_data(config, tokenizer, objective, mask_token_id, gpus)
@@ -191,24 +216,32 @@ def planned_device(config: TrainConfig) -> tuple[str, str]:
     return device, other
 
 
-def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
-    """(mask token id, lines about it), as `prepare_mask` chooses it, without weights."""
+def mask_choice(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any
+) -> tuple[int | None, torch.Tensor | None, list[str]]:
+    """(mask token id, start of a trained embedding [D] on the meta device or None, lines about the token), as
+    `prepare_mask` chooses them, without weights.
+    """
     if not OBJECTIVES.get(config.objective).places_masks:
-        return None, ["no mask token: objective=ar"]
+        return None, None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
     num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
     mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
     why = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
     lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows", why]
+    trained_D = torch.empty(rows_VD.shape[1], device="meta") if config.adapter is not None else None
     if not has_row:
-        return mask_token_id, lines
+        return mask_token_id, trained_D, lines
     if config.model.path is not None:
         name = next(name for name, value in model.named_parameters() if value is rows_VD)
         norm = embedding_norm(Path(config.model.path), name, mask_token_id)
         if norm is not None:
-            use = "kept" if 0 < norm < float("inf") else "replaced by the mean embedding"
+            is_kept = 0 < norm < float("inf")
+            use = "kept" if is_kept else "replaced by the mean embedding"
             lines.append(f"norm of its embedding {norm:.3g}: {use}")
-    return mask_token_id, lines
+            if not is_kept:
+                return mask_token_id, trained_D, lines
+    return mask_token_id, None, lines
 
 
 def _samples(dataset: PackedDataset, tokenizer: Any) -> list[Any]:

@@ -8,7 +8,7 @@ recomputed activations, the extra passes of a balanced loss, clean rows through 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -128,7 +128,8 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    if not isinstance(head, nn.Linear) or not all(hasattr(config, name) for name in sizes):
+    head_dim = head_dim_of(config)
+    if not isinstance(head, nn.Linear) or not all(hasattr(config, name) for name in sizes) or not head_dim:
         return None
     layers, adapter, layer_ends, adapter_ends, is_gated = 0, 0, 0, 0, False
     for module in model.modules():
@@ -146,7 +147,6 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
             continue
         elif any(len(whole_shape(value)) > 1 for value in module.parameters(recurse=False)):
             return None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelWork(
         layers=layers,
         head=head.in_features * head.out_features,
@@ -157,6 +157,16 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
         is_frozen=adapter > 0,
         is_gated=is_gated,
     )
+
+
+def head_dim_of(config: Any) -> int | None:
+    """Elements of a query head; None where layers differ in it."""
+    try:
+        head_dim: int | None = getattr(config, "head_dim", None)
+        return head_dim or config.hidden_size // config.num_attention_heads
+    # So transformers answers for a value that layers have of their own.
+    except (AttributeError, RuntimeError, TypeError):
+        return None
 
 
 def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True) -> float:

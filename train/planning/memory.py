@@ -19,6 +19,7 @@ from idlm.kernels.linear_cross_entropy.op import MAX_LOGITS_BYTES
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, whole_shape
 from idlm.train.distributed.deepspeed_settings import BUCKET_ELEMENTS, LIVE_ELEMENTS
 from idlm.train.model.gated_lora import num_base_parameters
+from idlm.train.planning.flops import head_dim_of
 from idlm.train.planning.state import GIB, RunSetup, Term, state_terms
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
         return None
     if any(len(whole_shape(value)) > 2 for value in model.parameters()):
         return None
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, head_dim = config.num_attention_heads, head_dim_of(config)
+    if head_dim is None:
+        return None
     return ModelShape(
         width=config.hidden_size,
         ffn=config.intermediate_size,

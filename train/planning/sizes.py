@@ -25,7 +25,7 @@ from idlm.train.checkpoint.same_run import CONFIG_FILE
 from idlm.train.config.check import CHOSEN
 from idlm.train.config.schema import AdapterConfig, LoopConfig, ModelConfig, TrainConfig
 from idlm.train.data.files import SUFFIXES, find_files
-from idlm.train.model.checks import window_problem
+from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup
 from idlm.train.planning.flops import TokenCounts
 from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, host_bytes, memory_plan, shape_of
@@ -129,8 +129,8 @@ def _base(config: TrainConfig) -> Base:
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
     ]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or GPU_LENGTH
-    if window_problem(model.config, longest):
-        longest = model.config.sliding_window
+    window = window_of(model.config.get_text_config())
+    longest = longest if window is None else min(longest, window[1])
     return Base(
         shape=shape_of(model),
         num_parameters=sum(value.numel() for value in model.parameters()),

@@ -285,7 +285,7 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         (broken / "config.json").write_text(json.dumps(config))
     assert cli.main(arguments(broken, tmp_path / "out", dry_run="true")) == 2
     told = capsys.readouterr().err
-    assert ("header" if damage == "cut" else "not of the shape") in told
+    assert ("header" if damage == "cut" else "6 of the wrong shape") in told
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ def _config(**values: object) -> Callable[[Path], None]:
         (
             _weights(lambda tensors: tensors.update({NAME: torch.zeros(2, 2)})),
             "IDLM-0541",
-            "cannot be loaded",
+            "1 of the wrong shape",
         ),
         (_bytes("model.safetensors", lambda old: old[: len(old) // 2]), "IDLM-0541", "Safetensor"),
-        (_bytes("model.safetensors", lambda old: b""), "IDLM-0541", "cannot be loaded"),
+        (_bytes("model.safetensors", lambda old: b""), "IDLM-0541", "is damaged"),
         (_bytes("config.json", lambda old: old[:-9]), "IDLM-0303", "config.json"),
         (_config(model_type="no_such_model"), "IDLM-0541", "no_such_model"),
         (_config(num_hidden_layers=5, layer_types=None), "IDLM-0541", "missing"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.checks import prepare_mask_row, window_problem
+from idlm.train.model.checks import check_window, prepare_mask_row
 from idlm.train.model.load import create_base
 from idlm.train.objectives import base
 from idlm.train.objectives.ar import Autoregressive
@@ -326,10 +327,14 @@ def test_only_an_unusable_mask_row_is_replaced(fill: float | None, is_replaced: 
 
 def test_a_sliding_window_shorter_than_the_rows_is_named() -> None:
     config = tiny_model("qwen3").config
-    assert window_problem(config, 10_000) is None
+    check_window(config, 10_000)
     config.sliding_window, config.layer_types = 128, ["full_attention", "sliding_attention"]
-    assert "128" in str(window_problem(config, 129))
-    assert window_problem(config, 128) is None
+    check_window(config, 128)
+    with pytest.raises(UserError, match="IDLM-0509.*129(.|\n)*train.max_length=128"):
+        check_window(config, 129)
+    config.attention_chunk_size, config.layer_types = 64, ["full_attention", "chunked_attention"]
+    with pytest.raises(UserError, match="attention_chunk_size=64"):
+        check_window(config, 128)
 
 
 @pytest.mark.parametrize("clean_weight", [0.0, 0.2, None])

@@ -1,0 +1,208 @@
+"""The dry run refuses of a base what the run refuses, in the same words, and passes what the run trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, write_base
+
+Change = Callable[[Path], None]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PLAIN_LORA = {"adapter.rank": 4, "adapter.alpha": 8, "adapter.gated": "false", "export.merge": "true"}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {
+        "plain": write_base(folder / "plain"),
+        "tied": write_base(folder / "tied", tie_word_embeddings=True),
+        "moe": write_base(folder / "moe", "qwen3_moe", num_experts=4, num_experts_per_tok=2),
+        "window": write_base(folder / "window", "mistral", sliding_window=64),
+        "softcap": write_base(folder / "softcap", "gemma2", sliding_window=512),
+        "stablelm": write_base(folder / "stablelm", "stablelm"),
+        "learned": write_base(folder / "learned", "gpt2"),
+    }
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def apply(base: Path) -> None:
+        tensors = load_file(base / "model.safetensors")
+        change(tensors)
+        (base / "model.safetensors").unlink()
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def config(**values: Any) -> Change:
+    def apply(base: Path) -> None:
+        path = base / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return apply
+
+
+def quantised(**values: Any) -> Change:
+    return config(quantization_config=values)
+
+
+def file(name: str, content: str) -> Change:
+    def apply(base: Path) -> None:
+        (base / name).write_text(content)
+
+    return apply
+
+
+def as_bin(base: Path) -> None:
+    torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+
+
+def sharded(*, kept: int = 2, index: Callable[[dict[str, str]], dict[str, str]] = dict) -> Change:
+    """Two files and their index, of which the first `kept` stay."""
+
+    def apply(base: Path) -> None:
+        tensors = load_file(base / "model.safetensors")
+        (base / "model.safetensors").unlink()
+        names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        parts = {name: names[place % 2] for place, name in enumerate(sorted(tensors))}
+        for name in names[:kept]:
+            own = {tensor: value for tensor, value in tensors.items() if parts[tensor] == name}
+            save_file(own, base / name, metadata={"format": "pt"})
+        text = json.dumps({"metadata": {}, "weight_map": index(parts)})
+        (base / "model.safetensors.index.json").write_text(text)
+
+    return apply
+
+
+def stored_head(scale: float) -> Change:
+    return weights(lambda tensors: tensors.update({HEAD: scale * tensors[EMBEDDING]}))
+
+
+def frequencies(tensors: dict[str, torch.Tensor]) -> None:
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+
+def as_codes(dtype: torch.dtype) -> Change:
+    name = "model.layers.0.mlp.up_proj.weight"
+    return weights(lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+
+
+def nothing(base: Path) -> None:
+    """Leave the base as it is."""
+
+
+# base, what is done to it, changed settings, words of the refusal or None where it trains.
+ANSWERS: dict[str, tuple[str, Change, dict[str, object], str | None]] = {
+    "a window": ("window", nothing, {}, "sliding_window=64"),
+    "a window of the same length": ("window", nothing, {"train.max_length": 64}, None),
+    "a cap on scores": ("softcap", nothing, {}, "cap on attention scores"),
+    "the mask alone": ("stablelm", nothing, {}, "model.attention=idlm_sdpa"),
+    "the mask alone, as advised": ("stablelm", nothing, {"model.attention": "idlm_sdpa"}, None),
+    "the mask alone, gated": (
+        "stablelm",
+        nothing,
+        {"model.attention": "idlm_sdpa", "adapter.rank": 4, "adapter.alpha": 8},
+        "adapter.gated=false",
+    ),
+    "experts": ("moe", nothing, {}, None),
+    "learned positions": ("learned", nothing, {}, None),
+    "float8": ("plain", quantised(quant_method="fp8", activation_scheme="dynamic"), {}, "says fp8"),
+    "gptq": ("plain", quantised(quant_method="gptq", bits=4, group_size=128), {}, "says gptq"),
+    "awq": ("plain", quantised(quant_method="awq", bits=4, group_size=128), {}, "says awq"),
+    "bitsandbytes": ("plain", quantised(load_in_4bit=True), {}, "says bitsandbytes"),
+    "compressed": ("plain", quantised(quant_method="compressed-tensors"), {}, "says compressed-tensors"),
+    "mxfp4": ("plain", quantised(quant_method="mxfp4"), {}, "says mxfp4"),
+    "an MLX copy": ("plain", config(quantization={"bits": 4, "group_size": 64}), {}, "'bits': 4"),
+    "AutoGPTQ's file": ("plain", file("quantize_config.json", '{"bits": 4}'), {}, "quantize_config.json"),
+    "float8 without a word": ("plain", as_codes(torch.float8_e4m3fn), {}, "holds F8_E4M3"),
+    "codes without a word": ("plain", as_codes(torch.uint8), {}, "holds U8"),
+    "no quantisation": ("plain", config(quantization_config=None), {}, None),
+    "pickled weights": ("plain", as_bin, {}, "no safetensors, and pytorch_model.bin"),
+    "no weights": ("plain", lambda base: (base / "model.safetensors").unlink(), {}, "has no weights"),
+    "old frequencies": ("plain", weights(frequencies), {}, None),
+    "a surplus tensor": ("plain", weights(lambda t: t.update(more=torch.ones(1))), {}, "1 not used: more"),
+    "a missing head": ("plain", weights(lambda t: t.pop(HEAD)), {}, "1 missing: lm_head"),
+    "a missing expert": ("moe", weights(lambda t: t.pop(min(t))), {}, "1 missing"),
+    "an equal head": ("tied", stored_head(1), {}, None),
+    "another head": ("tied", stored_head(2), {}, None),
+    "an equal head, plain LoRA": ("tied", stored_head(1), PLAIN_LORA, None),
+    "a tied head": ("tied", nothing, {}, None),
+    "two files": ("plain", sharded(), {}, None),
+    "one file of two": ("plain", sharded(kept=1), {}, "model-00002-of-00002.safetensors"),
+    "an index without one file": (
+        "plain",
+        sharded(index=lambda parts: {name: min(parts.values()) for name in parts}),
+        {},
+        "missing",
+    ),
+    "an index outside": ("plain", sharded(index=lambda parts: dict.fromkeys(parts, "../x")), {}, "../x"),
+    "an index without a map": ("plain", sharded(index=lambda parts: {}), {}, "has no weight_map"),
+    "other sizes": ("plain", config(intermediate_size=64), {}, "of the wrong shape"),
+    "an unknown family": ("plain", config(model_type="llava_next_5"), {}, "llava_next_5"),
+    "a generation config": ("plain", file("generation_config.json", "{"), {}, "generation_config.json"),
+    "16 bits on a CPU": ("plain", nothing, {"model.attention": "idlm_split"}, "no backward pass on a CPU"),
+    "no such layer": ("plain", nothing, PLAIN_LORA | {"adapter.targets": "[qkv]"}, "qkv"),
+    "no row to spare": ("plain", nothing, {"model.mask_token_id": 500}, "500"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_dry_run_answers_as_the_run(name: str, bases: Mapping[str, Path], tmp_path: Path) -> None:
+    kind, change, settings, words = ANSWERS[name]
+    base = tmp_path / "base"
+    shutil.copytree(bases[kind], base)
+    change(base)
+    config = config_of(base, tmp_path / "out", **settings)
+    run, (problems, printed) = of_the_run(config), of_the_dry_run(config)
+    if words is None:
+        assert (run, problems) == (None, None)
+        assert "# Stages" in printed
+        return
+    assert run is not None and problems is not None
+    assert words in f"{run.message} {run.fix}"
+    assert run.message in problems and run.fix in problems and "found 1 problem" in problems
+
+
+def test_a_base_smaller_than_its_tokenizer_is_refused_by_both(tmp_path: Path) -> None:
+    """Tokens that were added to the tokenizer and not to the embedding."""
+    base = write_base(tmp_path / "base", vocab_size=100)
+    changes = {"objective": "ar", "train.stages": "[]", "train.steps": 1}
+    config = config_of(base, tmp_path / "out", **changes)
+    run, (problems, _) = of_the_run(config), of_the_dry_run(config)
+    assert run is not None and run.code == "IDLM-0213" and run.message in str(problems)
+    grown = config_of(base, tmp_path / "out")
+    assert (of_the_run(grown), of_the_dry_run(grown)[0]) == (None, None), "new rows are added for the mask"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_and_trained_models_are_tied_alike(
+    dtype: str, bases: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Headers give the model that weights give: shapes, dtypes, and which weights are one."""
+    from idlm.train.model.load import load_base
+
+    for name, change in (("tied", stored_head(1)), ("tied", stored_head(2)), ("moe", nothing)):
+        base = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(bases[name], base)
+        change(base)
+        options: dict[str, Any] = {"attention": "idlm_documents", "dtype": getattr(torch, dtype)}
+        planned = load_base(str(base), is_planned=True, **options)
+        loaded = load_base(str(base), **options)
+        assert {value.device.type for value in planned.parameters()} == {"meta"}
+        facts = [
+            [(name, value.shape, value.dtype) for name, value in model.named_parameters()]
+            for model in (planned, loaded)
+        ]
+        assert facts[0] == facts[1]
+        assert planned.generation_config.to_dict() == loaded.generation_config.to_dict()

@@ -1,0 +1,177 @@
+"""The weights of a base as its files hold them: by headers, one row of a matrix, or two equal tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
+from idlm.errors import UserError, some_of
+
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of dtypes in safetensors headers, and torch's names."""
+QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")
+"""Of config.json; the last is that of MLX."""
+QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files that AutoGPTQ, AWQ and ModelOpt write beside config.json."""
+CODES = ("weight", "qweight", "weight_packed", "_blocks")
+"""Endings of names whose values are codes where they are integers."""
+OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack")
+
+
+class Stored(NamedTuple):
+    """Where a tensor is, and what its header says of it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors of a base by name. UserError IDLM-0541: no weights, a file is missing or damaged; 0544:
+    they are quantised; 0607: an index that names other files.
+    """
+    files = weight_files(directory)
+    if not files:
+        raise _without_weights(directory)
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise UserError(
+            "IDLM-0541",
+            f"model.path={directory} lacks weight files that its index names: {some_of(missing)}",
+            fix="download or copy them too",
+        )
+    found: dict[str, Stored] = {}
+    for path in files:
+        try:
+            found |= _tensors(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                "IDLM-0541",
+                f"{path} is damaged: {type(error).__name__}: {error}",
+                fix="download or copy the file again",
+            ) from error
+    codes = [name for name, one in found.items() if _is_code(name, one.dtype)]
+    if codes:
+        raise _quantised(directory, f"{codes[0]} holds {found[codes[0]].dtype}")
+    return found
+
+
+def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError IDLM-0544 where config.json, or a file beside it, says how weights were quantised."""
+    sections = [config, *(value for value in config.values() if isinstance(value, dict))]
+    given = [section[key] for section in sections for key in QUANTISED_KEYS if section.get(key) is not None]
+    if given:
+        values = given[0] if isinstance(given[0], dict) else {}
+        method = values.get("quant_method") or values.get("quant_algo")
+        if method is None and any(key.endswith(("load_in_4bit", "load_in_8bit")) for key in values):
+            method = "bitsandbytes"
+        raise _quantised(directory, f"config.json says {method or given[0]}")
+    beside = next((name for name in QUANTISED_FILES if (directory / name).is_file()), None)
+    if beside is not None:
+        raise _quantised(directory, f"it has a {beside}")
+
+
+def _quantised(directory: Path, how: str) -> UserError:
+    return UserError(
+        "IDLM-0544",
+        f"the weights of model.path={directory} are quantised ({how}), and rounded weights cannot be trained",
+        fix="use the checkpoint that it was made from, in bfloat16 or float32",
+    )
+
+
+def _is_code(name: str, dtype: str) -> bool:
+    if dtype.startswith(("F8", "F6", "F4")):
+        return True
+    return dtype.startswith(("I", "U")) and name.endswith(CODES)
+
+
+def _without_weights(directory: Path) -> UserError:
+    found = sorted(path.name for pattern in OTHER_FORMATS for path in directory.glob(pattern))
+    if not found:
+        return UserError(
+            "IDLM-0541",
+            f"model.path={directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}",
+            fix="download or copy the safetensors files of the checkpoint",
+        )
+    convert = (
+        f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', dtype='auto')"
+        f".save_pretrained('{directory}')"
+    )
+    return UserError(
+        "IDLM-0541",
+        f"model.path={directory} has no safetensors, and {some_of(found)} is not read: it can hold code",
+        fix=f'download the safetensors files; or, if you trust it, convert it: python -c "{convert}"',
+    )
+
+
+def _tensors(path: Path) -> dict[str, Stored]:
+    """The tensors of one file; OSError or SafetensorError where the header does not describe the file."""
+    with safe_open(str(path), framework="pt") as file:
+        slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
+        return {name: Stored(path, tuple(one.get_shape()), str(one.get_dtype())) for name, one in slices}
+
+
+def _readable(directory: Path) -> dict[str, Stored] | None:
+    """All tensors; None where there are none or one cannot be read."""
+    try:
+        return {name: one for path in weight_files(directory) for name, one in _tensors(path).items()} or None
+    except (OSError, ValueError, SafetensorError):
+        return None
+
+
+def num_tensors(directory: Path) -> int | None:
+    """How many tensors the weight files hold; None where there are none or one cannot be read."""
+    found = _readable(directory)
+    return None if found is None else len(found)
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype of most elements in the weight files, by their headers; None where there is none, or a file
+    cannot be read.
+    """
+    counts: Counter[str] = Counter()
+    for one in (_readable(directory) or {}).values():
+        counts[one.dtype] += math.prod(one.shape)
+    return STORED_DTYPES.get(counts.most_common(1)[0][0]) if counts else None
+
+
+def without_equal_copies(stored: dict[str, Stored], tied: Mapping[str, str]) -> dict[str, Stored]:
+    """`stored` without tensors of `tied` (name to the name that it is tied to) that equal their other one:
+    where both are there, transformers ties them if they are equal. Reads those tensors.
+    """
+    copies = {
+        name
+        for name, other in tied.items()
+        if name in stored and other in stored and _are_equal(name, stored[name], other, stored[other])
+    }
+    return {name: one for name, one in stored.items() if name not in copies}
+
+
+def _are_equal(name: str, one: Stored, other_name: str, other: Stored) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    parts = zip(_rows(name, one), _rows(other_name, other), strict=True)
+    return all(torch.equal(part, other_part) for part, other_part in parts)
+
+
+def _rows(name: str, stored: Stored, size: int = 4096) -> Iterator[torch.Tensor]:
+    """A matrix, some rows at a time."""
+    with safe_open(str(stored.path), framework="pt") as file:
+        values = file.get_slice(name)
+        yield from (values[start : start + size] for start in range(0, stored.shape[0], size))
+
+
+def embedding_norm(directory: Path, name: str, row: int) -> float | None:
+    """The norm of one row of a stored matrix; None where it cannot be read. Reads that row only."""
+    stored = (_readable(directory) or {}).get(name)
+    if stored is None:
+        return None
+    with safe_open(str(stored.path), framework="pt") as file:
+        return float(file.get_slice(name)[row : row + 1].float().norm())
