@@ -125,14 +125,16 @@ def _cut(
     notes: set[str] = set()
     done, num_turns = "", len(messages)
     for turn in targets:
-        before, answer, note = template.turn(messages[: turn + 1])
+        is_last = turn + 1 == len(messages)
+        before, answer, note = template.turn(messages[: turn + 1], closed=whole if is_last else None)
         after = before + answer
         if turn == targets[0] == targets[-1] and not whole.startswith(after):
             # The rest of the conversation teaches nothing, and the template would rewrite this turn for it.
             whole, num_turns = after, turn + 1
         _require_prefix(done, before, turn)
         _require_prefix(after, whole, turn)
-        context, produced = (encode_text(tokenizer, text) for text in (before[len(done) :], answer))
+        context = encode_text(tokenizer, before[len(done) :], after=done)
+        produced = encode_text(tokenizer, answer, after=before)
         if done:
             prompts.append((turn, before, len(ids) + len(context)))
         num_tail = _num_tail_tokens(tokenizer, produced, special)
@@ -140,7 +142,7 @@ def _cut(
         supervised += [False] * len(context) + [True] * (len(produced) - num_tail) + [False] * num_tail
         done, answers[turn] = after, answer
         notes |= {note} if note else set()
-    rest = encode_text(tokenizer, whole[len(done) :]) if len(done) < len(whole) else []
+    rest = encode_text(tokenizer, whole[len(done) :], after=done) if len(done) < len(whole) else []
     ids, supervised = ids + rest, supervised + [False] * len(rest)
     # If the parts give the ids of the whole, so do all prefixes; encoding each of them would be quadratic.
     if prompts and ids != encode_text(tokenizer, whole):

@@ -42,6 +42,8 @@ _TAKEN_NAMES = frozenset(
     )
 )
 
+_LINE = "\n"
+
 Message = Mapping[str, Any]
 
 
@@ -258,9 +260,23 @@ def render(
     return text
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text as it is."""
+def encode_text(tokenizer: Any, text: str, *, after: str = "") -> list[int]:
+    """Return the ids of a text as it is, which goes on the text `after`: there, a tokenizer that begins each
+    text with a space (sentencepiece) adds none, except behind a special token.
+    """
+    if after and text and _adds_space(tokenizer):
+        ends = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
+        end = max((end for end in ends if after.endswith(end)), key=len, default=_LINE)
+        before, both = (encode_text(tokenizer, each) for each in (end, end + text))
+        if both[: len(before)] == before:
+            return both[len(before) :]
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@functools.lru_cache(maxsize=16)
+def _adds_space(tokenizer: Any) -> bool:
+    alone, line, both = (encode_text(tokenizer, text) for text in ("a", _LINE, f"{_LINE}a"))
+    return line + alone != both
 
 
 def template_names(

@@ -89,8 +89,9 @@ class Template:
         place = before.rfind(header) if header else -1
         return before if place < 0 else before[: place + len(header)] + prefill
 
-    def turn(self, messages: Sequence[Message]) -> Turn:
-        """Return the two parts of the last of `messages`, which is the assistant's.
+    def turn(self, messages: Sequence[Message], *, closed: str | None = None) -> Turn:
+        """Return the two parts of the last of `messages`, which is the assistant's; `closed` is their text,
+        where it is known.
 
         A thought that the template leaves out, or writes in another form than the prompt begins it, is put
         where the model has to produce it. Raises UserError IDLM-0214 where the parts cannot be told apart.
@@ -100,7 +101,7 @@ class Template:
         head, prefill = split_prefill(prompt)
         if thought is not None and is_closed(prefill):
             return self._with_thinking().turn(messages)._replace(note=THINKS)
-        closed = self.draw(messages)
+        closed = self.draw(messages) if closed is None else closed
         is_shown = thought is not None and Rendering(closed[len(head) :]).has(thought.text)
         if closed.startswith(prompt) and (thought is None or is_shown):
             return Turn(prompt, closed[len(prompt) :])

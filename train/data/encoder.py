@@ -72,8 +72,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.mask_token_id = mask_token_id
         self.thinking, self.turns, self.left_out = thinking, turns, left_out
-        texts = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
-        self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
+        self._special = re.compile("|".join(map(re.escape, self._ends)) or "(?!)")
         self._vanishing: dict[str, dict[Any, frozenset[int]]] = {}
         self._num_ids = num_token_ids(tokenizer)
         self._enable_thinking = False if thinking == "off" else None
@@ -246,9 +246,11 @@ class Encoder:
 
     def _writes_special(self, message: Message) -> bool:
         """Return whether a message has the text of a special token, other than at the end of an answer."""
-        text = str(message.get("content") or "").rstrip()
-        found = self._special.search(text)
-        return found is not None and (message["role"] != "assistant" or found.end() < len(text))
+        text = str(message.get("content") or "")
+        while message["role"] == "assistant" and text.rstrip().endswith(self._ends):
+            text = text.rstrip()
+            text = text[: -max(len(end) for end in self._ends if text.endswith(end))]
+        return self._special.search(text) is not None
 
     def _turn(self, message: Mapping[str, Any], origin: str, *, is_target: bool = True) -> dict[str, Any]:
         """Return a message as the template gets it, which may add text to an empty content."""

@@ -1,0 +1,203 @@
+"""Which of several chat templates is used, and the date that a template writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.config.compose import compose
+from idlm.errors import UserError
+from idlm.text.chat import render_conversation
+from idlm.text.templates import with_date, writes_date
+from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
+from idlm.train.checkpoint.resume import RUN_FOLDER
+from idlm.train.config.check import data_problems
+from idlm.train.config.data import DataConfig
+from idlm.train.config.schema import TrainConfig
+from idlm.train.data.base import SOURCES, make_encoder
+from idlm.train.data.encoder import Encoder
+from idlm.train.prepare import DATA_FILE, remember_data, run_date
+from tests.small_tokenizers import save_byte_level
+
+NAMED = "{% for m in messages %}NAME {{ m.content }}<|im_end|>{% endfor %}"
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+DAY, NEXT = datetime.date(2025, 1, 31), datetime.date(2025, 2, 1)
+
+
+def tokenizer_of(folder: Path, template: Any, files: dict[str, str] | None = None) -> Any:
+    folder.mkdir(exist_ok=True)
+    save_byte_level(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template")
+    path.write_text(json.dumps(config | ({} if template is None else {"chat_template": template})))
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return load_tokenizer(folder)
+
+
+def named(*names: str) -> list[dict[str, str]]:
+    return [{"name": name, "template": NAMED.replace("NAME", name)} for name in names]
+
+
+@pytest.mark.parametrize(
+    ("template", "files"),
+    [
+        (named("default", "tool_use", "rag"), {}),
+        (
+            None,
+            {
+                "chat_template.jinja": NAMED.replace("NAME", "default"),
+                "additional_chat_templates/tool_use.jinja": NAMED.replace("NAME", "tool_use"),
+            },
+        ),
+    ],
+)
+def test_named_templates_are_chosen_as_transformers_does(
+    tmp_path: Path, template: Any, files: dict[str, str]
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, template, files)
+    assert tokenizer.decode(encode_prompt(tokenizer, "Hi")) == "default Hi<|im_end|>"
+    assert tokenizer.decode(encode_messages(tokenizer, TURNS, tools=TOOLS)).startswith("tool_use Hi")
+    for tools, name in (((), "default"), (TOOLS, "tool_use")):
+        token_ids, supervised = render_conversation(tokenizer, TURNS, tools=tools)
+        assert tokenizer.decode(token_ids) == f"{name} Hi<|im_end|>{name} Yes<|im_end|>"
+        assert any(supervised)
+
+
+def test_a_choice_that_nothing_settles_is_refused_with_a_fix_that_works(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, named("rag", "tool_use"))
+    for call in (
+        lambda: encode_prompt(tokenizer, "Hi"),
+        lambda: encode_messages(tokenizer, TURNS),
+        lambda: render_conversation(tokenizer, TURNS),
+    ):
+        with pytest.raises(UserError, match=r"IDLM-0215.*rag, tool_use") as caught:
+            call()
+    assert "chat_template.jinja" in caught.value.fix and "'default'" in caught.value.fix
+    for given in ((named("default", "tool_use"), {}), (None, {"chat_template.jinja": NAMED})):
+        assert encode_prompt(tokenizer_of(tmp_path / "fixed", *given), "Hi")
+
+
+def test_names_of_transformers_are_no_arguments_of_a_template(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, NAMED + "{{ tone }}")
+    token_ids, _ = render_conversation(tokenizer, TURNS, template_kwargs={"tone": "kind"})
+    assert tokenizer.decode(token_ids).endswith("kind")
+    with pytest.raises(UserError, match=r"IDLM-0217.*truncation"):
+        render_conversation(tokenizer, TURNS, template_kwargs={"truncation": True})
+
+
+DATED = (
+    "{%- set day = strftime_now(\"%d %b %Y\") if strftime_now is defined else 'none' %}"
+    "{{- day + strftime_now('%H:%M') + '\\n' }}" + NAMED
+)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, datetime.date]:
+    """The day on which the code under test runs."""
+    today = {"day": DAY}
+
+    class Date(datetime.date):
+        @classmethod
+        def today(cls) -> datetime.date:
+            return today["day"]
+
+    monkeypatch.setattr(datetime, "date", Date)
+    return today
+
+
+@pytest.mark.parametrize("template", [DATED, [{"name": "default", "template": DATED}]])
+def test_the_date_of_a_template_is_that_of_its_encoder(
+    tmp_path: Path, template: Any, clock: dict[str, datetime.date]
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, template)
+    assert writes_date(tokenizer) and not writes_date(tokenizer_of(tmp_path / "plain", NAMED))
+    first = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
+    clock["day"] = NEXT
+    later = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
+    again = Encoder(tokenizer, mask_token_id=None, use_chat_template=True, date=DAY)
+    texts = [
+        each.tokenizer.decode(each.pair("Hi", "Yes", origin="here").token_ids)
+        for each in (first, later, again)
+    ]
+    assert [text.partition("\n")[0] for text in texts] == [
+        "31 Jan 202500:00",
+        "01 Feb 202500:00",
+        "31 Jan 202500:00",
+    ]
+    assert first.fingerprint() == again.fingerprint() != later.fingerprint()
+    assert tokenizer.chat_template == (template if isinstance(template, str) else {"default": DATED})
+
+
+def test_a_date_whose_format_is_computed_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "{%- set form = '%d' %}{{- strftime_now(form) }}" + NAMED)
+    with pytest.raises(UserError, match="IDLM-0219"):
+        with_date(tokenizer, DAY)
+
+
+def test_a_record_that_was_answered_on_another_day_is_refused_with_the_cause(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "{{- 'x' * (strftime_now('%d') | int) }}" + NAMED)
+    encoders = {
+        day: Encoder(tokenizer, mask_token_id=None, use_chat_template=True, date=day) for day in (DAY, NEXT)
+    }
+    prompt = encode_prompt(with_date(tokenizer, DAY), "Hi")
+    record = {
+        "token_ids": prompt[-2:],
+        "text": "Hi",
+        "finish_reason": "stop",
+        "num_prompt_tokens": len(prompt),
+    }
+    with pytest.raises(UserError, match=r"IDLM-0227.*date.*2025-02-01") as caught:
+        encoders[NEXT].answer("Hi", record, origin="here")
+    assert "data.date" in caught.value.fix
+    (sample,) = encoders[DAY].answer("Hi", record, origin="here")
+    assert sample.token_ids[: len(prompt)].tolist() == prompt
+
+
+def test_a_run_goes_on_with_the_date_of_its_first_day(
+    tmp_path: Path, clock: dict[str, datetime.date]
+) -> None:
+    """Its cache is gone, and is built again on another day."""
+    tokenizer = tokenizer_of(tmp_path / "tokenizer", DATED)
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi", "response": "Yes"}))
+    config = TrainConfig(output_dir=str(tmp_path / "out"))
+    run = tmp_path / "out" / RUN_FOLDER
+    run.mkdir(parents=True)
+
+    def start(cache: str, *, is_continued: bool, **data: Any) -> str:
+        config.data = DataConfig(path=str(path), cache_dir=str(tmp_path / cache), **data)
+        encoder = make_encoder(config.data, tokenizer, None, date=run_date(config))
+        source = SOURCES.get("jsonl")(config.data, encoder)
+        remember_data(run, source, date=encoder.date, is_continued=is_continued)
+        return source.digest()
+
+    first = start("a", is_continued=False)
+    clock["day"] = NEXT
+    assert start("b", is_continued=True) == first
+    with pytest.raises(UserError, match=r"IDLM-0235.*date.*2025-02-01 now.*2025-01-31") as caught:
+        start("b", is_continued=True, date="2025-02-01")
+    assert "data.date=2025-01-31" in caught.value.fix
+    assert start("b", is_continued=True, date="2025-01-31") == first
+    (run / DATA_FILE).unlink()
+    assert start("c", is_continued=False) != first, "a new run has its own day"
+
+
+def test_a_date_is_checked_before_the_data_is_read() -> None:
+    assert data_problems(DataConfig(date="2025-01-31"), None) == []
+    (problem,) = data_problems(DataConfig(date="31.1.2025"), None)
+    assert "data.date='31.1.2025'" in problem and "YYYY-MM-DD" in problem
+
+
+@pytest.mark.parametrize("written", ["2025-01-31", "'2025-01-31'"])
+def test_a_file_may_write_the_date_without_quotes(tmp_path: Path, written: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data:\n  date: {written}\n")
+    assert compose("train", TrainConfig, [f"config={path}"]).data.date == "2025-01-31"
