@@ -42,7 +42,7 @@ from idlm.train.config.trainer_arguments import (
     shape,
     training_arguments,
 )
-from idlm.train.data.checks import inspect_data
+from idlm.train.data.checks import held_out_text, inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
 from idlm.train.loop.progress import Progress
@@ -181,6 +181,7 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         lines.append(copy_text(config, prepared))
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
     lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
+    lines += held_out_text(prepared.dataset, prepared.held_out)
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from idlm.errors import UserError
+from idlm.files.encodings import likely_encoding, wide_encoding
 
 DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 """What reading a damaged or truncated file raises."""
@@ -74,5 +75,8 @@ def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
 
 
 def json_problem(error: Exception) -> str:
-    """Return what is wrong in a line of JSON, and in which column; the caller knows the line."""
+    """Return what is wrong in a line of JSON, and in which column or encoding; the caller knows the line."""
+    if isinstance(error, UnicodeDecodeError):
+        found = wide_encoding(error.object) or likely_encoding(error.object)
+        return f"it is not UTF-8{f', it may be {found}' if found else ''}"
     return f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)

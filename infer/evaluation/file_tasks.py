@@ -98,7 +98,8 @@ def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]
             with Path(path).open("rb") as file:
                 text = unpacked(file, Path(path)).read().decode("utf-8-sig")
         except DAMAGE as error:
-            raise UserError("IDLM-0481", f"data={path!r} is damaged: {error}", fix=fix) from error
+            problem = json_problem(error)
+            raise UserError("IDLM-0481", f"data={path!r} is damaged: {problem}", fix=fix) from error
     expected = ", ".join(f"{field!r} ({KINDS[kind]})" for field, kind in fields.items())
     fix = f"task={name} takes objects with {expected}, one a line or in one list"
     for place, record in _objects(path, text, fix):

@@ -81,7 +81,8 @@ def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -
         raise UserError(
             "IDLM-0507",
             f"{run} holds a run with another configuration: {'; '.join(differing)}{content}",
-            fix="give the same values to continue it, another output_dir, or resume=never to set it aside",
+            fix="give the same values and content to continue it, another output_dir, or resume=never to set "
+            "it aside",
         )
 
 

@@ -80,12 +80,12 @@ class DataReport:
             f"{counted}: {lengths.sum():,} tokens, {self.supervised_share:.1%} supervised; length "
             f"{lengths.mean():.0f} on average, 50/90/99 %: {median}/{ninth}/{last}, longest {lengths.max()} "
             f"({self.longest_origin})",
+            *files_text(header),
         ]
         if header.get("ignored"):
             (key, num), *others = header["ignored"].items()
             counts = [f"{key} ({num:,} records)", *(f"{key} ({num:,})" for key, num in others)]
             lines.append(f"ignored keys: {', '.join(counts)}")
-        lines += files_text(header)
         lines += header.get("mixture", [])
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")
@@ -107,13 +107,21 @@ class DataReport:
 
 def files_text(header: dict[str, Any]) -> list[str]:
     """Lines about which files a source reads and which it leaves out, by what its cache knows."""
-    lines = [f"reads {_listed(header['files'])}"] if header.get("files") else []
+    lines = [f"reads {_named(header['files'])}"] if header.get("files") else []
     if header.get("left_out"):
-        lines.append(f"leaves out {_listed(header['left_out'])} (hidden, temporary or of another kind)")
+        lines.append(f"leaves out {_named(header['left_out'])} (hidden, temporary or of another kind)")
     return lines
 
 
-def _listed(names: Sequence[str]) -> str:
+def held_out_text(dataset: PackedDataset, held_out: PackedDataset | None) -> list[str]:
+    """Lines about which files are held out for evaluation; none for a share of the training data."""
+    if held_out is None or held_out.source is dataset.source:
+        return []
+    header = held_out.source.header if isinstance(held_out.source, CountedSource) else {}
+    return [f"held out: {line}" for line in files_text(header)]
+
+
+def _named(names: Sequence[str]) -> str:
     """The names, without the folder that they share; the first ones of many."""
     folders = {os.path.dirname(name.rstrip("/")) for name in names}
     if len(names) == 1 or len({os.path.isabs(folder) for folder in folders}) > 1:

@@ -24,7 +24,7 @@ from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.checkpoint.resume import named_checkpoint
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
-from idlm.train.data.checks import inspect_data
+from idlm.train.data.checks import held_out_text, inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
@@ -184,7 +184,7 @@ def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Fi
     stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
     with found.guarding():
         report = inspect_data(config.data, dataset, tokenizer, stop_token_ids=stops)
-        found.add("Data", *report.lines())
+        found.add("Data", *report.lines(), *held_out_text(dataset, data.held_out))
     found.add(f"Samples: {LEGEND}", *_samples(dataset, tokenizer))
     stages = [
         f"{stage.index + 1}. {stage.name}" if stage.stride > 1 else f"{stage.num_steps} steps"

@@ -17,9 +17,13 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.files.encodings import likely_encoding
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.text.tokenizer import load_tokenizer
+from idlm.train.config.data import DataConfig
+from idlm.train.data.base import Encoder
 from idlm.train.data.checks import files_text
 from idlm.train.data.files import SUFFIXES, find_files, search
-from idlm.train.data.sources.jsonl import JsonlReader
+from idlm.train.data.sources.jsonl import JsonlReader, jsonl_source
 
 RECORD = {"prompt": "a", "response": "b"}
 LINE = json.dumps(RECORD) + "\n"
@@ -34,6 +38,13 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": lambda data: bytes(pyarrow.compress(data, codec="zstd", asbytes=True)),
 }
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return load_tokenizer(directory)
 
 
 def written(path: Path, content: str | bytes = LINE) -> Path:
@@ -75,6 +86,17 @@ def test_the_plan_folds_the_names_of_many_files(tmp_path: Path) -> None:
         "leaves out /d/x/.git/ (hidden, temporary or of another kind)",
     ]
     assert files_text({"files": ["a/b.jsonl", "a/c/d.jsonl"]}) == ["reads 2 files in a: b.jsonl, c/d.jsonl"]
+
+
+def test_moved_data_is_named_where_it_lies_now(tmp_path: Path, tokenizer: Any) -> None:
+    encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
+    path = written(tmp_path / "old" / "a.jsonl", '{"text": "Sam has 1."}')
+    first = jsonl_source(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    (tmp_path / "old").rename(tmp_path / "new")
+    path = tmp_path / "new" / "a.jsonl"
+    second = jsonl_source(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    assert second.directory == first.directory, "it is not tokenised again"
+    assert second.origin(0) == f"{path}:1"
 
 
 def test_linked_folders_are_read_once_and_lost_links_are_named(tmp_path: Path) -> None:
