@@ -7,7 +7,7 @@ several times, so keys and values come from memory as in a model; medians, the a
 A norm runs between two layers (attention_step.py), and its own time is subtracted. "pdl": programmatic
 dependent launch. The stream is a sum over 4 GiB, measured in the same process. `sweep=true` tries launch
 parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt. A library that is absent or fails
-is named with the reason; "flash_attn 4" is FlashAttention 4 (pip install 'idlm[flash-attn]').
+is named with the reason; "flash_attn 4" is FlashAttention 4 (pip install -e '.[flash-attn]').
 """
 
 from __future__ import annotations

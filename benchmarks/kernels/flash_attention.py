@@ -32,7 +32,7 @@ def obstacles(shape: HeadShape, *, page_size: int, device: torch.device) -> dict
     if not is_installed("flash_attn_interface"):
         found[3] = "flash_attn_interface (version 3) is not installed"
     if not _is_part_installed("cute"):
-        found[4] = "flash-attn-4 is not installed (pip install 'idlm[flash-attn]')"
+        found[4] = "flash-attn-4 is not installed (pip install -e '.[flash-attn]')"
     elif shape.head_dim > NEW_HEAD_DIM:
         found[4] = f"flash-attn-4 takes pages with head dims up to {NEW_HEAD_DIM}, got {shape.head_dim}"
     elif torch.cuda.is_available() and device.type == "cuda":

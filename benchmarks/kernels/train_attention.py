@@ -6,7 +6,7 @@
 Checks every arm against float64 first. Then all arms take turns, so that clocks and neighbours affect them
 equally, each time with a cold L2 cache; the table shows medians. cuDNN is only a yardstick: it computes plain
 causal attention over 2L tokens, which has twice the visible pairs, so half its time is shown.
-"flash" is FlexAttention with FlashAttention 4 (pip install 'idlm[flash-attn]') as its back end. Where it is
+"flash" is FlexAttention with FlashAttention 4 (pip install -e '.[flash-attn]') as its back end. Where it is
 absent or fails, the reason is printed and the other arms are measured.
 """
 

@@ -30,7 +30,9 @@ def serve(arguments: list[str]) -> int:
         from idlm.infer.server.run import run_server
     except ModuleNotFoundError as error:
         raise UserError(
-            "IDLM-0704", f"idlm-serve needs the package {error.name}", fix="pip install 'idlm[serve]'"
+            "IDLM-0704",
+            f"idlm-serve needs the package {error.name}",
+            fix="pip install -e '.[serve]' in the clone of idlm",
         ) from error
     run_server(config, engine_arguments)
     return 0

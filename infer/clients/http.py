@@ -22,7 +22,9 @@ try:
     import httpx
 except ModuleNotFoundError as error:
     raise UserError(
-        "IDLM-0704", f"url= needs the package {error.name}", fix="pip install 'idlm[serve]'"
+        "IDLM-0704",
+        f"url= needs the package {error.name}",
+        fix="pip install -e '.[serve]' in the clone of idlm",
     ) from error
 
 CONNECT_SECONDS = 10.0

@@ -40,7 +40,7 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
         raise UserError(
             "IDLM-0486",
             f"harness=lm_eval needs lm-eval, which is not installed ({error.name})",
-            fix="pip install 'idlm[eval]', or leave harness= out",
+            fix="pip install -e '.[eval]' in the clone of idlm, or leave harness= out",
         ) from error
     if config.data is None:
         raise UserError(

@@ -246,7 +246,7 @@ def _llguidance() -> Any:
         raise UserError(
             "IDLM-0476",
             "constraint: answers that match a grammar need llguidance, which is not installed",
-            fix="install the extra: pip install 'idlm[structured]'",
+            fix="install the extra: pip install -e '.[structured]' in the clone of idlm",
         ) from error
 
 

@@ -157,7 +157,7 @@ def prepare_environment(*, on_cpu: bool) -> None:
         raise UserError(
             "IDLM-0511",
             f"DeepSpeed cannot be imported: {error}",
-            fix="pip install 'idlm[gpu]', or train.zero_stage=null on one GPU",
+            fix="pip install -e '.[gpu]' in the clone of idlm, or train.zero_stage=null on one GPU",
         ) from error
     # DeepSpeed's use of torch's older names concerns no user of ours.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

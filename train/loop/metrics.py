@@ -25,6 +25,8 @@ from idlm.train.step import StepLosses
 if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
 
+HIGH_CLEAN_WEIGHT = 100.0
+"""A balanced clean weight above this says that the clean loss is next to nothing."""
 EVALUATION = "held_out"
 """Marks the records of `metrics.jsonl` that are evaluations."""
 
@@ -113,6 +115,21 @@ def metrics_record(
     if trainer.args.device.type == "cuda":
         record["peak_memory"] = highest(torch.cuda.max_memory_allocated())
     return record
+
+
+def clean_weight_warning(record: dict[str, Any]) -> str | None:
+    """What is wrong with the clean weight of a record of training, which clean_weight=auto alone makes so
+    high; None if nothing is.
+    """
+    weight, loss = record.get("clean_weight", 0.0), record.get("clean_loss", 0.0)
+    if not weight > HIGH_CLEAN_WEIGHT:
+        return None
+    return (
+        f"the balanced clean weight (clean_weight=auto: mask loss / clean loss) is {weight:.0f} at step "
+        f"{record['step']}: the clean loss is {loss:.2g} nats, and what is left of it gets as much gradient "
+        "as all that masks have to learn. Bound it with train.max_clean_weight=10, or give a number as "
+        "clean_weight"
+    )
 
 
 def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

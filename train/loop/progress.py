@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,22 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerState
 
 from idlm.files.disk import replace_text, translate_disk_errors
-from idlm.train.loop.metrics import MetricsWindow, describe, metrics_record, read_metrics
+from idlm.train.loop.metrics import (
+    MetricsWindow,
+    clean_weight_warning,
+    describe,
+    metrics_record,
+    read_metrics,
+)
 from idlm.train.planning.flops import ModelWork, span, work_of
 
 if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
     from idlm.train.loop.tracking import WandbTracker
     from idlm.train.loop.trainer import IdlmTrainer
+
+
+log = logging.getLogger(__name__)
 
 
 class Progress(TrainerCallback):
@@ -36,6 +46,7 @@ class Progress(TrainerCallback):
         self._window = MetricsWindow(step=0, start=0.0)
         self._work: ModelWork | None = None
         self._grad_norm: Any = None
+        self._warned: set[int] = set()
 
     def attach(self, trainer: IdlmTrainer) -> None:
         """Report the steps of `trainer`, and the gradient norms that it clips by."""
@@ -111,6 +122,10 @@ class Progress(TrainerCallback):
 
     def _show(self, record: dict[str, Any], state: TrainerState) -> None:
         self._append(record)
+        warning = clean_weight_warning(record)
+        if warning is not None and record["stage"] not in self._warned:
+            self._warned.add(record["stage"])
+            log.warning("%s", warning)
         text = describe(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, text=text)

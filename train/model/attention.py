@@ -164,7 +164,10 @@ def _problem(
     if is_elsewhere:
         return None
     if requested == "idlm_split" and not _is_installed("triton"):
-        return "needs Triton", "pip install 'idlm[gpu]', or set model.attention=idlm_flex"
+        return (
+            "needs Triton",
+            "pip install -e '.[gpu]' in the clone of idlm, or set model.attention=idlm_flex",
+        )
     return flash_problem() if requested == "idlm_flash" else None
 
 
@@ -172,7 +175,10 @@ def flash_problem() -> tuple[str, str] | None:
     """(problem, remedy) where `idlm_flash` cannot run on this machine."""
     if _is_installed("flash_attn.cute"):
         return None
-    return "needs FlashAttention 4", "pip install 'idlm[flash-attn]', or set model.attention=auto"
+    return (
+        "needs FlashAttention 4",
+        "pip install -e '.[flash-attn]' in the clone of idlm, or set model.attention=auto",
+    )
 
 
 def _is_installed(module: str) -> bool:

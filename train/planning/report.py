@@ -20,7 +20,13 @@ from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.checks import inspect_data
-from idlm.train.loop.metrics import EVALUATION, describe, read_metrics, training_records
+from idlm.train.loop.metrics import (
+    EVALUATION,
+    clean_weight_warning,
+    describe,
+    read_metrics,
+    training_records,
+)
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text
@@ -91,6 +97,9 @@ def report_run(
         "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
         "last metrics": describe(metrics[-1]) if metrics else "none",
     }
+    highest = max(metrics, key=lambda record: record.get("clean_weight", 0.0), default={})
+    if warning := clean_weight_warning(highest):
+        facts["warning"] = warning
     if prepared.adapter is not None:
         kind = "next to its base {}; clean rows are the base model's" if config.is_gated else "merged into {}"
         lora = f"{'gated ' if config.is_gated else ''}LoRA, rank {prepared.adapter.rank}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from idlm.config.compose import compose
 from idlm.train import sampler
 from idlm.train.config.schema import ReportConfig, TrainConfig
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import FileRows
+from idlm.train.loop.progress import Progress
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 from idlm.train.planning import report
@@ -130,6 +134,20 @@ def test_another_failure_of_the_engine_is_not_hidden(monkeypatch: pytest.MonkeyP
 def test_requests_that_fail_before_their_first_pass_have_no_tokens_per_forward() -> None:
     failed = SimpleNamespace(tested_by_position=(), accepted_by_position=(), token_ids=[], num_forwards=0)
     assert sampler._measure("isd", [failed], [None]).tokens_per_forward is None
+
+
+def test_a_balanced_clean_weight_that_is_out_of_hand_is_told_once_a_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("idlm"), "propagate", True)
+    progress = Progress(tmp_path / "metrics.jsonl", console=Console(file=io.StringIO()))
+    state: Any = SimpleNamespace(max_steps=9, global_step=0)
+    for step, stage, weight in ((1, 0, 0.2), (2, 1, 99.0), (3, 1, 255.0), (4, 1, 300.0), (5, 2, 130.0)):
+        record = {"step": step, "stage": stage, "stride": 4, "clean_weight": weight, "clean_loss": 0.01}
+        progress._show(record | {"acceptance": [], "step_seconds": 1.0}, state)
+    told = [message for message in caplog.messages if "clean weight" in message]
+    assert len(told) == 2 and "is 255 at step 3" in told[0] and "is 130 at step 5" in told[1]
+    assert "train.max_clean_weight=10" in told[0]
 
 
 def write_records(path: Path, num: int) -> Path:
