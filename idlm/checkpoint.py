@@ -23,6 +23,9 @@ from idlm.files.disk import MANIFEST
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
 ADAPTER_CONFIG = "adapter_config.json"
+MODEL_CARD, LICENSE = "README.md", "LICENSE"
+FOR_PEOPLE = (MODEL_CARD, LICENSE)
+"""Files that people write and edit: a changed one does not damage a checkpoint, and is never replaced."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -42,7 +45,8 @@ def recover(target: Path) -> None:
 def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> None:
     """Check size and sha256 of every file in the manifest of `directory`, after `recover`.
 
-    Mismatches, missing files, links and names outside the directory raise UserError IDLM-0302 with the file.
+    Mismatches, missing files, links and names outside the directory raise UserError IDLM-0302 with the file,
+    except for the texts `FOR_PEOPLE`.
     A missing manifest is an error unless `required` is False. With `sealed`, files that the manifest does not
     name are errors too; otherwise they are ignored.
     """
@@ -60,6 +64,7 @@ def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> N
             is_known = path.relative_to(directory).as_posix() in {MANIFEST, *files}
             if not is_known and (path.is_symlink() or not path.is_dir()):
                 raise _mismatch(path, "its manifest does not name this file")
+    files = {name: entry for name, entry in files.items() if name not in FOR_PEOPLE}
     for name, entry in files.items():
         path = directory / name
         inside = [path, *(parent for parent in path.parents if directory in parent.parents)]
@@ -152,10 +157,16 @@ def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
 
 
 def own_files(target: Path) -> set[Path]:
-    """Return the paths of the files that the manifest of `target` names, and its own."""
-    if target.is_dir() and (target / MANIFEST).exists():
-        return {target / name for name in (MANIFEST, *read_manifest(target))}
-    return set()
+    """Return the paths of the files that the manifest of `target` names, and its own, without texts
+    `FOR_PEOPLE` that were edited since.
+    """
+    if not (target.is_dir() and (target / MANIFEST).exists()):
+        return set()
+    files = read_manifest(target)
+    texts = [target / name for name in FOR_PEOPLE if name in files and (target / name).is_file()]
+    digests = zip(texts, sha256_of(texts), strict=True)
+    edited = {path for path, digest in digests if digest != files[path.name]["sha256"]}
+    return {target / name for name in (MANIFEST, *files)} - edited
 
 
 def _mismatch(path: Path, reason: str) -> UserError:

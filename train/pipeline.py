@@ -19,7 +19,6 @@ from transformers import PrinterCallback, TrainingArguments
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.log import rank
-from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
 from idlm.train.checkpoint.recut import recut
 from idlm.train.checkpoint.resume import (
@@ -42,7 +41,7 @@ from idlm.train.config.trainer_arguments import (
     shape,
     training_arguments,
 )
-from idlm.train.data.checks import held_out_text, inspect_data
+from idlm.train.data.checks import held_out_text
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
 from idlm.train.loop.progress import Progress
@@ -52,7 +51,7 @@ from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.estimate import explain_out_of_memory, is_out_of_memory
 from idlm.train.planning.report import Sampler, report_run
 from idlm.train.planning.state import check_disk, plan_disk, size_text
-from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
+from idlm.train.prepare import Prepared, data_report, prepare, remember_base, remember_data
 
 log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6
@@ -179,8 +178,7 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
             lines.append("clean rows are the base model's: the clean loss is constant, the mask loss counts")
     if config.train.save == "async":
         lines.append(copy_text(config, prepared))
-    stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
-    lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
+    lines += data_report(config, prepared).lines()
     lines += held_out_text(prepared.dataset, prepared.held_out)
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")

@@ -6,6 +6,8 @@ import datetime
 import hashlib
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,12 @@ from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.lora import AdapterSpec, base_identity
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
+from idlm.train.checkpoint.base_files import BaseFiles, read_base_files
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.data import held_out_config
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
+from idlm.train.data.checks import DataReport, inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.mixture import CountedSource
@@ -77,6 +81,7 @@ class Prepared:
     base_identity: str | None = None
     date: str | None = None
     mask_text: str | None = None
+    base: BaseFiles = BaseFiles()
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:
@@ -109,20 +114,28 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         attention=attention,
         adapter=adapter,
         mask_text=mask_text,
+        base=prepare_base_files(config),
         base_identity=base_identity(Path(adapter.base_path)) if adapter and adapter.base_path else None,
     )
 
 
-def prepare_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of the base, or `model.tokenizer`, where `task` is that of the tasks."""
-    if config.model.tokenizer == TASK_TOKENIZER:
-        from idlm.tasks.tokenizer import save_tokenizer
+@contextmanager
+def _tokenizer_folder(config: TrainConfig) -> Iterator[Path]:
+    """The folder of the base's tokenizer, or of `model.tokenizer`, where `task` is that of the tasks."""
+    if config.model.tokenizer != TASK_TOKENIZER:
+        yield Path(config.model.tokenizer or config.model.path or "")
+        return
+    from idlm.tasks.tokenizer import save_tokenizer
 
-        with tempfile.TemporaryDirectory() as temporary:
-            save_tokenizer(Path(temporary), config.data.task)
-            return load_tokenizer(temporary)
-    directory = Path(config.model.tokenizer or config.model.path or "")
-    tokenizer = load_tokenizer(directory)
+    with tempfile.TemporaryDirectory() as temporary:
+        save_tokenizer(Path(temporary), config.data.task)
+        yield Path(temporary)
+
+
+def prepare_tokenizer(config: TrainConfig) -> Any:
+    """The tokenizer of a run. Raises UserError IDLM-0510 where there is none."""
+    with _tokenizer_folder(config) as directory:
+        tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         raise UserError(
             "IDLM-0510",
@@ -130,6 +143,20 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
             fix="copy the tokenizer files into the checkpoint directory, or set model.tokenizer",
         )
     return tokenizer
+
+
+def prepare_base_files(config: TrainConfig) -> BaseFiles:
+    """What exports take over from the base and the tokenizer of a run."""
+    path = config.model.path
+    with _tokenizer_folder(config) as directory:
+        return read_base_files(None if path is None else Path(path), directory)
+
+
+def data_report(config: TrainConfig, prepared: Prepared) -> DataReport:
+    """Figures and warnings about the data of a run."""
+    generation = prepared.model.generation_config.to_dict()
+    stops = stop_token_ids(prepared.tokenizer, generation)
+    return inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
 
 
 def prepare_model(

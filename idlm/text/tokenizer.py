@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """All files of a tokenizer and its template; one of the shorter list above must exist."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Where a tokenizer keeps templates beside its first one, as *.jinja."""
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 MAX_CHARS_PER_TOKEN = 256
 """Largest average number of characters per token of a prompt, unless the vocabulary has longer tokens."""

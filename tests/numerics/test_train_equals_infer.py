@@ -27,6 +27,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.state.batch import Batch
 from idlm.lora import AdapterSpec, base_identity
 from idlm.semantics import Semantics
+from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.data.layout import Sample
 from idlm.train.model.gated_lora import add_adapter
@@ -252,7 +253,8 @@ def test_training_and_engine_compute_the_same_rows_with_an_adapter(
     model, base = adapted_model(family, mask_row=mask_row), checkpoints[family]
     semantics = Semantics(mask_token_id=MASK, stride=stride, gated=True, base_identity=base_identity(base))
     spec = replace(ADAPTER, base_path=str(base))
-    export_adapter(model.state_dict(), None, semantics, spec, tmp_path / "adapter", dtype=None)
+    target = tmp_path / "adapter"
+    export_adapter(model.state_dict(), None, semantics, spec, target, dtype=None, base=BaseFiles())
     rows = training_rows(family, stride, "idlm_documents", model)
     plain = training_rows(family, stride, "idlm_documents")
     # Clean rows run by themselves here and next to noisy ones there, which rounds otherwise.

@@ -14,19 +14,23 @@ import dataclasses
 import itertools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from idlm.checkpoint import read_json
+from idlm.checkpoint import LICENSE, MODEL_CARD, foreign_files, read_json
 from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.base_files import BaseFiles
+from idlm.train.checkpoint.config_json import for_all_versions
+from idlm.train.checkpoint.model_card import model_card
 from idlm.train.checkpoint.resume import STAGE_FOLDER
+from idlm.train.checkpoint.tokenizer_files import write_tokenizer_files
 from idlm.train.distributed.collectives import from_rank_zero
 from idlm.train.distributed.deepspeed import whole_weights
 from idlm.train.model.files import export_dtype
@@ -46,12 +50,6 @@ PROBES = (
     "na\u00efve cafe\u0301 \u65e5\u672c\u8a9e \U0001f44d",
     "x_1 = 3*(y+0.5);  // WE'LL <b>see</b>",
 )
-ADAPTER_CARD = """# A gated LoRA of idlm
-
-It applies to MASK rows only. `idlm-generate model=<this directory>` does so, and answers with the
-distribution of the base model. peft and transformers load the files too, but without a gate: they apply the
-adapter to every row, which is another model.
-"""
 
 
 def stage_directory(output_dir: str, stage: Stage) -> Path:
@@ -72,15 +70,19 @@ def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, tar
         stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
     )
     dtype = getattr(torch, export_dtype(config))
-    model, tokenizer = prepared.model, prepared.tokenizer
+    model, tokenizer, base = prepared.model, prepared.tokenizer, prepared.base
     if adapter is not None and not config.is_gated and weights is not None:
         weights = merged(weights, scaling=adapter.scaling, mask_token_id=prepared.mask_token_id)
-    if adapter is None or not config.is_gated:
-        from_rank_zero(lambda: export(model, tokenizer, semantics, target, dtype=dtype, weights=weights))
-    else:
-        from_rank_zero(
-            lambda: export_adapter(weights or {}, tokenizer, semantics, adapter, target, dtype=dtype)
-        )
+
+    def write() -> None:
+        card = model_card(config, prepared, stride=stride, target=target)
+        if adapter is None or not config.is_gated:
+            export(model, tokenizer, semantics, target, dtype=dtype, weights=weights, base=base, card=card)
+        else:
+            whole = weights or {}
+            export_adapter(whole, tokenizer, semantics, adapter, target, dtype=dtype, base=base, card=card)
+
+    from_rank_zero(write)
 
 
 class StageExports(TrainerCallback):
@@ -105,11 +107,15 @@ def export(
     *,
     dtype: torch.dtype | None,
     weights: dict[str, torch.Tensor] | None = None,
+    base: BaseFiles,
+    card: str | None = None,
 ) -> None:
-    """Publish `target` atomically: config, safetensors, tokenizer, generation config and semantics.
+    """Publish `target` atomically: config, safetensors, tokenizer, generation config, semantics and the model
+    card `card`.
 
     `weights` is the whole state dict where the model holds only parts of it (ZeRO-3). `dtype` is that of the
-    files; None keeps the training dtype. The model does not change. Errors as in `idlm.publish.publish`.
+    files; None keeps the training dtype. `base` has the files that `tokenizer` was loaded from. The model
+    does not change. Errors as in `idlm.publish.publish`.
     """
     weights = _converted(model.state_dict() if weights is None else weights, dtype)
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
@@ -117,14 +123,26 @@ def export(
         setattr(model.generation_config, name, getattr(tokenizer, name, None))
     with publish(target) as staging:
         model.save_pretrained(staging, state_dict=dict(weights))
-        _complete_config(staging / "config.json", dtype)
+        _complete_config(staging / "config.json", dtype, base.config)
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
+            write_tokenizer_files(staging, base.tokenizer, tokenizer)
             _warn_of_stock_rules(tokenizer, staging)
         if semantics.mask_token_id is not None:
             semantics.save(staging)
+        _write_texts(staging, target, base, card)
         _require_bitwise(weights, staging, type(model))
     log.info("published %s", target)
+
+
+def _write_texts(staging: Path, target: Path, base: BaseFiles, card: str | None) -> None:
+    """Write the model card and the licence of the base, unless `target` has one that somebody else wrote."""
+    texts = {MODEL_CARD: None if card is None else card.encode(), LICENSE: base.license_text}
+    kept = foreign_files(target, texts)
+    for name, content in texts.items():
+        if name in kept:
+            log.warning("%s stays as it is: idlm did not write it", target / name)
+        elif content is not None:
+            (staging / name).write_bytes(content)
 
 
 def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
@@ -164,12 +182,13 @@ def _converted(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> d
     return converted
 
 
-def _complete_config(path: Path, dtype: torch.dtype | None) -> None:
+def _complete_config(path: Path, dtype: torch.dtype | None, base_config: Mapping[str, Any]) -> None:
     config = read_json(path)
     # The Trainer switches the cache off for training; a stock checkpoint generates with it.
     config["use_cache"] = True
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
+    config = for_all_versions(config, base_config)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -221,8 +240,11 @@ def export_adapter(
     target: Path,
     *,
     dtype: torch.dtype | None,
+    base: BaseFiles,
+    card: str | None = None,
 ) -> None:
-    """Publish a gated adapter as `target`, atomically: a stock PEFT directory, tokenizer files and semantics.
+    """Publish a gated adapter as `target`, atomically: a stock PEFT directory, tokenizer files, semantics and
+    the model card `card`.
 
     `weights`: the adapter's weights by their names in the model. Errors as in `idlm.publish.publish`.
     """
@@ -235,9 +257,9 @@ def export_adapter(
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         spec.save(staging)
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
+            write_tokenizer_files(staging, base.tokenizer, tokenizer)
         semantics.save(staging)
-        (staging / "README.md").write_text(ADAPTER_CARD, encoding="utf-8")
+        _write_texts(staging, target, base, card)
         stored = load_file(staging / WEIGHTS_FILE)
         wrong = [name for name, value in tensors.items() if not _bits(stored[name]).equal(_bits(value))]
         assert not wrong and stored.keys() == tensors.keys(), f"{wrong=}"

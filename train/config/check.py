@@ -19,6 +19,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
+from idlm.text.tokenizer import TOKENIZER_FILES
 from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import DataConfig, held_out_config
 from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
@@ -43,7 +44,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PUBLISHED_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "idlm_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *TOKENIZER_FILES,
 )
 FRACTION_TOLERANCE = 0.02
 """Thirds may be written as 0.33."""
@@ -109,8 +110,7 @@ def _path_problems(config: TrainConfig) -> list[str]:
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
-    names = (*PUBLISHED_FILES, "README.md") if config.is_gated else PUBLISHED_FILES
-    foreign = foreign_files(target, names)
+    foreign = foreign_files(target, PUBLISHED_FILES)
     return problems + [
         f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
         for name in foreign

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 COMPILE_CHOICES = ("auto", "on", "off")
 WEIGHT_SHARDING_STAGE = 3
+READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Keys of Gemma 3 and Cohere 2 from which transformers derives `layer_types`."""
 
 
 def base_config(path: str) -> PretrainedConfig:
@@ -101,6 +103,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
             fix="restore config.json and the safetensors files from their source",
         ) from error
     _require_complete(path, report)
+    _say_whether_tied(model, path)
     generation = read_generation_config(directory)
     if generation is None and model.generation_config is not None:
         generation = savable(model.generation_config, directory)
@@ -125,7 +128,7 @@ def check_base_config(directory: Path) -> None:
     # transformers itself reports a model type that it does not know.
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[model_type]
-        known = {*kind().to_dict(), *kind.attribute_map, "quantization_config"}
+        known = {*kind().to_dict(), *kind.attribute_map, "quantization_config", *READ_AS_LAYER_TYPES}
         refuse_unknown_keys(config, known, source=source)
 
 
@@ -168,6 +171,23 @@ def _require_complete(path: str, report: Mapping[str, Any]) -> None:
             f"the tensors of model.path={path} do not fit its config.json; {'; '.join(problems)}",
             fix="use the config.json that belongs to these weights, and download all weight files",
         )
+
+
+def _say_whether_tied(model: PreTrainedModel, path: str) -> None:
+    """Take back the word of a config.json that says tied, where the files hold a head of their own: resizing
+    and other tools would replace the head by the embedding.
+    """
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    config = model.config.get_text_config()
+    if head is None or head.weight is table.weight or not getattr(config, "tie_word_embeddings", False):
+        return
+    for one in (config, model.config):
+        one.tie_word_embeddings = False
+    log.warning(
+        "%s says tie_word_embeddings=true, but the weights have an output head of their own: it is trained, "
+        "and the export says false",
+        Path(path) / "config.json",
+    )
 
 
 def create_base(

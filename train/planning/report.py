@@ -15,11 +15,10 @@ from typing import Any
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.fingerprint import run_fingerprint
-from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import stage_directory
+from idlm.train.checkpoint.model_card import table
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
-from idlm.train.data.checks import inspect_data
 from idlm.train.loop.metrics import (
     EVALUATION,
     clean_weight_warning,
@@ -30,7 +29,7 @@ from idlm.train.loop.metrics import (
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text
-from idlm.train.prepare import Prepared
+from idlm.train.prepare import Prepared, data_report
 
 PLOT_FOLDER = "report"
 LOSS_PLOT = "losses.png"
@@ -108,8 +107,7 @@ def report_run(
     exports = [path.relative_to(target) for path in exports if path.is_dir()]
     if exports:
         facts["stage checkpoints"] = ", ".join(map(str, exports))
-    stops = stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict())
-    data = inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
+    data = data_report(config, prepared)
     estimate = estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus)
     samples: SampleReport | None = None
     if sampler is not None and config.report.num_samples > 0:
@@ -146,7 +144,7 @@ def write_report(
     """
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
     summary = [*facts.items(), *_measured(metrics, estimate)]
-    parts = ["# Training report", _table(("what", "value"), summary), *_held_out_parts(evaluations)]
+    parts = ["# Training report", table(("what", "value"), summary), *_held_out_parts(evaluations)]
     for title, name in plots:
         parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
     if samples is not None:
@@ -206,7 +204,7 @@ def _held_out_parts(evaluations: Sequence[dict[str, Any]]) -> list[str]:
         row = [str(stage + 1), str(record["stride"]), str(record["step"]), *losses, *accepted]
         rows.append(row + ["-"] * (len(header) - len(row)))
     note = "Losses in nats per token; acceptance is the expected overlap of draft and verify probabilities."
-    return ["## Held-out data at the end of each stage", _table(header, rows), note]
+    return ["## Held-out data at the end of each stage", table(header, rows), note]
 
 
 def _sample_parts(report: SampleReport) -> list[str]:
@@ -219,7 +217,7 @@ def _sample_parts(report: SampleReport) -> list[str]:
             percents = ("-" if rate is None else f"{100 * rate:.1f} %" for rate in rates)
             rows.append((item.decoder, *percents, forward))
         header = ("decoder", "exact match", "acceptance", "tokens per forward")
-        parts += [f"## Measured on {report.origin}", _table(header, rows)]
+        parts += [f"## Measured on {report.origin}", table(header, rows)]
     if report.samples or report.problem:
         parts.append("## Sample generations" + (f" for {report.origin}" if report.samples else ""))
     if report.problem:
@@ -284,13 +282,6 @@ def _plot(path: Path, curves: Curves, *, title: str, unit: str, boundaries: Sequ
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(
-        [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
-    )
 
 
 def _quoted(text: str) -> str:

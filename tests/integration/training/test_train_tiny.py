@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from idlm.checkpoint import verify
+from idlm.checkpoint import FOR_PEOPLE, verify
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli, pipeline
+from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export
 from idlm.train.config.check import PUBLISHED_FILES
 from idlm.train.data.layout import IGNORE_LABEL
@@ -87,7 +89,9 @@ def test_the_export_is_a_stock_checkpoint_with_semantics(finished: Path, base: P
 
     verify(finished)
     published = json.loads((finished / "manifest.json").read_text())["files"]
-    assert set(published) <= set(PUBLISHED_FILES), "files of these names are refused before training"
+    assert set(published) - set(FOR_PEOPLE) <= set(PUBLISHED_FILES), (
+        "files of these names are refused before training"
+    )
     model = AutoModelForCausalLM.from_pretrained(finished, dtype=torch.float32)
     assert type(model).__name__ == "Qwen3ForCausalLM"
     config = json.loads((finished / "config.json").read_text())
@@ -98,11 +102,33 @@ def test_the_export_is_a_stock_checkpoint_with_semantics(finished: Path, base: P
     assert all(torch.equal(value, loaded[name]) for name, value in stored.items())
     before = load_file(base / "model.safetensors")
     assert any(not torch.equal(value, before[name]) for name, value in stored.items()), "nothing was trained"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (finished / name).read_bytes() == (base / name).read_bytes()
+
     tokenizer = AutoTokenizer.from_pretrained(finished)
     semantics = Semantics.load(finished)
     assert semantics.stride == 4
     assert semantics.mask_token_id == len(tokenizer)
     assert semantics.stop_token_ids == (tokenizer.eos_token_id,)
+
+
+def test_each_export_has_a_model_card_with_figures_of_the_run(finished: Path, base: Path) -> None:
+    metrics = metrics_of(finished)
+    for folder, num_steps, num_stages in ((finished / "stages" / "1-stride-2", 3, 1), (finished, 10, 3)):
+        front, _, text = (folder / "README.md").read_text().removeprefix("---\n").partition("\n---\n")
+        values = yaml.safe_load(front)
+        assert values["base_model"] == base.resolve().name and values["library_name"] == "transformers"
+        assert values["pipeline_tag"] == "text-generation" and "idlm" in values["tags"]
+        assert "license" not in values, "the base names none"
+        done = metrics[:num_steps]
+        assert done[-1]["step"] == num_steps and f"| steps | {num_steps} of 10 |" in text
+        assert f"| tokens trained | {sum(record['num_tokens'] for record in done):,}," in text
+        ends = {record["stage"]: record for record in done}
+        rows = [line for line in text.splitlines() if "| training text |" in line]
+        assert len(rows) == len(ends) == num_stages
+        for row, end in zip(rows, ends.values(), strict=True):
+            assert all(f"| {value:.3f} |" in row for value in end["acceptance"])
+        assert "| source | `task`, generated: ledger |" in text and "AutoModelForCausalLM" in text
 
 
 def test_the_report_shows_plots_samples_and_measurements(finished: Path) -> None:
@@ -297,7 +323,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(finished: Path, monkeypatch: pyte
 
     monkeypatch.setattr(model, "save_pretrained", full)
     with pytest.raises(UserError, match="IDLM-0301"):
-        export(model, None, Semantics(mask_token_id=5, stride=2), finished, dtype=None)
+        export(model, None, Semantics(mask_token_id=5, stride=2), finished, dtype=None, base=BaseFiles())
     assert (finished / "manifest.json").read_bytes() == before
     verify(finished)
 

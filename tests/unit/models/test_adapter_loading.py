@@ -19,6 +19,7 @@ from idlm.infer.models.loader import load_model
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity
 from idlm.publish import publish
 from idlm.semantics import Semantics
+from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.model.gated_lora import add_adapter, gate_of
 from tests.adapters import write_adapter
@@ -61,7 +62,7 @@ def trained(base: Path, *, mask_row: bool) -> Any:
 def exported(model: Any, base: Path, target: Path, *, dtype: torch.dtype | None = None) -> Path:
     spec = AdapterSpec(rank=SPEC.rank, alpha=SPEC.alpha, base_path=str(base))
     semantics = Semantics(mask_token_id=MASK, stride=4, gated=True, base_identity=base_identity(base))
-    export_adapter(model.state_dict(), None, semantics, spec, target, dtype=dtype)
+    export_adapter(model.state_dict(), None, semantics, spec, target, dtype=dtype, base=BaseFiles())
     return target
 
 

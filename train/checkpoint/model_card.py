@@ -1,0 +1,252 @@
+"""The model card (README.md) of an export, in the form that the hub shows: what was trained on what, how
+often drafts were accepted, how to load it, and what it cannot do. Every figure is one of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from idlm.checkpoint import LICENSE
+from idlm.train.checkpoint.resume import RUN_FOLDER
+from idlm.train.data.checks import DataReport
+from idlm.train.distributed.deepspeed import num_elements, num_parameters
+from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
+from idlm.train.prepare import Prepared, data_report
+
+if TYPE_CHECKING:
+    from idlm.train.config.schema import TrainConfig
+
+NAME_ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+MAX_NAMES = 8
+"""Names of data files that a card lists."""
+KINDS = {
+    "idlm": "An introspective diffusion language model: one pass proposes several tokens at MASK rows and "
+    "verifies those of the pass before. Its other rows predict the next token, as in the base.",
+    "block": "A block diffusion language model: the tokens of a block see each other, and several of them "
+    "are decided in one pass.",
+    "full": "A diffusion language model: all tokens of an answer see each other, and several of them are "
+    "decided in one pass.",
+    "ar": "An autoregressive language model.",
+}
+HOW_TO_LOAD = """With [idlm](https://arxiv.org/abs/2604.11035), on the command line or from Python:
+
+```bash
+idlm-generate model={folder} -p "..."
+```
+
+```python
+from idlm import Engine, SamplingParams
+
+engine = Engine.from_pretrained("{folder}")
+[answer] = engine.generate(["..."], SamplingParams(max_tokens=256))
+print(answer.text)
+```"""
+STOCK = """transformers (4.57 or 5), vLLM and SGLang load it as `{architecture}` and decode token by token:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the metrics of a run say at an export: of each stage the last lines of training and of held-out
+    data.
+    """
+
+    num_steps: int
+    num_tokens: int
+    trained: Mapping[int, Mapping[str, Any]]
+    held_out: Mapping[int, Mapping[str, Any]]
+
+
+def model_card(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> str:
+    """The card of a checkpoint in `target` that decodes with `stride`."""
+    output, folder = Path(config.output_dir).resolve().name, target.resolve().name
+    progress = read_progress(Path(config.output_dir) / RUN_FOLDER / "metrics.jsonl")
+    parts = [
+        f"---\n{_front_matter(config, prepared)}---",
+        f"# {output}" + (f": {folder}" if folder != output else ""),
+        KINDS.get(config.objective, f"A language model of the objective `{config.objective}`."),
+        table(("", ""), _facts(config, prepared, progress, stride)),
+        "## Data",
+        table(("", ""), _data_facts(data_report(config, prepared), progress)),
+        *_acceptance(progress),
+        "## How to load",
+        *_loading(config, prepared, folder),
+        "## Limits",
+        "\n".join(f"- {line}" for line in _limits(config, prepared)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_progress(path: Path) -> Progress:
+    """Read `metrics.jsonl`; without lines all counts are 0."""
+    records = read_metrics(path)
+    training = training_records(records)
+    return Progress(
+        num_steps=training[-1]["step"] if training else 0,
+        num_tokens=sum(record["num_tokens"] for record in training),
+        trained={record["stage"]: record for record in training},
+        held_out={record["stage"]: record for record in records if EVALUATION in record},
+    )
+
+
+def _front_matter(config: TrainConfig, prepared: Prepared) -> str:
+    base = prepared.base
+    values: dict[str, Any] = {}
+    if base.name is not None and NAME_ON_THE_HUB.fullmatch(base.name):
+        relation = "adapter" if config.is_gated else "finetune"
+        values |= {"base_model": base.name, "base_model_relation": relation}
+    values |= base.license
+    values["library_name"] = "idlm" if config.is_gated else "transformers"
+    values["pipeline_tag"] = "text-generation"
+    values["tags"] = ["idlm", f"objective-{config.objective}"]
+    if config.objective != "ar":
+        values["tags"].append("diffusion-language-model")
+    if config.adapter is not None:
+        values["tags"].append("lora")
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _facts(config: TrainConfig, prepared: Prepared, progress: Progress, stride: int) -> list[tuple[str, str]]:
+    loop, curriculum, model = config.train, prepared.curriculum, prepared.model
+    rows = [
+        ("base", "new weights" if prepared.base.name is None else prepared.base.name),
+        ("architecture", f"`{type(model).__name__}`, {num_parameters(model):,} parameters"),
+        ("objective", f"`{config.objective}`, supervised: {config.mask_region}"),
+    ]
+    if prepared.adapter is not None:
+        adapter, kind = prepared.adapter, "LoRA, merged into the weights"
+        if config.is_gated:
+            kind = "gated LoRA, of MASK rows only"
+        trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+        rows.append(
+            (
+                "adapter",
+                f"{kind}: rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}; "
+                f"{trained:,} parameters",
+            )
+        )
+    if stride > 1:
+        rows.append(("stride", f"{stride} tokens per pass at most, mask token id {prepared.mask_token_id}"))
+    rows += [(f"stage {stage.index + 1}", stage.name) for stage in curriculum.stages if stage.stride > 1]
+    if progress.num_steps:
+        rows.append(("steps", f"{progress.num_steps:,} of {curriculum.num_steps:,}"))
+    rows.append(
+        ("rows per step", f"{curriculum.global_batch:,} of {prepared.dataset.row_length:,} positions")
+    )
+    rows.append(
+        (
+            "optimizer",
+            f"AdamW, peak learning rate {loop.learning_rate:g}, schedule {loop.schedule}, "
+            f"warmup {loop.warmup:g}, weight decay {loop.weight_decay:g}, seed {loop.seed}",
+        )
+    )
+    return rows
+
+
+def _data_facts(report: DataReport, progress: Progress) -> list[tuple[str, str]]:
+    header = report.header
+    rows = [
+        ("source", f"`{report.config.source}`" + ("" if header else f", generated: {report.config.task}"))
+    ]
+    if header:
+        names = list(dict.fromkeys(PurePath(str(name)).name for name in header["names"]))
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        rows.append(("files", f"{', '.join(f'`{name}`' for name in names[:MAX_NAMES])}{more}"))
+        rows.append(("records", f"{header['num_records']:,}"))
+    if report.num_samples is not None:
+        rows += [
+            ("samples", f"{report.num_samples:,}"),
+            ("tokens", f"{int(report.lengths.sum()):,}"),
+            ("supervised tokens", f"{report.num_supervised:,}"),
+        ]
+    lost = {**report.num_overlong, "bad records skipped": header.get("num_skipped", 0)}
+    rows += [
+        (f"samples {what}" if what in report.num_overlong else what, f"{num:,}")
+        for what, num in lost.items()
+        if num
+    ]
+    if progress.num_steps:
+        rows.append(("tokens trained", f"{progress.num_tokens:,}, repeated ones counted each time"))
+    return rows
+
+
+def _acceptance(progress: Progress) -> list[str]:
+    """How often drafts are accepted, by stage and position, where the run has measured it."""
+    rows = [
+        (stage, text, record)
+        for text, records in (("training text", progress.trained), ("held-out text", progress.held_out))
+        for stage, record in records.items()
+        if record["acceptance"]
+    ]
+    if not rows:
+        return []
+    num_drafts = max(len(record["acceptance"]) for _, _, record in rows)
+    header = [
+        "stage",
+        "stride",
+        "step",
+        "measured on",
+        *(f"draft {place + 1}" for place in range(num_drafts)),
+    ]
+    cells = []
+    for stage, text, record in sorted(rows, key=lambda row: row[:2]):
+        values = [f"{value:.3f}" for value in record["acceptance"]]
+        values += ["-"] * (num_drafts - len(values))
+        cells.append((str(stage + 1), str(record["stride"]), str(record["step"]), text, *values))
+    return [
+        "## Acceptance of drafts",
+        table(header, cells),
+        "At the last measured step of each stage: the expected overlap of the probabilities of draft and "
+        "verification, given the true text before. It is no measurement of generated answers.",
+    ]
+
+
+def _loading(config: TrainConfig, prepared: Prepared, folder: str) -> list[str]:
+    parts = [HOW_TO_LOAD.format(folder=folder)]
+    if config.is_gated:
+        parts.append(
+            f"The base (`{prepared.base.name}`) is loaded from the path in `adapter_config.json`, or from "
+            "`base=PATH`. It answers with the distribution of the base. peft and transformers load the files "
+            "too, but without a gate: they apply the adapter to every row, which is another model."
+        )
+    elif prepared.objective.predicts_next or config.objective == "ar":
+        parts.append(STOCK.format(folder=folder, architecture=type(prepared.model).__name__))
+    else:
+        parts.append(
+            "transformers, vLLM and SGLang load the weights, but let each token see only those before it: "
+            "that is not how this model was trained, and their answers are not its own."
+        )
+    return parts
+
+
+def _limits(config: TrainConfig, prepared: Prepared) -> list[str]:
+    lines = ["The figures are those of training; how good its answers are is not measured here."]
+    if config.objective != "ar" and not config.is_gated:
+        lines.append("Several tokens per pass need idlm; other programs decode without its MASK rows.")
+    lines.append(f"Samples had at most {config.train.max_length:,} tokens: longer texts were not trained.")
+    base = prepared.base
+    if base.license_text is not None:
+        lines.append(f"The licence of the base holds for this model too; its text is in `{LICENSE}`.")
+    elif base.name is not None and not base.license:
+        lines.append("The folder of the base names no licence: see where the base comes from.")
+    return lines
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(
+        [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
+    )
