@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from idlm.errors import UserError
-from idlm.text.left_out import Piece, Rendering, left_out
+from idlm.text.left_out import Piece, left_out
 from idlm.text.templates import marks_answers
 from idlm.text.thoughts import split_prefill, thought_of
 from idlm.text.tokenizer import Message, encode_text, plain_text, special_token_ids
@@ -173,11 +173,10 @@ def _marked(
     """
     tokenizer = template.tokenizer
     whole, opened = template.draw(messages), template.draw(messages, is_open=True)
-    thoughts = [thought_of(messages[turn]) for turn in targets]
-    shown = Rendering(whole)
-    if split_prefill(opened)[1] or any(each is not None and not shown.has(each.text) for each in thoughts):
+    thoughts = ((thought_of(messages[turn]), messages[turn].get("content")) for turn in targets)
+    if split_prefill(opened)[1] or any(each and not each.is_in(whole, str(said)) for each, said in thoughts):
         return None
-    opener = encode_text(tokenizer, opened[len(whole) :])[:1]
+    opener = encode_text(tokenizer, opened[len(whole) :])
     marked = template.tokens(messages)
     ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
     runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
@@ -189,10 +188,13 @@ def _marked(
         return None
     supervised = [False] * len(ids)
     for run in blocks:
+        # A block may begin with what opens the turn.
+        if opener and ids[run[0] : run[0] + len(opener)] == opener:
+            run = run[len(opener) :]
         end = run[-1] + 1
         following = ids[end : end + 1]
         is_closed = any(ids[idx] in special for idx in run)
-        if not is_closed and following and following[0] in special and following != opener:
+        if not is_closed and following and following[0] in special and following != opener[:1]:
             end += 1
         end -= _num_tail_tokens(tokenizer, ids[run[0] : end], special)
         supervised[run[0] : end] = [True] * (end - run[0])

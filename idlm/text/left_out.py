@@ -4,13 +4,12 @@ not know.
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from idlm.errors import UserError
+from idlm.text.rendering import Rendering
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, TAGS, reasoning, thought_of
 
 Message = Mapping[str, Any]
@@ -42,25 +41,6 @@ class Piece:
         return (
             "the tools" if self.turn < 0 else f"{self.field} of the {self.role} turn at message {self.turn}"
         )
-
-
-class Rendering:
-    """A rendered text that is searched for others, whatever white space and escapes a template changes."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._words: str | None = None
-
-    def has(self, text: str) -> bool:
-        """Return whether the text occurs."""
-        wanted = text.strip()
-        if wanted in self._text:
-            return True
-        forms = {wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1]}
-        forms |= {html.escape(form, quote=False) for form in forms} | {html.escape(wanted)}
-        if self._words is None:
-            self._words = " ".join(self._text.split())
-        return any(" ".join(form.split()) in self._words for form in forms)
 
 
 def left_out(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from idlm.errors import UserError
+from idlm.text.rendering import Rendering
 
 OPEN, CLOSE = "<think>", "</think>"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -20,6 +21,11 @@ class Thought(NamedTuple):
 
     text: str
     gap: str = "\n\n"
+
+    def is_in(self, body: str, content: str) -> bool:
+        """Return whether a turn's text has the thought, besides what it says in `content`."""
+        said = content.rpartition(CLOSE)[2].strip()
+        return Rendering(body.replace(said, "", 1)).has(self.text)
 
     @property
     def block(self) -> str:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from idlm.errors import UserError
-from idlm.text.left_out import Rendering
 from idlm.text.templates import template_text
 from idlm.text.thoughts import CLOSE, after_prefill, is_closed, split_prefill, thought_of
 from idlm.text.tokenizer import Message, known_roles, render, template_names
 
 _WORD = "zqcontentqz"
 REFUSED = "IDLM-0217"
+MAX_HEADER = 80
 CLOSES_BLOCK = "answers without a thought close the <think> block that the prompt opens"
 WRITES_BLOCK = "the chat template does not know reasoning_content, which is written as a <think> block"
 THINKS = "answers with a thought follow the prompt of enable_thinking=true"
@@ -101,11 +101,10 @@ class Template:
         head, prefill = split_prefill(prompt)
         if thought is not None and is_closed(prefill):
             return self._with_thinking().turn(messages)._replace(note=THINKS)
-        closed = self.draw(messages) if closed is None else closed
-        is_shown = thought is not None and Rendering(closed[len(head) :]).has(thought.text)
-        if closed.startswith(prompt) and (thought is None or is_shown):
-            return Turn(prompt, closed[len(prompt) :])
-        body = self._body(head, closed, history)
+        body = self._body(head, self.draw(messages) if closed is None else closed, history)
+        is_shown = thought is not None and thought.is_in(body, str(message.get("content")))
+        if body.startswith(prefill) and (thought is None or is_shown):
+            return Turn(prompt, body[len(prefill) :])
         answer = after_prefill(prefill, body, thought, is_shown=is_shown)
         note = CLOSES_BLOCK if prefill and not is_closed(prefill) and thought is None else ""
         return Turn(
@@ -113,9 +112,15 @@ class Template:
         )
 
     def _body(self, head: str, closed: str, history: Sequence[Message]) -> str:
+        """Return what follows `head` in `closed`, where a template may render the turns before otherwise."""
         if closed.startswith(head):
             return closed[len(head) :]
         before, _ = self.around(history)
+        for num in range(min(len(head), MAX_HEADER), 0, -1):
+            start, found, rest = before.rpartition(head[-num:])
+            if found and not rest.strip():
+                before = start + found
+                break
         if not before or not closed.startswith(before):
             raise UserError(
                 "IDLM-0214",

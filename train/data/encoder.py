@@ -237,6 +237,8 @@ class Encoder:
             if self.left_out == "error" and not is_history:
                 raise _left_out(piece, origin)
             notes.add(HISTORY if is_history else f"the chat template leaves out {piece.kind}")
+        if self.date is not None:
+            notes.add(f"the chat template writes the day's date, here always {self.date} (data.date)")
         if any(self._writes_special(message) for message in messages):
             notes.add(SPECIAL)
         ids, flags = np.asarray(done.token_ids, dtype=np.int64), np.asarray(done.supervised, dtype=bool)
@@ -308,8 +310,9 @@ def _left_out(piece: Piece, origin: str) -> UserError:
         fix = "train without the thoughts (data.thinking=strip)"
     elif piece.turn < 0:
         fix = "remove the tools from the data, or use a chat template that writes them"
-    elif piece.field == "content" and piece.role == "assistant":
-        fix = f"put the text behind the {OPEN} block that it comes with"
+    elif piece.role == "assistant":
+        what = "text" if piece.field == "content" else "calls"
+        fix = f"delete the {what}, or use a chat template that writes {what} there (behind a {OPEN} block)"
     else:
         fix = f"give the {piece.role} turn a role that the template writes there, or remove it"
     return UserError(

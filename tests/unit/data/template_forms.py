@@ -66,6 +66,20 @@ FORMS["marked"] = FORMS["chatml"].replace(
     "{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}"
     "{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}",
 )
+FORMS["marked with its header"] = FORMS["chatml"].replace(
+    PLAIN_TURN,
+    "{%- if m.role == 'assistant' %}{% generation %}" + PLAIN_TURN + "{% endgeneration %}"
+    "{%- else %}" + PLAIN_TURN + "{%- endif %}",
+)
+SYSTEM_LAST = (
+    "{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}{%- for m in rest %}"
+    "{%- if m.role == 'user' %}"
+    "{{- '[I] ' + (messages[0].content + ' ' if loop.last and rest != messages else '') }}"
+    "{{- m.content + '[/I]' }}"
+    "{%- elif m.tool_calls %}{{- '[C] ' + m.tool_calls[0].function | tojson + '<|im_end|>' }}"
+    "{%- else %}{{- ' ' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+)
+"""Nothing opens a turn, and a system prompt is in the last turn if that is the user's."""
 
 
 def save_tokenizer(directory: Path, template: Any, *, post: Any = None, **config: Any) -> Path:

@@ -4,6 +4,7 @@ template leaves out.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from idlm.errors import UserError
 from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
-from tests.unit.data.template_forms import FORMS, form_tokenizer, save_tokenizer
+from tests.unit.data.template_forms import FORMS, SYSTEM_LAST, form_tokenizer, save_tokenizer
 
 QUESTION = {"role": "user", "content": "Is it so?"}
 THOUGHT = "<think>\nWHY so\n</think>\n\nYes it is"
 END = "<|im_end|>"
+CALL = {"function": {"name": "zone", "arguments": {"city": "Rome"}}}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,36 @@ def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(folde
     assert "turns behind the last trained answer are left out" in last.notes
 
 
-@pytest.mark.parametrize("form", ["chatml", "system by default", "bos", "marked"])
+def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) -> None:
+    for form in ("dropped", "marked", "chatml"):
+        said = answer(content="Yes it is", reasoning_content="Yes")
+        (sample,) = encoder_of(form_tokenizer(folder, form)).messages([QUESTION, said], origin="here")
+        tokenizer = form_tokenizer(folder, form)
+        assert parts(tokenizer, sample)[1] == ["<think>\nYes\n</think>\n\nYes it is" + END]
+        is_told = "does not know reasoning_content" in " ".join(sample.notes)
+        assert is_told == (form != "dropped")
+
+
+@pytest.mark.parametrize("fields", [{"content": "Yes"}, {"content": THOUGHT}, {"tool_calls": [CALL]}])
+def test_turns_that_are_rendered_otherwise_once_they_are_answered_are_trained_as_prompted(
+    folder: Path, fields: dict[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(folder / "system last", SYSTEM_LAST))
+    history = [{"role": "system", "content": "Be brief."}, QUESTION]
+    (sample,) = encoder_of(tokenizer).messages([*history, answer(**fields)], origin="here")
+    prompt, (target,) = parts(tokenizer, sample)
+    assert prompt == tokenizer.decode(encode_messages(tokenizer, history)) and "Be brief." in prompt
+    assert target == (
+        f" {fields['content']}{END}" if "content" in fields else f"[C] {json.dumps(CALL['function'])}{END}"
+    )
+    messages = [*history, answer(**fields), QUESTION, answer(content="No")]
+    with pytest.raises(UserError, match=r"IDLM-0214") as caught:
+        encoder_of(tokenizer).messages(messages, origin="here")
+    assert "data.turns=each" in caught.value.fix
+    assert len(encoder_of(tokenizer, turns="each").messages(messages, origin="here")) == 2
+
+
+@pytest.mark.parametrize("form", ["chatml", "system by default", "bos", "marked", "marked with its header"])
 def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(folder: Path, form: str) -> None:
     tokenizer = form_tokenizer(folder, form)
     messages = [answer(content="Hello"), QUESTION, answer(content="b")]
