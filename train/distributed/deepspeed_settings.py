@@ -23,19 +23,19 @@ from torch import Tensor
 from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters, num_elements
+from idlm.train.distributed.deepspeed_file import (
+    FILLED_BY_TRAINER,
+    STAGES,
+    fill,
+    read_settings,
+    settings_problems,
+)
 
-STAGES = (0, 1, 2, 3)
 # Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
 BUCKET_ELEMENTS = 200_000_000
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
 """What DeepSpeed takes where a file of the user does not say."""
 LIVE_ELEMENTS = 1_000_000_000
-FILLED_BY_TRAINER = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-    "gradient_clipping",
-)
 LONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -45,24 +45,32 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
     Sizes are "auto": the Trainer fills them in from the same settings. A file of the user (`train.deepspeed`)
     gets defaults for the keys that it leaves out.
     """
+    if config.train.deepspeed is None:
+        return _own_settings(config, config.train.zero_stage, device_type)
+    given = json.loads(Path(config.train.deepspeed).read_text(encoding="utf-8"))
+    ours = _own_settings(config, given.get("zero_optimization", {}).get("stage", 0), device_type)
+    # With a file gradients are added up and averaged as DeepSpeed does.
+    for name in ("data_types", "gradient_allreduce_op"):
+        ours.pop(name, None)
+    return fill(given, ours)
+
+
+def _own_settings(config: TrainConfig, stage: int | None, device_type: str) -> dict[str, Any]:
     loop = config.train
-    is_bf16 = keeps_fp32_masters(config)
     base: dict[str, Any] = dict.fromkeys(FILLED_BY_TRAINER, "auto")
     # accelerate would otherwise swap torch's AdamW for one that is compiled on the spot.
-    base |= {"bf16": {"enabled": is_bf16}, "zero_force_ds_cpu_optimizer": False}
+    base |= {"bf16": {"enabled": keeps_fp32_masters(config)}, "zero_force_ds_cpu_optimizer": False}
     base["steps_per_print"] = 10**9
-    if loop.deepspeed is not None:
-        return base | json.loads(Path(loop.deepspeed).read_text())
-    zero: dict[str, Any] = {"stage": loop.zero_stage}
-    if loop.zero_stage:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
         base["data_types"] = {"grad_accum_dtype": "fp32"}
-        if loop.zero_stage != SHARDS_WEIGHTS:
+        if stage != SHARDS_WEIGHTS:
             # No pass over all gradients divides them: `IdlmTrainer._prepare_engine` takes that off the loss.
             base["gradient_allreduce_op"] = "sum"
         zero |= {
             # With true, DeepSpeed copies the slices of a bucket into another tensor, reduces that for all
             # ranks too, and copies back. ZeRO-3 scatters in any case.
-            "reduce_scatter": loop.zero_stage == SHARDS_WEIGHTS,
+            "reduce_scatter": stage == SHARDS_WEIGHTS,
             "overlap_comm": device_type == "cuda",
             "contiguous_gradients": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -70,7 +78,7 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
         }
         if loop.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device_type == "cuda"}
-    if loop.zero_stage == SHARDS_WEIGHTS:
+    if stage == SHARDS_WEIGHTS:
         zero |= {
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
@@ -103,42 +111,12 @@ def deepspeed_problems(config: TrainConfig) -> list[str]:
     if loop.zero_stage is not None and loop.deepspeed is not None:
         problems.append("train.zero_stage and train.deepspeed exclude each other: the file names the stage")
     if loop.deepspeed is not None:
-        problems += _file_problems(Path(loop.deepspeed), config)
+        path = Path(loop.deepspeed)
+        given = read_settings(path)
+        if isinstance(given, str):
+            return [*problems, given]
+        problems += [f"{path}: {problem}" for problem in settings_problems(given, config)]
     return problems
-
-
-def _file_problems(path: Path, config: TrainConfig) -> list[str]:
-    if not path.is_file():
-        return [f"train.deepspeed={path} is not a file"]
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [f"train.deepspeed={path} is not JSON: {error}"]
-    if not isinstance(given, dict) or not isinstance(given.get("zero_optimization", {}), dict):
-        return [f"train.deepspeed={path} is not a DeepSpeed configuration: an object is expected"]
-    problems = []
-    if _enabled(given, "fp16"):
-        problems.append(f"{path}: fp16 is not supported, its range is too small for this loss; use bf16")
-    is_bf16 = keeps_fp32_masters(config)
-    if "bf16" in given and _enabled(given, "bf16") != is_bf16:
-        problems.append(f"{path}: bf16.enabled contradicts train.bf16 and model.dtype, which say {is_bf16}")
-    ours = {
-        "train_micro_batch_size_per_gpu": ("train.batch_size", config.train.batch_size),
-        "gradient_accumulation_steps": ("train.accumulation", config.train.accumulation),
-        "gradient_clipping": ("train.max_grad_norm", config.train.max_grad_norm),
-    }
-    for name, (key, value) in ours.items():
-        if given.get(name, "auto") not in ("auto", value):
-            problems.append(f'{path}: {name}={given[name]} contradicts {key}={value}; write "auto"')
-    for name in ("scheduler", "tensor_parallel", "sequence_parallel_size"):
-        if name in given:
-            problems.append(f"{path}: {name!r} would replace what idlm does itself; remove it")
-    return problems
-
-
-def _enabled(given: dict[str, Any], section: str) -> bool:
-    value = given.get(section)
-    return isinstance(value, dict) and bool(value.get("enabled"))
 
 
 def prepare_environment(*, on_cpu: bool) -> None:

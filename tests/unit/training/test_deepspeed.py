@@ -75,16 +75,102 @@ def test_an_own_file_fills_in_and_wins(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "an object is expected"),
+        ('{"bf16": "auto"}', "an object is expected"),
         ('{"fp16": {"enabled": true}}', "fp16 is not supported"),
-        ('{"bf16": {"enabled": true}}', "contradicts train.bf16"),
+        ('{"bf16": {"enabled": true}}', "bf16.enabled=true contradicts train.bf16"),
         ('{"gradient_accumulation_steps": 7}', 'train.accumulation=1; write "auto"'),
-        ('{"scheduler": {}}', "'scheduler' would replace"),
+        ('{"train_batch_size": 7}', "train_batch_size=7 contradicts train.batch_size x accumulation"),
+        ('{"gradient_clipping": 0.3}', "gradient_clipping=0.3 contradicts train.max_grad_norm"),
+        ('{"optimizer": {"params": {"lr": 0.5}}}', "optimizer.params.lr=0.5 contradicts train.learning_rate"),
+        ('{"optimizer": {"type": "Lion"}}', "optimizer.type=Lion is not the AdamW"),
+        ('{"scheduler": {"params": {"warmup_num_steps": 9}}}', "warmup_num_steps=9 would not be used"),
+        ('{"zero_optimization": {"stage": "auto"}}', 'stage="auto" is not one of 0, 1, 2, 3'),
+        ('{"tensor_parallel": {"autotp_size": 2}}', "'tensor_parallel' would replace"),
     ],
 )
 def test_a_file_that_contradicts_the_run_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(content)
     assert words in problems_of(**{"train.deepspeed": path})
+
+
+COMMON = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": "auto", "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+}
+TRAINERS = {
+    "two stages": COMMON | {"zero_allow_untested_optimizer": True, "zero_optimization": {
+        "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": "auto",
+        "reduce_scatter": True, "reduce_bucket_size": "auto", "contiguous_gradients": True,
+        "stage3_prefetch_bucket_size": "auto",
+    }},
+    "weights on the host": COMMON | {"zero_optimization": {
+        "stage": 3, "overlap_comm": False, "contiguous_gradients": "auto", "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": "auto",
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": "auto",
+        "offload_optimizer": {"device": "cpu", "pin_memory": "auto", "nvme_path": "auto"},
+        "offload_param": {"device": "auto", "pin_memory": "auto"},
+    }},
+    "an optimizer and a schedule": COMMON | {
+        "optimizer": {"type": "AdamW", "params": {
+            "lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto",
+        }},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        }},
+        "zero_optimization": {"stage": 1},
+    },
+    "float16 off": {
+        "fp16": {"enabled": False}, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2},
+    },
+    "no precision": {"train_batch_size": "auto", "zero_optimization": {"stage": 0}},
+}  # fmt: skip
+
+
+def autos(values: dict[str, object]) -> set[str]:
+    found = {name for name, value in values.items() if value == "auto"}
+    return found.union(*(autos(value) for value in values.values() if isinstance(value, dict)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_file_of_another_trainer_means_our_settings(name: str, dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(TRAINERS[name]))
+    config = config_of(**{"train.deepspeed": path, "model.dtype": dtype})
+    check_config(config)
+    told, given = deepspeed_config(config, "cuda"), TRAINERS[name]
+    assert told["bf16"] == {"enabled": dtype == "bfloat16"}
+    assert not {"optimizer", "scheduler", "fp16"} & told.keys()
+    zero = given["zero_optimization"]
+    assert zero_stage(config.train) == zero["stage"] == told["zero_optimization"]["stage"]
+    kept = {key: value for key, value in zero.items() if value != "auto" and not isinstance(value, dict)}
+    assert told["zero_optimization"].items() >= kept.items()
+    # Only what transformers fills in may be left.
+    by_width = {"stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
+    sizes = {key for key, value in COMMON.items() if value == "auto" and key != "steps_per_print"}
+    assert autos(told) <= sizes | (by_width if zero["stage"] == 3 else set())
+    if "offload_optimizer" in zero:
+        assert told["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+        assert told["zero_optimization"]["offload_param"] == {"device": "none", "pin_memory": False}
+        assert told["zero_optimization"]["stage3_max_live_parameters"] == 10**9
+
+
+def test_numbers_that_are_those_of_the_run_do_not_contradict(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    given = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    path.write_text(json.dumps(given | {"bf16": {"enabled": False}}))
+    changes = {"train.deepspeed": path, "train.batch_size": 2, "dry_run": "true", "plan.num_gpus": 4}
+    check_config(config_of(**changes, **{"train.accumulation": 3}))
+    check_config(config_of(**changes, **{"train.global_batch": 24}))
+    assert "train_batch_size=24" in problems_of(**changes)
 
 
 def test_settings_that_do_not_fit_are_reported() -> None:
