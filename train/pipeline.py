@@ -51,6 +51,7 @@ from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.estimate import explain_out_of_memory, is_out_of_memory
 from idlm.train.planning.report import Sampler, report_run
 from idlm.train.planning.state import check_disk, plan_disk, size_text
+from idlm.train.planning.warnings import run_warnings
 from idlm.train.prepare import Prepared, data_report, prepare, remember_base, remember_data
 
 log = logging.getLogger(__name__)
@@ -178,8 +179,10 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
             lines.append("clean rows are the base model's: the clean loss is constant, the mask loss counts")
     if config.train.save == "async":
         lines.append(copy_text(config, prepared))
-    lines += data_report(config, prepared).lines()
+    report = data_report(config, prepared)
+    lines += report.lines()
     lines += held_out_text(prepared.dataset, prepared.held_out)
+    lines += run_warnings(config, model.config.get_text_config(), report.lengths)
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:

@@ -19,7 +19,7 @@ from idlm.checkpoint import read_json
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.lora import AdapterSpec, base_identity
-from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
+from idlm.text.tokenizer import load_tokenizer, num_token_ids, stop_token_ids
 from idlm.train.checkpoint.base_files import BaseFiles, read_base_files
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.config.data import held_out_config
@@ -35,20 +35,19 @@ from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
     check_model,
-    check_window,
     grow_vocabulary,
     mask_token,
     mask_token_text,
     num_vocabulary_rows,
     prepare_mask_row,
 )
+from idlm.train.model.fit import check_fit, needed_attention, require_row
 from idlm.train.model.gated_lora import add_adapter, choose_mask
 from idlm.train.model.load import (
     base_config,
     compile_layers,
     compiles,
     create_base,
-    decoder_layers,
     load_base,
     new_config,
 )
@@ -176,35 +175,12 @@ def prepare_model(
     return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
 
 
-def needed_attention(config: TrainConfig, attention: str) -> str:
-    """The attention whose arguments a run needs: a gated adapter hands on more than a mask with any."""
-    return "idlm_documents" if config.is_gated else attention
-
-
 def describe_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> str | None:
     """Which token is the mask and why, before rows are added; None for objectives without masks."""
     if not OBJECTIVES.get(config.objective).places_masks:
         return None
     rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
     return mask_token_text(tokenizer, rows, explicit, has_adapter=config.adapter is not None)
-
-
-def check_fit(
-    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, device: torch.device, *, num_rows: int
-) -> None:
-    """Refuse a model, of `num_rows` embeddings in training, that does not fit the tokenizer and the settings;
-    UserError IDLM-0213, 0509 and 0540. No values are read: the model may be on the meta device.
-    """
-    check_vocabulary(tokenizer, num_rows)
-    check_window(model.config.get_text_config(), config.train.max_length)
-    if config.model.gradient_checkpointing and not model.supports_gradient_checkpointing:
-        raise UserError(
-            "IDLM-0540",
-            f"model.gradient_checkpointing=true: {type(model).__name__} cannot recompute its layers",
-            fix="set model.gradient_checkpointing=false",
-        )
-    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
-        decoder_layers(model)
 
 
 def prepare_mask(
@@ -225,16 +201,6 @@ def prepare_mask(
         grow_vocabulary(model, mask_token_id)
     prepare_mask_row(model, mask_token_id)
     return mask_token_id, None
-
-
-def require_row(config: TrainConfig, mask_token_id: int, num_rows: int) -> None:
-    """UserError IDLM-0530 where an adapter is merged in the end and the embedding lacks the mask's row."""
-    if config.adapter is not None and not config.is_gated and mask_token_id >= num_rows:
-        raise UserError(
-            "IDLM-0530",
-            f"the base has no row for mask id {mask_token_id}, and an adapter that is merged adds none",
-            fix="set model.mask_token_id to an unused token, or adapter.gated=true and export.merge=false",
-        )
 
 
 def prepare_adapter(

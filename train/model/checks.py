@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 FIX = "use a causal model of transformers with standard attention layers and a plain output head"
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Types of layers that see some positions only, and the keys of their size."""
+SPARE_POSITIONS = 8
+"""Tables of learned positions may have a few rows more (OPT: 2)."""
 ROW_MULTIPLE = 64
 """A vocabulary grows to a multiple of it: the head's products are slow at odd sizes."""
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
@@ -140,6 +142,41 @@ def check_window(config: Any, max_length: int) -> None:
             f"train.max_length={max_length} exceeds the window of the model's attention, "
             f"{window[0]}={window[1]}",
             fix=f"set train.max_length={window[1]}",
+        )
+
+
+def num_positions(config: Any) -> int | None:
+    """Positions for which a model was made, those that scaled rotations add included; None where it is not
+    said.
+    """
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    stated = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+    if stated < 1:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Types of layers may have rotations of their own.
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    scaled = [
+        part["factor"] * (part.get("original_max_position_embeddings") or stated)
+        for part in parts
+        if isinstance(part.get("factor"), int | float)
+    ]
+    return max([stated, *map(int, scaled)])
+
+
+def check_positions(model: PreTrainedModel, max_length: int) -> None:
+    """Refuse positions up to `max_length` of a model that has learned embeddings of fewer ones: UserError
+    IDLM-0509.
+    """
+    limit, rows = num_positions(model.config.get_text_config()), model.get_input_embeddings()
+    if limit is None or max_length <= limit:
+        return
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not rows]
+    if any(limit <= module.num_embeddings < limit + SPARE_POSITIONS for module in tables):
+        raise UserError(
+            "IDLM-0509",
+            f"train.max_length={max_length} exceeds the {limit} positions that the model has learned",
+            fix=f"set train.max_length={limit}",
         )
 
 

@@ -30,6 +30,7 @@ from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import mask_token, mask_token_text, num_vocabulary_rows
 from idlm.train.model.files import read_generation_config
+from idlm.train.model.fit import check_fit, needed_attention, require_row
 from idlm.train.model.load import base_config, load_base, random_model
 from idlm.train.model.stand_in import check_architecture
 from idlm.train.model.stored import embedding_norm
@@ -39,15 +40,13 @@ from idlm.train.planning.flops import span
 from idlm.train.planning.folded import config_lines
 from idlm.train.planning.memory import DEVICE_BYTES, host_bytes
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
+from idlm.train.planning.warnings import run_warnings
 from idlm.train.prepare import (
-    check_fit,
     make_objective,
-    needed_attention,
     prepare_adapter,
     prepare_data,
     prepare_model,
     prepare_tokenizer,
-    require_row,
 )
 
 if TYPE_CHECKING:
@@ -184,7 +183,8 @@ def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Fi
     stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
     with found.guarding():
         report = inspect_data(config.data, dataset, tokenizer, stop_token_ids=stops)
-        found.add("Data", *report.lines(), *held_out_text(dataset, data.held_out))
+        warnings = run_warnings(config, model.config.get_text_config(), report.lengths)
+        found.add("Data", *report.lines(), *held_out_text(dataset, data.held_out), *warnings)
     found.add(f"Samples: {LEGEND}", *_samples(dataset, tokenizer))
     stages = [
         f"{stage.index + 1}. {stage.name}" if stage.stride > 1 else f"{stage.num_steps} steps"
