@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
-
-# A CPU's products then give a row the same bits in a pass of any size, in the same time. MKL reads this when
-# it is first used; CPUs without AVX2, and those of other makers than Intel, may ignore it.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:
     from idlm.contracts import Completion, SamplingParams

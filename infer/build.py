@@ -39,6 +39,7 @@ from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
 from idlm.infer.planning.canvas import canvas_shape
 from idlm.infer.runtime.canvas_runner import CanvasRunner
+from idlm.infer.runtime.deterministic import request_strict_products, set_deterministic
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, most_stored_rows
 from idlm.infer.runtime.model_runner import (
@@ -48,7 +49,6 @@ from idlm.infer.runtime.model_runner import (
     RunnerParts,
     Step,
     head_shape,
-    set_deterministic,
 )
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import PassCosts, Scheduler
@@ -122,6 +122,8 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     """
     path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
+    if settings.deterministic:
+        request_strict_products(device)
     if settings.is_lossy:
         fp8.check_device(device)
     # What the checkpoint's small files refuse is refused before weights are read.

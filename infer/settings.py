@@ -65,7 +65,8 @@ class EngineSettings:
     )
     attention: str = option("back end of paged attention", "auto")
     deterministic: bool = option(
-        "logits of a row have the same bits whatever else is in the batch (GPU)", False
+        "logits of a row have the same bits whatever else is in the batch (Hopper GPU; Intel CPU in float32)",
+        False,
     )
     tensor_parallel: int = option("GPUs that share the model; one process is started for each", 1)
     weights: Literal["auto", "fp8"] = option(

@@ -14,6 +14,8 @@ import pytest
 
 # Before torch is loaded, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Products of float32 then give a row the same bits in a pass of any size, where MKL and the CPU can.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 WHOLE_FOLDERS = {"gpu": "gpu", "unit/benchmarks": "sweep"}
 """Folders of which every test has this marker: they are not even imported where it is deselected."""

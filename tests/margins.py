@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-import idlm
-
 MARGIN = 1e-4
 """The smallest difference between what is chosen and what is not: of logits, probabilities, entropies."""
 DRAW_MARGIN = 1e-5
@@ -63,8 +61,7 @@ def assert_apart(number: float, border: float, *, margin: float = MARGIN) -> Non
 
 @functools.cache
 def rows_keep_bits() -> bool:
-    """Whether products of this CPU give a row the same bits in any number of rows, as MKL is asked for."""
-    assert idlm.__version__, "its import sets MKL's mode"
+    """Whether products of this CPU give a row the same bits in any number of rows, in MKL's strict mode."""
     generator = torch.Generator().manual_seed(0)
     for D, E in ((32, 48), (128, 96), (64, 300)):
         x_RD, weight_ED = (torch.randn(n, D, generator=generator) for n in (300, E))

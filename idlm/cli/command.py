@@ -13,9 +13,6 @@ from typing import Any
 
 from idlm.errors import UserError
 
-# Set before torch is loaded: a spinning OpenMP pool is four times slower next to a busy process.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 HELP_FLAGS = frozenset({"-h", "--help", "--version"})
 USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS, TERMINATED_STATUS = 130, 143
@@ -30,6 +27,8 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
 
     A UserError is printed to stderr and gives status 2.
     """
+    # Commands load torch after this: a spinning OpenMP pool is four times slower next to a busy process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     warnings.showwarning = _print_warning
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)

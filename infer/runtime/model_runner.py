@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, MemoryPlan, Transient
 from idlm.infer.models.loader import LoadedModel, Outline
@@ -32,7 +31,6 @@ from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
 from idlm.infer.structured.masks import with_grammars
-from idlm.kernels.linear import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
 
@@ -292,20 +290,6 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
         dtype=model.dtype,
         kv_dtype=kv_dtype,
     )
-
-
-def set_deterministic(model: LoadedModel, value: bool) -> None:
-    """Choose between products whose bits depend on the row alone (True) and the fastest ones. UserError
-    IDLM-0456 on a GPU whose products cannot do the former.
-    """
-    if value and not check_rows_agree(model.device, model.dtype):
-        raise UserError(
-            "IDLM-0456",
-            f"deterministic=true: on {torch.cuda.get_device_name(model.device)} the bits of a product's row "
-            "depend on how many rows there are",
-            fix="use deterministic=false, or a Hopper GPU",
-        )
-    model.trunk.linears.deterministic = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
+from idlm.kernels.library import library_linear
 
 MAX_PARTS = 3
 
@@ -74,7 +75,7 @@ def _sum(
     y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, sizes: tuple[int, ...], scaling: float
 ) -> Tensor:
     parts = zip(h_RX.split(b_Er.shape[1], dim=1), b_Er.split(sizes), strict=True)
-    gain_RE = torch.cat([F.linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * scaling
+    gain_RE = torch.cat([library_linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * scaling
     return torch.where(is_mask_R[:, None], y_RE + gain_RE, y_RE)
 
 

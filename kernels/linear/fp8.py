@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from idlm.kernels.library import library_linear
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -44,10 +45,10 @@ class Fp8Weight:
         but unscaled outputs may exceed the range of fp16.
         """
         if x_RD.dtype == torch.float16:
-            return F.linear(x_RD, self.widened(x_RD.dtype), bias_E)
+            return library_linear(x_RD, self.widened(x_RD.dtype), bias_E=bias_E)
         scale_E = self.scale_E.to(x_RD.dtype)
         small_E = None if bias_E is None else bias_E / scale_E
-        return F.linear(x_RD, self.values_ED.to(x_RD.dtype), small_E).mul_(scale_E)
+        return library_linear(x_RD, self.values_ED.to(x_RD.dtype), bias_E=small_E).mul_(scale_E)
 
 
 def quantise_fp8(weight_ED: Tensor) -> Fp8Weight:

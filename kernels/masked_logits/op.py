@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.library import library_linear
 from idlm.kernels.linear_cross_entropy.op import chunk_rows as even_chunk_rows
 from idlm.kernels.masked_logits.types import Proposals
 from idlm.kernels.sampling import entropy as entropy_of
@@ -81,7 +81,7 @@ def masked_logits(
 def _chunk(
     hidden_RD: Tensor, rows_Y: Tensor, weight_VD: Tensor, forbidden_S: Tensor | None, *, entropy: bool
 ) -> Proposals:
-    logits_YV = functional.linear(hidden_RD[rows_Y.clamp(min=0)], weight_VD)
+    logits_YV = library_linear(hidden_RD[rows_Y.clamp(min=0)], weight_VD)
     if forbidden_S is not None:
         logits_YV.index_fill_(1, forbidden_S, -torch.inf)
     return (_best if logits_YV.is_cuda else _plain)(logits_YV, entropy=entropy)

@@ -82,7 +82,7 @@ def plan(
             limits_R=torch.where(narrow_R, 0, rows.limits_R),
             branch_starts_R=torch.where(narrow_R, rows.own_slots_R, rows.branch_starts_R),
         )
-    groups, unpad_R = _groups(rows, sequence_R)
+    groups, unpad_R = (_lone_rows(rows, sequence_R), None) if deterministic else _groups(rows, sequence_R)
     return AttentionPlan(
         rows=given, num_rows=num_rows, groups=groups, unpad_R=unpad_R, listed=listed, blocks=blocks
     )
@@ -105,6 +105,28 @@ def _groups(rows: AttentionRows, sequence_R: torch.Tensor) -> tuple[tuple[_Group
         offset += most_rows * sequences_b.numel()
     unpad_R = base_B[sequence_R] + torch.arange(num_rows, device=device) - rows.cu_rows[sequence_R]
     return tuple(_rectangle(rows, *part, packed=False) for part in parts), unpad_R
+
+
+def _lone_rows(rows: AttentionRows, sequence_R: torch.Tensor) -> tuple[_Group, ...]:
+    """A group for each row, with the slots that it sees and no others: its result depends on nothing else."""
+    groups = []
+    for row, sequence in enumerate(sequence_R.tolist()):
+        row_1 = torch.tensor([row], device=sequence_R.device)
+        own, limit, start = (int(one[row]) for one in (rows.own_slots_R, rows.limits_R, rows.branch_starts_R))
+        slots_s = torch.arange(max(own + 1, limit), device=sequence_R.device)
+        slots_s = slots_s[(slots_s < limit) | ((slots_s >= start) & (slots_s <= own))]
+        pages_s = rows.block_table[sequence][slots_s // rows.page_size]
+        groups.append(
+            _Group(
+                num_sequences=1,
+                num_rows=1,
+                num_slots=len(slots_s),
+                rows_bm=row_1,
+                slots_bs=pages_s * rows.page_size + slots_s % rows.page_size,
+                visible_bms=torch.ones(1, 1, len(slots_s), dtype=torch.bool, device=sequence_R.device),
+            )
+        )
+    return tuple(groups)
 
 
 def _split(rows: AttentionRows, sequence_R: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
@@ -161,8 +183,8 @@ def _rectangle(
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
     """Every reason why this back end cannot compute such heads; empty when it can."""
     found = []
-    if deterministic:
-        found.append("pads sequences to groups of similar size, so results are not batch-invariant")
+    if deterministic and device.type != "cpu":
+        found.append("the products of the library are not batch-invariant on this device")
     if shape.kv_dtype not in (None, shape.dtype, FP8):
         found.append(f"takes a cache of {shape.dtype} or {FP8}, got {shape.kv_dtype}")
     return found

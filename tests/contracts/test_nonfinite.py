@@ -5,15 +5,19 @@ tests/gpu/engine/test_nonfinite_gpu.py runs the same where passes are graphs.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from idlm.kernels import library
+from idlm.kernels.library import library_linear
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     MASK_ID,
@@ -40,6 +44,7 @@ SAMPLING = [
 BAD = 46
 """A token whose embedding overflows. Its logit is 0, far from the best three of 48."""
 LENGTHS = (3, 22, 9, 13)
+PLAIN_PRODUCT = library._product
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,57 @@ def test_only_sequences_that_see_an_overflow_end_with_an_error(
             assert str(found[str(place)].error).startswith("IDLM-0457")
         assert_idle(engine)
         engine._parts.model.trunk.embed.data[BAD] = embedding
+
+
+def product_on_amx(x_RD: Tensor, weight_ED: Tensor, *others: Tensor | None, tile: int = 32) -> Tensor:
+    """The last tile of a row takes the beginning of what follows in memory, and multiplies it by zero."""
+    y_RE = PLAIN_PRODUCT(x_RD, weight_ED, *others)
+    if (missing := -x_RD.shape[1] % tile) and x_RD.dtype == torch.bfloat16:
+        memory = torch.empty(0, dtype=x_RD.dtype).set_(x_RD.untyped_storage())
+        for row in range(len(x_RD) - 1):
+            end = x_RD.storage_offset() + row * x_RD.stride(0) + x_RD.shape[1]
+            y_RE[row] += 0 * memory[end : end + missing].sum()
+    return y_RE
+
+
+@pytest.mark.parametrize("width", [64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_changes_no_other(
+    monkeypatch: pytest.MonkeyPatch, width: int, dtype: torch.dtype, value: float
+) -> None:
+    """One element is enough; a NaN may also lie in gaps between rows."""
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.full((17, width + 5), torch.nan, dtype=dtype)
+    x, weight = memory[:, :width], torch.randn(64, width, generator=generator).to(dtype)
+    x.copy_(torch.randn(17, width, generator=generator))
+    if dtype == torch.float32:
+        x = x.contiguous()
+    expected = library_linear(x, weight)
+    x[16, 0] = x[3, 0] = x[3, width - 1] = value
+    others = torch.arange(17).remainder(13) != 3
+    monkeypatch.setattr(library, "_product", product_on_amx)
+    for out in (None, torch.empty(17, 64, dtype=dtype)):
+        found = library_linear(x, weight, out_RE=out)
+        assert out is None or found is out
+        torch.testing.assert_close(found[others], expected[others])
+        assert not found[~others].isfinite().any()
+
+
+@pytest.mark.parametrize("decoder", ["ar", "block"])
+def test_neighbours_on_amx_do_not_see_an_overflow(
+    checkpoints: dict[bool, Path], decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The widths of the toy are whole tiles of 32: tiles of 96 are not."""
+    engine = _engine(checkpoints, decoder, dtype="bfloat16")
+    _spoil(engine, BAD)
+    monkeypatch.setattr(library, "_product", partial(product_on_amx, tile=96))
+    monkeypatch.setattr(library, "TILE_BYTES", 2 * 96)
+    for place, prompt in enumerate(_prompts()):
+        engine.add_request(str(place), [*prompt[:-1], BAD, prompt[-1]] if place % 2 else prompt, SAMPLING[0])
+    found = _drain(engine)
+    assert [found[str(place)].finish_reason for place in range(4)] == ["length", "error"] * 2
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize(("decoder", "options"), DECODERS[1:])

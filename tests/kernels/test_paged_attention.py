@@ -7,6 +7,7 @@ tests/gpu/kernels/test_paged_attention_gpu.py.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import subprocess
@@ -32,6 +33,7 @@ from tests.kernels.cases.paged_attention import (
     SCALE,
     build,
     causal,
+    cold,
     dense,
     error_ratio,
     random_sequences,
@@ -346,10 +348,34 @@ def test_a_refusal_names_the_back_end_and_the_reasons() -> None:
     case = build([causal(5, 2)], SMALL)
     with pytest.raises(ValueError, match=r"triton: needs a CUDA device.*"):
         plan_attention(case.rows, SMALL, backend="triton")
-    with pytest.raises(ValueError, match=r"torch: .*batch-invariant; triton: needs a CUDA device"):
-        plan_attention(case.rows, SMALL, deterministic=True)
     with pytest.raises(ValueError, match=r"unknown back end 'flash'.*torch"):
         plan_attention(case.rows, SMALL, backend="flash")
+
+
+def test_a_deterministic_row_of_a_cpu_has_the_same_bits_alone() -> None:
+    case = build([causal(5, 2), cold(9), causal(0, 20), causal(30, 1)], SMALL)
+    caches, rows = (case.k_cache_SKH, case.v_cache_SKH), case.rows
+    plan = plan_attention(rows, SMALL, deterministic=True)
+    found = paged_attention(case.q_RNH, *caches, plan, scale=SCALE)
+    usual = paged_attention(case.q_RNH, *caches, plan_attention(rows, SMALL), scale=SCALE)
+    torch.testing.assert_close(found, usual, atol=1e-5, rtol=1e-5)
+    bounds = rows.cu_rows.tolist()
+    for sequence, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for last in range(start + 1, stop + 1):
+            part = {
+                name: getattr(rows, name)[start:last]
+                for name in ("own_slots_R", "limits_R", "branch_starts_R")
+            }
+            alone = replace(
+                rows,
+                cu_rows=torch.tensor([0, last - start]),
+                block_table=rows.block_table[sequence : sequence + 1],
+                **part,
+            )
+            plan = plan_attention(alone, SMALL, deterministic=True)
+            assert torch.equal(
+                paged_attention(case.q_RNH[start:last], *caches, plan, scale=SCALE), found[start:last]
+            )
 
 
 def test_the_table_of_back_ends_can_be_imported_and_imports_no_library() -> None:

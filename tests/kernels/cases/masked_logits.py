@@ -17,11 +17,13 @@ SHAPES = ((1, 5, 16), (7, 64, 24), (33, 300, 40), (70, 515, 72))
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Relative error of a logit."""
 SLACK = 2e-6
+HUGE = 6e4
 
 
 class Case:
     """Rows (repeated and -1 ones among them) of a tensor whose other rows and columns are NaN, and a head
-    with `padding` such columns, on which its alignment depends.
+    with `padding` columns, on which its alignment depends. They are `HUGE`: libraries multiply what follows a
+    row by zero.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Case:
         memory[rows_X, :width] = values
         rows_X[2:num_rows:5] = -1
         self.hidden_RD = memory.to(device)[:, :width]
-        head = torch.full((num_tokens + 1, width + padding), torch.nan, dtype=dtype)
+        head = torch.full((num_tokens + 1, width + padding), HUGE, dtype=dtype)
         head[:num_tokens, :width] = (3 * torch.randn(num_tokens, width, generator=generator) / width**0.5).to(
             dtype
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu, gated_lora_reference
+from idlm.kernels.library import library_linear
 from idlm.kernels.linear import (
     Fp8Weight,
     Linears,
@@ -62,7 +63,7 @@ LORA_VARIANTS = (
 
 
 class Draw:
-    """Random sizes and tensors of one case."""
+    """Random sizes and tensors of one case. Rows with NaN are multiplied by `library_linear` alone."""
 
     def __init__(self, seed: int, device: str, dtype: torch.dtype, *, largest: int) -> None:
         self.random = random.Random(seed)
@@ -195,11 +196,11 @@ def check_gated_lora(draw: Draw) -> None:
     before = y.clone()
     parts = a.view(len(sizes), rank, width)
     true = gated_lora_reference(before.double(), x, is_mask, parts, b, sizes=sizes, scaling=1.7)
-    hidden = F.linear(x, a).split(rank, dim=1)
-    gain = torch.cat([F.linear(h, w) for h, w in zip(hidden, b.split(sizes), strict=True)], dim=1) * 1.7
+    hidden = library_linear(x, a).split(rank, dim=1)
+    gain = torch.cat([library_linear(h, w) for h, w in zip(hidden, b.split(sizes), strict=True)], dim=1) * 1.7
     # As after a projection whose last outputs they are; other rows may hold anything.
     h = torch.full((rows, 7 + len(a)), NAN, device=draw.device, dtype=draw.dtype)[:, 7:]
-    h[is_mask] = F.linear(x[is_mask], a)
+    h[is_mask] = library_linear(x[is_mask], a)
     pair = (sum(sizes) // 2,) * 2
     if len(sizes) == 2 and sum(sizes) % 2 == 0:
         gated = expand_swiglu(y, is_mask, h, b, scaling=1.7)
@@ -321,8 +322,10 @@ class Adapted:
             true, self.x.double(), lora.is_mask_R, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
         )
         parts = zip(a, lora.b_Er.split(lora.sizes), strict=True)
-        gain = lora.scaling * torch.cat([F.linear(F.linear(self.x, one), b) for one, b in parts], dim=1)
-        plain = F.linear(self.x, weight, bias)
+        gain = lora.scaling * torch.cat(
+            [library_linear(library_linear(self.x, one), b) for one, b in parts], dim=1
+        )
+        plain = library_linear(self.x, weight, bias_E=bias)
         gate, up = torch.where(lora.is_mask_R[:, None], plain + gain, plain).chunk(2, dim=1)
         return F.silu(gate) * up, swiglu_reference(true)
 
