@@ -147,7 +147,11 @@ def open_communication() -> None:
     """Give DeepSpeed the open process group: ZeRO-3 asks for its ranks while weights are loaded."""
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+    dist = torch.distributed
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    if dist.get_world_size() == 1 and dist.get_backend() == "nccl":
+        # A barrier before any other operation makes NCCL guess the device, with a warning.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def _free_port() -> int:

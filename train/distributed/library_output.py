@@ -19,7 +19,10 @@ from torch import distributed as dist
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+LOGGERS = ("DeepSpeed", "accelerate.accelerator")
 ROUTINE = (
+    r"(\[RANK \d+\] )?Gradient accumulation steps mismatch",
+    r"TensorFloat32 tensor cores for float32",
     r"barrier\(\): using the device under current context",
     r"Setting (ds_)?accelerator to",
     r"OMP_NUM_THREADS/MKL_NUM_THREADS unset",
@@ -64,10 +67,11 @@ def route_library_output() -> None:
     """Install the filters, and close the process group, if one is opened, at the end of this process. Call it
     before the libraries are imported; safe to call again.
     """
-    logger = logging.getLogger("DeepSpeed")
-    if _forward not in logger.filters:
-        logger.addFilter(_forward)
-        atexit.register(_close_process_group)
+    for name in LOGGERS:
+        # A filter or a function that is there already is not added again.
+        logging.getLogger(name).addFilter(_forward)
+    atexit.unregister(_close_process_group)
+    atexit.register(_close_process_group)
     for pattern in ROUTINE:
         warnings.filterwarnings("ignore", message=pattern)
 

@@ -107,10 +107,10 @@ def reference(texts: list[tuple[str, str]], *, balance: str) -> list[tuple[float
 
 
 def schedule(step: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Linear warm-up, whose first step trains too, then a cosine to zero."""
     num_warmup = math.ceil(WARMUP * NUM_STEPS)
     if step < num_warmup:
-        return step / num_warmup
+        return (step + 1) / num_warmup
     return 0.5 * (1 + math.cos(math.pi * (step - num_warmup) / (NUM_STEPS - num_warmup)))
 
 

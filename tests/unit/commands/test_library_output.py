@@ -39,6 +39,9 @@ def test_a_library_logs_through_our_handler_once(told: io.StringIO) -> None:
     library.warning(
         "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."
     )
+    logging.getLogger("accelerate.accelerator").warning(
+        "[RANK 0] Gradient accumulation steps mismatch: 1, 8."
+    )
     library.warning("%d parameters have no gradient", 3)
     library.error("the optimizer failed")
     assert told.getvalue().splitlines() == ["3 parameters have no gradient", "the optimizer failed"]
