@@ -21,6 +21,7 @@ export PYTHONSAFEPATH := 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export IDLM_TRANSFORMERS4 ?= $(abspath $(VENV))/transformers4
 # What pip did not compile, imports keep: without this each of the many processes of the tests compiles torch,
 # transformers and DeepSpeed again, which takes three times as long as an import.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,7 +57,7 @@ run-tests:
 	$(PYTEST) -m "$(FIRST)"
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and $(FIRST)" $(DECIDES)
 
-test-all: test
+test-all: test $(VENV)/.transformers4-$(KEY)
 	$(PYTEST) -m "$(SWEEPS)"
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and $(SWEEPS)" $(DECIDES)
 
@@ -91,6 +92,11 @@ $(VENV)/.test-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."
 	@$(PIP) $(call cpu_index) -e '.[dev]'
 	@touch $(VENV)/.demo-$(KEY) $@
+
+# Beside the packages above, for the tests that load exports in an older version.
+$(VENV)/.transformers4-$(KEY): | $(VENV)/.test-$(KEY)
+	@$(PIP) --upgrade --target $(IDLM_TRANSFORMERS4) --no-deps 'transformers==4.57.*' 'huggingface_hub<1' 'tokenizers==0.22.*'
+	@touch $@
 
 $(VENV)/.docs-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."
