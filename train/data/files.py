@@ -142,7 +142,7 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
         left_out: list[str] = []
         if given.is_dir():
             found = _of_first_group(_below(given, left_out), groups, left_out)
-            endings = " or ".join(ending for group in groups for ending in group)
+            endings = " or ".join(one for group in groups for one in group if Path(one).suffix not in PACKINGS)
             problem = f"the folder {path} has no file that ends in {endings}"
         else:
             found = _matching(given, left_out)
