@@ -142,8 +142,8 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
         left_out: list[str] = []
         if given.is_dir():
             found = _of_first_group(_below(given, left_out), groups, left_out)
-            endings = " or ".join(one for group in groups for one in group if Path(one).suffix not in PACKINGS)
-            problem = f"the folder {path} has no file that ends in {endings}"
+            plain = [end for group in groups for end in group if Path(end).suffix not in PACKINGS]
+            problem = f"the folder {path} has no file that ends in {' or '.join(plain)}"
         else:
             found = _matching(given, left_out)
             problem = f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.loop.trainer import IdlmTrainer
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
@@ -44,7 +44,7 @@ def test_data_workers_outlive_the_signals_that_stop_a_run(monkeypatch: pytest.Mo
 
 FAILS_WITH_ITS_LOADER_OPEN = """
 from accelerate.data_loader import DataLoaderShard
-from tests.unit.data.test_data_workers import WorkerIds
+from tests.unit.data.files.test_data_workers import WorkerIds
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.loop.trainer import IdlmTrainer
 

@@ -26,7 +26,7 @@ from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.mixture import MixedSource, _visits
 from idlm.train.objectives.idlm import IntrospectiveConsistency
-from tests.unit.data.test_data_cache import MASK, encoder_of, write
+from tests.unit.data.files.test_data_cache import MASK, encoder_of, write
 
 
 @pytest.fixture(scope="module")
