@@ -4,6 +4,7 @@ not know.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,16 +56,18 @@ def left_out(
     """Return the pieces of a conversation that its rendering lacks: `whole`, and `answers` by turn, where the
     pieces of those turns must be.
 
-    A short piece occurs anywhere by chance. For these, `redraw` renders the same roles and fields with words
-    that do not; `known` keeps the numbers of the pieces that vanish from each such form.
+    A short piece occurs anywhere by chance, and one of two equal ones hides the other. For these, `redraw`
+    renders the same roles and fields with words that do neither; `known` keeps the numbers of the pieces that
+    vanish from each such form.
     """
     pieces = _pieces(messages, tools)
     places, everywhere = {turn: Rendering(text) for turn, text in answers.items()}, Rendering(whole)
     lost = [not places.get(piece.turn, everywhere).has(piece.text) for piece in pieces]
+    times = Counter(piece.text for piece in pieces)
     doubtful = [
         number
         for number, piece in enumerate(pieces)
-        if not lost[number] and (piece.turn < 0 or len(piece.text) < SURE_LENGTH)
+        if not lost[number] and (piece.turn < 0 or len(piece.text) < SURE_LENGTH or times[piece.text] > 1)
     ]
     if doubtful:
         form = (

@@ -315,9 +315,10 @@ def _left_out(piece: Piece, origin: str) -> UserError:
         fix = f"delete the {what}, or use a chat template that writes {what} there (behind a {OPEN} block)"
     else:
         fix = f"give the {piece.role} turn a role that the template writes there, or remove it"
+    text = f" ({piece.text.strip()!r:.60})" if piece.text else ""
     return UserError(
         "IDLM-0225",
-        f"{origin}: the chat template leaves out {piece.name} ({piece.text.strip()!r:.60})",
+        f"{origin}: the chat template leaves out {piece.name}{text}",
         fix=f"{fix}; data.left_out=accept trains without what is left out, and counts it",
     )
 

@@ -172,6 +172,20 @@ def test_a_turn_that_the_template_leaves_out_is_refused_by_name_or_counted(folde
         assert sample.notes == (f"the chat template leaves out content of {role} turns",)
 
 
+def test_an_equal_turn_does_not_hide_one_that_is_left_out(folder: Path) -> None:
+    form = FORMS["chatml"].replace(
+        "{{- '<|im_start|>' + m.role", "{%- if m.role != 'system' or loop.first %}{{- '<|im_start|>' + m.role"
+    )
+    form = form.replace("{%- endfor %}", "{%- endif %}{%- endfor %}")
+    tokenizer = load_tokenizer(save_tokenizer(folder / "first system", form))
+    for text in ("same", "a text that is long enough to be told from any other"):
+        told = {"role": "system", "content": text}
+        with pytest.raises(UserError, match=r"IDLM-0225.*content of the system turn at message 2"):
+            encoder_of(tokenizer).messages(
+                [told, QUESTION, told, QUESTION, answer(content="a")], origin="here"
+            )
+
+
 def test_developers_are_the_system_of_a_template_that_does_not_know_them(folder: Path) -> None:
     turns = [[{"role": role, "content": "Be brief."}, QUESTION] for role in ("developer", "system")]
     tokenizer = form_tokenizer(folder, "chatml")
@@ -203,6 +217,12 @@ def test_every_part_of_an_answer_is_looked_for(folder: Path, fields: dict[str, A
     tokenizer = form_tokenizer(folder, "calls")
     (sample,) = encoder_of(tokenizer).messages(messages, origin="here", tools=[{"function": TOOL}])
     assert sample.notes == ()
+    named = load_tokenizer(
+        save_tokenizer(folder / "names", FORMS["calls"].replace("function |", "function.name |"))
+    )
+    if "tool_calls" in fields:
+        with pytest.raises(UserError, match="IDLM-0225.*tool_calls"):
+            encoder_of(named).messages(messages, origin="here")
     with pytest.raises(UserError, match=r"IDLM-0225.*the tools.*zone"):
         encoder_of(form_tokenizer(folder, "chatml")).messages(
             [QUESTION, answer(content="zone")], origin="here", tools=[{"function": TOOL}]
