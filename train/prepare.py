@@ -334,7 +334,9 @@ def remember_data(
     now: dict[str, Any] = {"row_rule": row_rule} | ({} if date is None else {"date": date})
     if isinstance(source, CountedSource):
         now |= {"digest": source.digest(), "num_samples": source.num_samples}
-        now["left_out"] = None if left_out is None else hashlib.sha256(np.packbits(left_out)).hexdigest()
+        now["left_out"] = (
+            None if left_out is None else hashlib.sha256(np.packbits(left_out).tobytes()).hexdigest()
+        )
     elif date is None:
         return
     unknown = {"row_rule": "1"} | ({"left_out": None} if "left_out" in now else {})

@@ -19,7 +19,7 @@ import torch
 from idlm.train.checkpoint.writer import available_bytes
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.data.layout import Sample, pack_rows
+from idlm.train.data.layout import Sample, SampleRows, pack_rows
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.load import create_base
 from idlm.train.objectives.base import Asked, Head
@@ -201,7 +201,8 @@ def _short_batch(
     """A packed row of at most `num_rows`, of the last stage: the ends of the first samples."""
     stage, objective = curriculum.stages[-1], dataset.objective
     item = curriculum.num_items - stage.num_steps * curriculum.global_batch
-    documents, left = [], num_rows
+    documents: list[SampleRows] = []
+    left = num_rows
     for place, sample in enumerate(dataset.rows.row(item)):
         part = _end_of(sample, left // 2)
         rows = objective.rows(part, stage, (dataset.seed, item, place))
