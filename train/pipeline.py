@@ -17,7 +17,6 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from idlm.devices import require_gpu
-from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
 from idlm.train.checkpoint.recut import recut
@@ -78,12 +77,6 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     check_config(config)
     if config.train.device == "cuda":
         require_gpu(config.train.device, key="train.device")
-    if config.adapter is not None and config.model.path is None:
-        raise UserError(
-            "IDLM-0531",
-            "an adapter on new random weights cannot be used: its base is stored nowhere",
-            fix="give model.path, or train the new weights first and adapt their checkpoint",
-        )
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     config = settle_accumulation(config, world_size=num_processes())

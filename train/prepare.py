@@ -166,6 +166,12 @@ def prepare_model(
     if config.model.path is not None:
         check_architecture(base_config(config.model.path), attention=needed_attention(config, attention))
         return load_base(config.model.path, attention=attention, dtype=dtype)
+    if config.adapter is not None:
+        raise UserError(
+            "IDLM-0531",
+            "an adapter on new random weights cannot be used: its base is stored nowhere",
+            fix="give model.path, or train the new weights first and adapt their checkpoint",
+        )
     values = dict(config.model.config)
     num_rows = -(-(num_token_ids(tokenizer) + 1) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     values.setdefault("vocab_size", num_rows)

@@ -73,6 +73,8 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
     if rank() == 0:
         verify(directory, required=False)
     register_attention()
+    # Before transformers reads it: its errors name no file.
+    generation = read_generation_config(directory)
     given: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
     if is_planned:
         tensors = without_equal_copies(stored, tied_names(config, model_class))
