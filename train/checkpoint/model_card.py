@@ -120,16 +120,17 @@ def _front_matter(config: TrainConfig, prepared: Prepared) -> str:
 
 def _facts(config: TrainConfig, prepared: Prepared, progress: Progress, stride: int) -> list[tuple[str, str]]:
     loop, curriculum, model = config.train, prepared.curriculum, prepared.model
+    trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    num_base = num_parameters(model) - (0 if prepared.adapter is None else trained)
     rows = [
         ("base", "new weights" if prepared.base.name is None else prepared.base.name),
-        ("architecture", f"`{type(model).__name__}`, {num_parameters(model):,} parameters"),
+        ("architecture", f"`{type(model).__name__}`, {num_base:,} parameters"),
         ("objective", f"`{config.objective}`, supervised: {config.mask_region}"),
     ]
     if prepared.adapter is not None:
         adapter, kind = prepared.adapter, "LoRA, merged into the weights"
         if config.is_gated:
             kind = "gated LoRA, of MASK rows only"
-        trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
         rows.append(
             (
                 "adapter",
