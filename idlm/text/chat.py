@@ -85,8 +85,7 @@ def conversation(
         return done
 
     def redraw(changed: Sequence[Message], tools: Sequence[Message]) -> tuple[str, Mapping[int, str]]:
-        other = Template(template.tokenizer, tools, template.names, template.text)
-        drawn = conversation(other, changed, turns=turns, untrained=untrained)
+        drawn = conversation(replace(template, tools=tools), changed, turns=turns, untrained=untrained)
         return drawn.text, drawn.answers
 
     shown = messages[: done.num_turns]
@@ -179,6 +178,10 @@ def _marked(
     opener = encode_text(tokenizer, opened[len(whole) :])
     marked = template.tokens(messages)
     ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
+    for start in range(len(ids) if special.intersection(opener) else 0):
+        # Some templates mark what opens a turn, with which the prompt of inference ends.
+        if flags[start] and ids[start : start + len(opener)] == opener:
+            flags[start : start + len(opener)] = [False] * len(opener)
     runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
     said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     blocks = [group for key, group in runs if key]
@@ -188,16 +191,13 @@ def _marked(
         return None
     supervised = [False] * len(ids)
     for run in blocks:
-        # A block may begin with what opens the turn.
-        if opener and ids[run[0] : run[0] + len(opener)] == opener:
-            run = run[len(opener) :]
-        end = run[-1] + 1
+        start, end = run[0], run[-1] + 1
         following = ids[end : end + 1]
-        is_closed = any(ids[idx] in special for idx in run)
+        is_closed = any(token_id in special for token_id in ids[start:end])
         if not is_closed and following and following[0] in special and following != opener[:1]:
             end += 1
-        end -= _num_tail_tokens(tokenizer, ids[run[0] : end], special)
-        supervised[run[0] : end] = [True] * (end - run[0])
+        end -= _num_tail_tokens(tokenizer, ids[start:end], special)
+        supervised[start:end] = [True] * (end - start)
     num_turns = len(messages)
     return Conversation(token_ids=ids, supervised=supervised, text=whole, answers={}, num_turns=num_turns)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from idlm.errors import UserError
 
+_SWITCHES = tuple(
+    re.compile(rf"\{{%[^%]*(?<![\w.'\"])({name})(?![\w'\"])") for name in ("enable_thinking", "thinking")
+)
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(?:format\s*=\s*)?(?:'([^']*)'|\"([^\"]*)\")\s*\)")
 _ANY_DATE_CALL = re.compile(r"strftime_now\s*\(")
@@ -47,6 +51,13 @@ def all_template_text(tokenizer: Any) -> str:
     """Return the text of all chat templates; empty without one."""
     template = None if tokenizer is None else tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
+@functools.cache
+def thinking_switch(template: str) -> str | None:
+    """Return the variable by which a template lets an answer think or not; None where it has none."""
+    found = (switch.search(template) for switch in _SWITCHES)
+    return next((match[1] for match in found if match), None)
 
 
 def marks_answers(template: str) -> bool:

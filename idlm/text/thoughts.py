@@ -12,8 +12,8 @@ from idlm.text.rendering import Rendering
 OPEN, CLOSE = "<think>", "</think>"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TAGS = re.compile(f"({OPEN}|{CLOSE})")
-_PREFILL = re.compile(rf"{OPEN}\s*(?:{CLOSE}\s*)?\Z")
-_EMPTY_BLOCK = re.compile(rf"{OPEN}\s*{CLOSE}\s*")
+_PREFILL = re.compile(rf"(?:{OPEN}\s*(?:{CLOSE}\s*)?|{CLOSE}\s*)\Z")
+_EMPTY_BLOCK = re.compile(rf"(?:{OPEN}\s*)?{CLOSE}\s*")
 
 
 class Thought(NamedTuple):
@@ -53,7 +53,7 @@ def thought_of(message: Mapping[str, Any]) -> Thought | None:
 
 
 def split_prefill(prompt: str) -> tuple[str, str]:
-    """Return a prompt as its text and the `<think>`, or empty block, that ends it."""
+    """Return a prompt as its text and the `<think>`, the empty block or the `</think>` that ends it."""
     found = _PREFILL.search(prompt)
     return (prompt, "") if found is None else (prompt[: found.start()], prompt[found.start() :])
 

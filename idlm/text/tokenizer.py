@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
-from idlm.text.templates import template_text
+from idlm.text.templates import template_text, thinking_switch
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -247,7 +247,7 @@ def render(
     template = template_text(tokenizer, tools)
     if not messages:
         return ""
-    extra = template_names(tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
+    extra = template_names(template, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
     try:
         text: str = tokenizer.apply_chat_template(
             known_roles(template, messages), tokenize=False, add_generation_prompt=open_turn, **extra
@@ -282,12 +282,15 @@ def _adds_space(tokenizer: Any) -> bool:
 
 
 def template_names(
+    template: str,
     tools: Sequence[Mapping[str, Any]],
     *,
     enable_thinking: bool | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what a template sees beside the messages. UserError IDLM-0217 for names that are not free."""
+    """Return what a template sees beside the messages, `enable_thinking` under the name that it has there.
+    UserError IDLM-0217 for names that are not free.
+    """
     extra: dict[str, Any] = dict(template_kwargs or {})
     taken = sorted(extra.keys() & _TAKEN_NAMES)
     if taken:
@@ -297,7 +300,7 @@ def template_names(
             fix="leave it out",
         )
     if enable_thinking is not None:
-        extra["enable_thinking"] = enable_thinking
+        extra[thinking_switch(template) or "enable_thinking"] = enable_thinking
     if tools:
         extra["tools"] = [dict(tool) for tool in tools]
     return extra

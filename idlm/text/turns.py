@@ -4,14 +4,15 @@ has to produce behind it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from idlm.errors import UserError
-from idlm.text.templates import template_text
-from idlm.text.thoughts import CLOSE, after_prefill, is_closed, split_prefill, thought_of
-from idlm.text.tokenizer import Message, known_roles, render, template_names
+from idlm.text.templates import template_text, thinking_switch
+from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
+from idlm.text.tokenizer import Message, known_roles, render, special_token_ids, template_names
 
 _WORD = "zqcontentqz"
 REFUSED = "IDLM-0217"
@@ -31,22 +32,25 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Renders messages by the template that a tokenizer has for `tools`; `names` is what it sees besides."""
+    """Renders messages by the template that a tokenizer has for `tools`; `names` is what it sees besides.
+    `second_end`: the eos that it writes behind a conversation whose last turn has ended, which is left out.
+    """
 
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] = ()
     names: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+    second_end: str = ""
 
     @classmethod
     def of(cls, tokenizer: Any, tools: Sequence[Mapping[str, Any]], **names: Any) -> Template:
         """UserError IDLM-0215 without a template."""
-        seen = template_names((), **names)
-        return cls(tokenizer, tools, seen, template_text(tokenizer, tools))
+        text = template_text(tokenizer, tools)
+        return cls(tokenizer, tools, template_names(text, (), **names), text, _second_end(tokenizer, text))
 
     def draw(self, messages: Sequence[Message], *, is_open: bool = False) -> str:
         """Return the text of messages; UserErrors are those of `render`."""
-        return render(
+        text = render(
             self.tokenizer,
             messages,
             open_turn=is_open,
@@ -54,6 +58,7 @@ class Template:
             tools=self.tools,
             template_kwargs=self.names,
         )
+        return text if is_open else text.removesuffix(self.second_end)
 
     def tokens(self, messages: Sequence[Message]) -> Any:
         """Return `input_ids` and `assistant_masks` of messages by the marks of the template."""
@@ -61,7 +66,7 @@ class Template:
             known_roles(self.text, messages),
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **template_names(self.tools, enable_thinking=None, template_kwargs=self.names),
+            **template_names(self.text, self.tools, enable_thinking=None, template_kwargs=self.names),
         )
 
     def around(self, history: Sequence[Message]) -> tuple[str, str]:
@@ -78,12 +83,16 @@ class Template:
 
     def prompt(self, history: Sequence[Message]) -> str:
         """Return the text that a model continues after `history`, which may be empty or lack users."""
+        is_asked = any(message["role"] == "user" for message in history)
         if history:
             try:
-                return self.draw(history, is_open=True)
+                opened = self.draw(history, is_open=True)
             except UserError as error:
-                if error.code != REFUSED or any(message["role"] == "user" for message in history):
+                if error.code != REFUSED or is_asked:
                     raise
+            else:
+                if is_asked or opened.endswith(self.opener()):
+                    return opened
         before, _ = self.around(history)
         header, prefill = split_prefill(self.opener())
         place = before.rfind(header) if header else -1
@@ -103,9 +112,16 @@ class Template:
             return self._with_thinking().turn(messages)._replace(note=THINKS)
         body = self._body(head, self.draw(messages) if closed is None else closed, history)
         is_shown = thought is not None and thought.is_in(body, str(message.get("content")))
-        if body.startswith(prefill) and (thought is None or is_shown):
-            return Turn(prompt, body[len(prefill) :])
-        answer = after_prefill(prefill, body, thought, is_shown=is_shown)
+        has_prompt, lead = body.startswith(prefill), ""
+        body = body.removeprefix(prefill)
+        closes_block = CLOSE in body and not body.lstrip().startswith(OPEN)
+        fits = has_prompt and (not prefill or is_closed(prefill) or closes_block)
+        if fits and (thought is None or is_shown):
+            return Turn(prompt, body)
+        if not prefill:
+            # What the template writes before the content comes before the thought too.
+            lead = split_prefill(self._body(head, self.around(history)[0], history))[0]
+        answer = lead + after_prefill(prefill, body.removeprefix(lead), thought, is_shown=is_shown)
         note = CLOSES_BLOCK if prefill and not is_closed(prefill) and thought is None else ""
         return Turn(
             prompt, answer, note if thought is None or is_shown or CLOSE in self.text else WRITES_BLOCK
@@ -132,10 +148,31 @@ class Template:
 
     def _with_thinking(self) -> Template:
         """Return the template with thinking on; UserError IDLM-0214 where it has no such switch."""
-        if "enable_thinking" in self.names or "enable_thinking" not in self.text:
+        switch = thinking_switch(self.text)
+        if switch is None or switch in self.names:
             raise UserError(
                 "IDLM-0214",
                 "an answer has a thought, and the prompt of this chat template leaves no room for one",
                 fix="train without the thoughts (data.thinking=strip), or correct the template's settings",
             )
-        return replace(self, names={**self.names, "enable_thinking": True})
+        return replace(self, names={**self.names, switch: True})
+
+
+@functools.lru_cache(maxsize=64)
+def _second_end(tokenizer: Any, text: str) -> str:
+    """Return the eos that a template, such as that of Phi-3, writes behind the end of the last turn, unless
+    an answer is to follow; empty for one that does not."""
+    eos = tokenizer.eos_token
+    if not eos or ("eos_token" not in text and eos not in text):
+        return ""
+    ends = tuple(tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer))))
+    try:
+        drawn = [
+            Template(tokenizer, text=text).draw([{"role": "user", "content": "a"}], is_open=is_open)
+            for is_open in (False, True)
+        ]
+    except UserError:
+        return ""
+    rest = drawn[0].removesuffix(eos)
+    has_two = rest != drawn[0] and rest.rstrip().endswith(ends) and not drawn[1].startswith(drawn[0])
+    return eos if has_two else ""

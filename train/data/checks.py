@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from idlm.errors import UserError, some_of
-from idlm.text.templates import all_template_text
+from idlm.text.templates import all_template_text, thinking_switch
 from idlm.train.config.data import DataConfig
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import FileRows
@@ -206,7 +206,7 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
             f"such as {example} (most often {tokenizer.convert_ids_to_tokens(token_id)!r})"
         )
     is_off = report.uses_template and report.config.thinking == "off"
-    if is_off and "enable_thinking" not in all_template_text(tokenizer):
+    if is_off and thinking_switch(all_template_text(tokenizer)) is None:
         yield "data.thinking=off renders like strip: this chat template has no enable_thinking"
     if report.supervised_share < MIN_SUPERVISED:
         yield f"only {report.supervised_share:.1%} of the tokens are supervised"

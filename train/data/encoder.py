@@ -37,7 +37,7 @@ THINKING = ("keep", "strip", "off")
 TURNS = ("all", "last", "each")
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
-RENDERING = 1
+RENDERING = 2
 """Goes up when records become other samples: caches hold them."""
 LEFT_OUT = ("error", "accept")
 

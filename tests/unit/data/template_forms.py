@@ -80,6 +80,23 @@ SYSTEM_LAST = (
     "{%- else %}{{- ' ' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
 )
 """Nothing opens a turn, and a system prompt is in the last turn if that is the user's."""
+FORMS["second end"] = FORMS["chatml"] + "{%- if not add_generation_prompt %}{{- eos_token }}{%- endif %}"
+FORMS["behind an opened block"] = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' and loop.last %}"
+    "{{- '<|im_start|>assistant\\n<think>\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- else %}" + PLAIN_TURN + "{%- endif %}{%- endfor %}" + OPENER.replace("PREFILL", OPENS)
+)
+THINKING_SWITCH = (
+    "{%- if not thinking is defined %}{%- set thinking = false %}{%- endif %}{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}"
+    "{{- '<|im_start|>assistant\\n</think>' + m.content.split('</think>')[-1] + '<|im_end|>\\n' }}"
+    "{%- else %}" + PLAIN_TURN + "{%- endif %}{%- endfor %}"
+) + OPENER.replace("PREFILL", "{{- '<think>' if thinking else '</think>' }}")
+OPENS_BEHIND_USERS = CHATML.replace(OPENER, "").replace(
+    "{%- endfor %}",
+    "{%- if loop.last and m.role == 'user' and add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}{%- endif %}{%- endfor %}",
+)
 
 
 def save_tokenizer(directory: Path, template: Any, *, post: Any = None, **config: Any) -> Path:

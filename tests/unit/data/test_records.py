@@ -239,6 +239,15 @@ def test_calls_of_tools_in_their_usual_forms(turn: dict[str, Any]) -> None:
     assert found == [USER, CALLING, {"role": "tool", "content": "1"}, ANSWER]
 
 
+def test_calls_and_tools_keep_the_order_of_their_keys() -> None:
+    call, tool = {"id": "c1", **CALL}, {"function": {"name": "add"}, "type": "function"}
+    found = read({"messages": [USER, ANSWER | {"tool_calls": [call]}], "tools": [tool]})
+    assert [list(one) for one in (found["messages"][1]["tool_calls"][0], found["tools"][0])] == [
+        ["id", "type", "function"],
+        ["function", "type"],
+    ]
+
+
 def test_calls_after_a_text_belong_to_its_message() -> None:
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
     found = read({"conversations": [*CHAT, call, call]})["messages"]

@@ -14,7 +14,14 @@ from idlm.errors import UserError
 from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
-from tests.unit.data.template_forms import FORMS, SYSTEM_LAST, form_tokenizer, save_tokenizer
+from tests.unit.data.template_forms import (
+    FORMS,
+    OPENS_BEHIND_USERS,
+    SYSTEM_LAST,
+    THINKING_SWITCH,
+    form_tokenizer,
+    save_tokenizer,
+)
 
 QUESTION = {"role": "user", "content": "Is it so?"}
 THOUGHT = "<think>\nWHY so\n</think>\n\nYes it is"
@@ -75,7 +82,7 @@ def test_an_answer_without_a_thought_closes_an_opened_block_once(folder: Path, f
         has_block = "think" in FORMS[form] and form != "dropped"
         assert whole.count("<think>") == whole.count("</think>") == has_block
         is_told = "close the <think> block" in " ".join(sample.notes)
-        assert is_told == (form == "opened, dropped")
+        assert is_told == (form in ("opened, dropped", "behind an opened block"))
 
 
 def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_works(folder: Path) -> None:
@@ -156,6 +163,49 @@ def test_a_first_turn_has_the_opened_block_of_its_prompt(folder: Path) -> None:
         (sample,) = encoder_of(tokenizer).messages([answer(content=THOUGHT)], origin="here")
         expected = ("<|im_start|>assistant\n<think>\n", ["WHY so\n</think>\n\nYes it is" + END])
         assert parts(tokenizer, sample) == expected
+
+
+def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone(folder: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(folder / "behind users", OPENS_BEHIND_USERS))
+    for turns in ([{"role": "system", "content": "Hi"}], [QUESTION]):
+        (sample,) = encoder_of(tokenizer).messages([*turns, answer(content="Hello")], origin="here")
+        assert parts(tokenizer, sample)[1] == ["Hello" + END]
+
+
+@pytest.mark.parametrize("content", [THOUGHT, "WHY so\n</think>\n\nYes it is"])
+def test_a_switch_of_another_name_lets_an_answer_think(folder: Path, content: str) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(folder / "switch", THINKING_SWITCH))
+    for thinking, is_on, said in (
+        ("keep", True, "\nWHY so\n</think>\n\nYes it is"),
+        ("off", False, "Yes it is"),
+    ):
+        said = said.removeprefix("" if content == THOUGHT else "\n")
+        (sample,) = encoder_of(tokenizer, thinking=thinking).messages(
+            [QUESTION, answer(content=content)], origin="here"
+        )
+        prompt, targets = parts(tokenizer, sample)
+        assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], enable_thinking=is_on))
+        assert prompt.endswith("<think>" if is_on else "</think>") and targets == [said + END]
+
+
+def test_a_conversation_ends_once_where_the_template_closes_it_and_its_last_turn(folder: Path) -> None:
+    tokenizer = form_tokenizer(folder, "second end")
+    messages = [QUESTION, answer(content="Yes"), QUESTION, answer(content="No")]
+    (sample,) = encoder_of(tokenizer).messages(messages, origin="here")
+    assert parts(tokenizer, sample)[1] == ["Yes" + END, "No" + END]
+    template = FORMS["second end"].replace("'<|im_end|>\\n'", "'\\n'")
+    only_eos = load_tokenizer(save_tokenizer(folder / "one end", template))
+    (sample,) = encoder_of(only_eos).messages(messages[:2], origin="here")
+    assert parts(only_eos, sample)[1] == ["Yes\n" + END]
+
+
+def test_a_thought_follows_what_the_template_writes_before_an_answer(folder: Path) -> None:
+    template = FORMS["chatml"].partition("{%- if add_generation")[0]
+    tokenizer = load_tokenizer(save_tokenizer(folder / "no opener", template))
+    (sample,) = encoder_of(tokenizer).messages(
+        [QUESTION, answer(content="Yes it is", reasoning_content="WHY so")], origin="here"
+    )
+    assert parts(tokenizer, sample)[1] == ["<|im_start|>assistant\n" + THOUGHT + END]
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])

@@ -78,4 +78,4 @@ def _function(given: Any, name: str, example: str) -> dict[str, Any]:
             f"{name}={shown(given)}, which has no name of a function",
             fix=f"write it as {example}",
         )
-    return {"type": "function"} | kept | {"function": function}
+    return ({} if "type" in kept else {"type": "function"}) | kept | {"function": function}
