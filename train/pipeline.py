@@ -43,6 +43,7 @@ from idlm.train.config.trainer_arguments import (
 from idlm.train.data.checks import held_out_text
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
+from idlm.train.distributed.library_output import route_library_output
 from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer, MemoryOfSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
@@ -81,6 +82,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
         torch.set_num_threads(config.train.threads)
     config = settle_accumulation(config, world_size=num_processes())
     launcher = launcher_pid()
+    route_library_output()
     args = training_arguments(config)
     with (
         watching(config.train.hang_seconds, launcher=launcher) as watchdog,

@@ -14,7 +14,6 @@ from idlm.train.checkpoint.same_run import RunShape
 from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.distributed.collectives import gather_objects
 from idlm.train.distributed.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage
-from idlm.train.distributed.library_output import route_library_output
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -30,7 +29,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
 
     loop = config.train
     disable_progress_bar()  # Those of weight files would break our own progress line.
-    route_library_output()
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()
     if not on_gpu:
         # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.

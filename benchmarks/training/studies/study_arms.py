@@ -262,7 +262,7 @@ def planned_flops(arguments: list[str]) -> float:
     config.plan.tflops = 1.0
     tokenizer = prepare_tokenizer(config)
     model = meta_model(config, tokenizer)
-    mask_token_id, _ = mask_choice(config, model, tokenizer)
+    mask_token_id, *_ = mask_choice(config, model, tokenizer)
     prepare_adapter(config, model, None)
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, 1)
