@@ -295,7 +295,8 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_launch_of_a_step_compiles_for_hopper(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

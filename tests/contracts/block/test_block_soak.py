@@ -135,9 +135,8 @@ def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]
     return found
 
 
-@pytest.mark.parametrize(
-    ("shifted", "graphs"), [(False, "on"), pytest.param(True, "off", marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("shifted", "graphs"), [(False, "on"), (True, "off")])
 def test_64_requests_at_steps_of_their_own_are_as_one_by_one(
     toys: dict[bool, Path], shifted: bool, graphs: str
 ) -> None:

@@ -34,6 +34,8 @@ from tests.integration.server.servers import (
     reference,
 )
 
+pytestmark = pytest.mark.sweep
+
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = [*(f"{name}={value}" for name, value in SETTINGS.items()), "decoder=isd", "decoder.stride=3"]
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -196,7 +198,6 @@ def dynamo(folder: Path, num_workers: int) -> Iterator[tuple[str, list[subproces
                 process.wait(PATIENCE)
 
 
-@pytest.mark.sweep
 def test_dynamo_serves_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("dynamo.frontend", reason="ai-dynamo 1.6.1 is not installed (docs/deploy.md)")
     done = expected(encode_messages(reference().tokenizer, MESSAGES), temperature=0, max_tokens=9)

@@ -28,6 +28,8 @@ from tests.integration.server.servers import (
     running,
 )
 
+pytestmark = pytest.mark.sweep
+
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 # The tiny vocabulary has digits, but not many words.
 TOOLS: Any = [
@@ -279,7 +281,6 @@ def test_the_template_gets_tools_and_calls(client: OpenAI, script: Callable[...,
     assert answer.usage.prompt_tokens == len(encode_messages(tokenizer, turns))
 
 
-@pytest.mark.sweep
 def test_a_client_that_closes_its_stream_frees_everything(client: OpenAI, server: Running) -> None:
     aborted = server.metric("vllm:request_success_total", finished_reason="abort")
     for options in ({}, {"tools": TOOLS}):

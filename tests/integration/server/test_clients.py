@@ -38,6 +38,8 @@ from tests.integration.server.servers import (
 )
 from tests.interrupts import ctrl_c_raises
 
+pytestmark = pytest.mark.sweep
+
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 SHORT = ["sampling.temperature=0", "sampling.max_tokens=9"]
 ENGINE = [
@@ -118,7 +120,6 @@ def expected(*texts: str, system: str | None = None, params: SamplingParams = GR
     return done
 
 
-@pytest.mark.sweep_but("server")
 @pytest.mark.parametrize("kind", ["engine", "server"])
 def test_a_chat_keeps_its_turns_and_obeys_its_commands(kind: str, answerers: dict[str, Answerer]) -> None:
     view = ScriptedView(
@@ -151,7 +152,6 @@ def test_pieces_are_passes(kind: str, answerers: dict[str, Answerer]) -> None:
     )
 
 
-@pytest.mark.sweep_but("server")
 @pytest.mark.parametrize("kind", ["engine", "server"])
 def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
     kind: str, answerers: dict[str, Answerer], server: Client
@@ -207,7 +207,6 @@ def test_a_checkpoint_without_a_template_is_refused(monkeypatch: pytest.MonkeyPa
         EngineAnswerer(reference())
 
 
-@pytest.mark.sweep
 def test_bench_measures_ar_first_and_compares_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,7 +286,6 @@ def test_vllm_runs_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         pass
 
 
-@pytest.mark.sweep
 def test_a_server_of_ours_gets_the_engines_arguments() -> None:
     bench_words = [*ENGINE, *SMALL, "concurrency=[2]", "api=http", "sampling.temperature=0"]
     config, arguments = read_arguments("bench", BenchConfig, bench_words)

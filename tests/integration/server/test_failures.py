@@ -42,6 +42,8 @@ from tests.integration.server.servers import (
     running,
 )
 
+pytestmark = pytest.mark.sweep
+
 KEY = "a-key-of-this-test"
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 """A request that takes seconds: it is under way while a test looks."""
@@ -81,7 +83,6 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running,
     assert server.metric("vllm:request_success_total", finished_reason="abort") == before + 1
 
 
-@pytest.mark.sweep
 def test_survivors_of_many_disconnects_have_the_text_of_a_quiet_run(server: Running) -> None:
     """Every third stream is left at some chunk; what the others read does not change."""
     streams = [
@@ -110,7 +111,6 @@ def test_a_full_queue_answers_429_with_retry_after(server: Running) -> None:
     assert server.completion(prompt=PROMPT, max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.sweep
 def test_a_killed_engine_fails_its_requests_and_is_started_again(server: Running) -> None:
     before = server.completion(prompt=PROMPT, temperature=0, max_tokens=6)["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool:
@@ -133,7 +133,6 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(server: Running
     assert server.completion(prompt=PROMPT, temperature=0, max_tokens=6)["choices"][0]["text"] == before
 
 
-@pytest.mark.sweep
 def test_the_command_drains_and_exits_with_status_0() -> None:
     """A stream that began before SIGTERM ends in [DONE]; requests after it are refused."""
     words = [f"model={checkpoint()}", "port=0", "device=cpu", "dtype=float32", "max_length=1500"]
@@ -381,7 +380,6 @@ def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> 
     assert asyncio.run(read()) == [5]
 
 
-@pytest.mark.sweep
 def test_events_that_are_not_read_yet_become_one() -> None:
     figures = Figures("length", 1, 3, 0, 3, [], [], "exact")
 

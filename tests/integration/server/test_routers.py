@@ -22,6 +22,8 @@ from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.run import FrontEnd
 from tests.integration.server.servers import PATIENCE, PROMPT, Client, Running, checkpoint, running
 
+pytestmark = pytest.mark.sweep
+
 KEY = "the-key"
 DEPLOY = Path(__file__).resolve().parents[3] / "docs" / "deploy.md"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
@@ -127,7 +129,6 @@ def is_routing(router: Client, num_healthy: int) -> bool:
         return False
 
 
-@pytest.mark.sweep
 def test_sglang_router_routes_streams_and_survives_a_server(server: Running) -> None:
     pytest.importorskip("sglang_router", reason="pip install sglang-router==0.3.2")
     ask: Any = {"model": "tiny", "messages": MESSAGES}

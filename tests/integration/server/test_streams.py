@@ -34,6 +34,8 @@ from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from tests.integration.server.servers import PROMPT, Running, running
 
+pytestmark = pytest.mark.sweep
+
 FIGURES = Figures("length", 1, 3, 0, 3, [], [], "exact")
 TEXTS = [
     "a",
@@ -151,7 +153,6 @@ def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:
     asyncio.run(read())
 
 
-@pytest.mark.sweep_but("1.2-True", "1.1-True")
 @pytest.mark.parametrize(("version", "is_chunked"), [("1.0", False), ("1.1", True), ("1.2", True)])
 def test_a_stream_is_framed_for_the_clients_version_of_http(
     server: Running, version: str, is_chunked: bool
@@ -257,7 +258,6 @@ def test_the_lean_client_raises_for_an_answer_that_is_none(server: Running) -> N
     assert "400 Bad Request" in str(failure.value.exceptions[0])
 
 
-@pytest.mark.sweep
 def test_processor_time_is_measured_for_each_process(tmp_path: Path) -> None:
     words = ["parts=host", "concurrency=4", "rounds=1", "answer=50", "pass_ms=1", "burst=2"]
     assert http_overhead.measure([*words, f"results={tmp_path}"]) == 0

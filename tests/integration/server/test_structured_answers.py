@@ -20,6 +20,8 @@ from tests.integration.server.servers import TOOLS as TEMPLATE
 from tests.small_tokenizers import CHATML
 from tests.toy import write_spelling_toy
 
+pytestmark = pytest.mark.sweep
+
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 SCHEMA = {
     "type": "object",
@@ -156,7 +158,6 @@ def test_strict_tools_leave_text_free(client: OpenAI) -> None:
     assert (found.value.param, found.value.code) == ("tools", "IDLM-0474")
 
 
-@pytest.mark.sweep
 def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers others meanwhile; a request that was aborted is not queued any more."""
     model = server.client.get("/model_info").json()["model_path"]

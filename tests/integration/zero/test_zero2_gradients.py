@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = os.environ.get("IDLM_ZERO_DEVICE", "cpu")
 PROCESSES = int(os.environ.get("IDLM_ZERO_PROCESSES", "2"))
@@ -38,7 +40,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "told.json").read_text())
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["zero2", "averaged", "clipped", "overlapped"])
 def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(told: dict[str, Any], name: str) -> None:
     run = told[name]

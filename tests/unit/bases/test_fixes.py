@@ -95,6 +95,7 @@ BY_SETTINGS: dict[str, tuple[str, Settings, Settings, str, Settings]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("name", BY_SETTINGS)
 def test_a_setting_that_is_advised_prepares_the_run(name: str, tmp_path: Path) -> None:
     family, fields, broken, words, fixed = BY_SETTINGS[name]
@@ -213,6 +214,7 @@ BY_FILES: dict[str, tuple[Callable[[Path], None], str, Callable[[Path, Path, str
 }  # fmt: skip
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("name", BY_FILES)
 def test_a_repair_that_is_advised_prepares_the_run(name: str, tmp_path: Path) -> None:
     breaks, words, repairs = BY_FILES[name]
