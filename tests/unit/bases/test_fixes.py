@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from tests.small_tokenizers import save_byte_level
 from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, write_base
 
 Settings = dict[str, Any]
@@ -235,3 +236,40 @@ def test_an_adapter_has_a_base(tmp_path: Path) -> None:
     refused, (problems, _) = of_the_run(config), of_the_dry_run(config)
     assert refused is not None and refused.code == "IDLM-0531" and refused.message in str(problems)
     assert of_the_run(config_of(base, tmp_path / "out", **GATED_LORA)) is None, "give model.path"
+
+
+@pytest.mark.parametrize("fix", ["generation_config.json", "the chat template"])
+def test_answers_that_never_end_get_an_end(fix: str, tmp_path: Path) -> None:
+    """The template closes a turn with <|im_end|> (id 2), and the tokenizer's eos is <|endoftext|> (id 0)."""
+    base = write_base(tmp_path / "base", vocab_size=384, eos_token_id=0)
+    save_byte_level(base)
+    path, data = base / "tokenizer_config.json", tmp_path / "data.jsonl"
+    values = json.loads(path.read_text()) | {"eos_token": "<|endoftext|>"}
+    path.write_text(json.dumps(values))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    config = config_of(base, tmp_path / "out")
+    problems = str(of_the_dry_run(config)[0])
+    assert "IDLM-0234" in problems and "close a turn with eos, or add the id" in problems
+    if fix == "generation_config.json":
+        (base / fix).unlink(missing_ok=True)
+        (base / fix).write_text(json.dumps({"eos_token_id": [0, 2]}))
+    else:
+        template = values["chat_template"].replace("<|im_end|>", "<|endoftext|>")
+        path.write_text(json.dumps(values | {"chat_template": template}))
+    assert of_the_dry_run(config)[0] is None
+
+
+def test_a_mask_in_the_text_is_removed_or_another_is_chosen(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", vocab_size=384)
+    save_byte_level(base)
+    path, data = base / "tokenizer_config.json", tmp_path / "data.jsonl"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token": "<|endoftext|>"}))
+    record = json.dumps({"prompt": "a", "response": "b<|endoftext|>c"}) + "\n"
+    data.write_text(4 * record)
+    config = config_of(base, tmp_path / "out")
+    refused = of_the_run(config)
+    assert refused is not None and "or choose another model.mask_token_id" in refused.fix
+    assert of_the_run(config_of(base, tmp_path / "out", **{"model.mask_token_id": 350})) is None
+    data.write_text(4 * record.replace("<|endoftext|>", ""))
+    assert of_the_run(config) is None
