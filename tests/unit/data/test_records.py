@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 class Recorder:
     """An encoder that keeps what it is given."""
 
-    tokenizer = SimpleNamespace(chat_template="{{ m.role }} {{ m.content }} {{ m.name }}")
+    tokenizer = SimpleNamespace(chat_template="{{ m.role }} {{ m.content }} {{ m.name }}", decode=str)
 
     use_chat_template = True
 
@@ -30,7 +30,7 @@ class Recorder:
 
     def messages(self, messages: Any, *, origin: str, **given: Any) -> list[Any]:
         self.given = {"messages": messages, **{key: value for key, value in given.items() if value}}
-        return []
+        return [SimpleNamespace(token_ids=[message.get("name") for message in messages[:1]])]
 
     def pair(self, prompt: str, response: str, *, origin: str) -> Any:
         self.given = {"pair": (prompt, response)}
@@ -223,40 +223,6 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
 @pytest.mark.parametrize(
-    "turn",
-    [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "assistant", "tool_calls": [CALL]},
-        {"role": "assistant", "tool_calls": [{"name": "add", "arguments": '{"x": 1}', "id": None}]},
-        {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": '{"x": 1}'}},
-        {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
-        {"from": "tool_call", "value": '[{"name": "add", "arguments": {"x": 1}}]'},
-    ],
-)
-def test_calls_of_tools_in_their_usual_forms(turn: dict[str, Any]) -> None:
-    result = {"from": "observation", "value": "1"}
-    found = read({"conversations": [USER, turn, result, ANSWER]})["messages"]
-    assert found == [USER, CALLING, {"role": "tool", "content": "1"}, ANSWER]
-
-
-def test_calls_and_tools_keep_the_order_of_their_keys() -> None:
-    call, tool = {"id": "c1", **CALL}, {"function": {"name": "add"}, "type": "function"}
-    found = read({"messages": [USER, ANSWER | {"tool_calls": [call]}], "tools": [tool]})
-    assert [list(one) for one in (found["messages"][1]["tool_calls"][0], found["tools"][0])] == [
-        ["id", "type", "function"],
-        ["function", "type"],
-    ]
-
-
-def test_calls_after_a_text_belong_to_its_message() -> None:
-    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
-    found = read({"conversations": [*CHAT, call, call]})["messages"]
-    assert found == [USER, ANSWER | {"tool_calls": [CALL, CALL]}]
-    with_weight = read({"conversations": [*CHAT, call | {"weight": 0}]})
-    assert with_weight == {"messages": [*CHAT, CALLING], "untrained": {2}}
-
-
-@pytest.mark.parametrize(
     ("turn", "says"),
     [
         ({"from": "function_call", "value": "add(1)"}, "conversations[1] (function_call)='add(1)' is text"),
@@ -292,11 +258,7 @@ def test_reasoning_and_other_keys_of_turns_go_to_the_template() -> None:
         "messages": [turns[0], turns[1] | {"content": ""}],
         "ignored": {"messages[].id"},
     }
-
-
-def test_a_query_with_calls_as_its_answers() -> None:
-    record = {"id": 1, "query": "a", "answers": json.dumps([CALL["function"]]), "tools": [TOOL["function"]]}
-    assert read(record) == {"messages": [USER, CALLING], "tools": [TOOL], "ignored": {"id"}}
+    assert read({"messages": [USER, ANSWER | {"name": "Kim"}]})["ignored"] == {"messages[].name"}
 
 
 def test_preferences_are_trained_on_where_that_is_said() -> None:
@@ -324,8 +286,11 @@ def test_a_text_that_is_part_of_a_conversation_is_refused(beside: dict[str, Any]
 
 def test_reasoning_beside_a_pair_is_that_of_its_response() -> None:
     for shape in ("pair", "alpaca", "question"):
-        found = read(BARE[shape] | {"reasoning_content": "hm", "reasoning": "x"})
-        assert found == {"messages": [USER, ANSWER | {"reasoning_content": "hm"}], "ignored": {"reasoning"}}
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            assert read(BARE[shape] | {key: "hm"}) == {"messages": [USER, ANSWER | {key: "hm"}]}
+        assert "different values of reasoning_content and reasoning" in refusal(
+            BARE[shape] | {"reasoning_content": "hm", "reasoning": "x"}
+        )
 
 
 def test_parts_of_a_question_are_not_left_out() -> None:

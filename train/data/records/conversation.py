@@ -57,14 +57,22 @@ class Conversation:
         has_more = self.tools or self.template_kwargs or any(len(turn.message) > 2 for turn in self.turns)
         return roles == ["user", "assistant"] and self.turns[-1].is_trained and not has_more
 
-    def ignored_keys(self, encoder: Encoder) -> set[str]:
-        """Return the keys of turns, and the variables of the template, that nothing reads."""
+    def ignored_keys(self, encoder: Encoder, samples: Sequence[Sample]) -> set[str]:
+        """Return the keys of turns, and the variables of the template, that nothing reads: the template has
+        no such word, or `samples` lack the text.
+        """
         read = _words(all_template_text(encoder.tokenizer))
+        texts = [
+            (name, turn.message.get(name.rpartition(".")[2])) for turn in self.turns for name in turn.extra
+        ]
+        named = [text for _, text in texts if isinstance(text, str)]
+        whole = "".join(encoder.tokenizer.decode(sample.token_ids) for sample in samples if named)
+        lost = {name for name, text in texts if isinstance(text, str) and text not in whole}
         variables = {
             key if key in TEMPLATE_KEYS else f"{TEMPLATE_DICT}.{key}" for key in self.template_kwargs
         }
         extra = variables.union(*(turn.extra for turn in self.turns))
-        return {name for name in extra if name.rpartition(".")[2] not in read}
+        return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
 
 
 def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Conversation:
@@ -82,9 +90,15 @@ def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Convers
     ]
     return Conversation(
         turns=[*(_system(record, system) or system), *history, *found[len(system) :]],
-        tools=tools_of(record),
+        tools=_tools(record, found),
         template_kwargs=_template_kwargs(record),
     )
+
+
+def _tools(record: Mapping[str, Any], turns: Sequence[Turn]) -> Sequence[Mapping[str, Any]]:
+    """Return the tools beside the turns, or else those of a turn, where some templates look for them."""
+    found = (tools_of(given) for given in (record, *(turn.message for turn in turns)))
+    return next(filter(None, found), [])
 
 
 def _system(record: Mapping[str, Any], first: Sequence[Turn]) -> list[Turn]:

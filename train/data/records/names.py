@@ -104,8 +104,6 @@ PAIR_ALIASES = (
 """Other names of a prompt and its response."""
 LABEL_KEY = "label"
 """Of a pair: false where its response is one that is not wanted."""
-REASONING_KEY = "reasoning_content"
-"""What an assistant thought before its response: of a pair, beside it."""
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction")
 """What a preferred answer may follow."""
 BESIDE_TEXT = ("role", *(key for key in BESIDE_KEYS if key not in MEDIA_KEYS))

@@ -12,6 +12,7 @@ from typing import Any
 
 from idlm.contracts import Completion
 from idlm.errors import UserError
+from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.conversation import conversation_of
@@ -24,10 +25,9 @@ from idlm.train.data.records.names import (
     PAIR_ALIASES,
     PROMPT_KEYS,
     QUESTION_PARTS,
-    REASONING_KEY,
 )
 from idlm.train.data.records.tools import calls_of
-from idlm.train.data.records.turns import WRITE_TURNS, Turn, plain_turns, turns_of
+from idlm.train.data.records.turns import WRITE_TURNS, Turn, plain_turns, reasoning_of, turns_of
 from idlm.train.data.records.values import present, shown, text_of
 
 MAX_ID = 2**31
@@ -164,25 +164,26 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
 
 def _encoded(record: Record, turns: list[Turn], encoder: Encoder, origin: str) -> Encoded:
     conversation = conversation_of(record, turns)
-    return conversation.samples(encoder, origin=origin), conversation.ignored_keys(encoder)
+    samples = conversation.samples(encoder, origin=origin)
+    return samples, conversation.ignored_keys(encoder, samples)
 
 
 def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, origin: str) -> Encoded:
     """Encode two texts, which need no chat template unless more lies beside them."""
     user, assistant = plain_turns(prompt, response)
-    for key, value in present(record, (REASONING_KEY,)).items():
-        assistant = replace(assistant, message=assistant.message | {key: text_of(value, key)})
+    assistant = replace(assistant, message=assistant.message | reasoning_of(record, "the record"))
     conversation = conversation_of(record, [user, assistant])
     if conversation.is_pair:
         return [encoder.pair(prompt, response, origin=origin)], set()
     if not encoder.use_chat_template:
-        beside = present(record, (*CHAT_KEYS, REASONING_KEY))
+        beside = present(record, (*CHAT_KEYS, *REASONING_KEYS))
         raise UserError(
             "IDLM-0202",
             f"{', '.join(beside)} beside a prompt and its response needs a chat template",
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )
-    return conversation.samples(encoder, origin=origin), conversation.ignored_keys(encoder)
+    samples = conversation.samples(encoder, origin=origin)
+    return samples, conversation.ignored_keys(encoder, samples)
 
 
 def _context(value: Any, key: str) -> list[Turn]:
@@ -225,7 +226,7 @@ SHAPES: dict[str, Shape] = {
         aliases=PAIR_ALIASES,
         example='{"prompt": str, "response": str}',
         encode=_pair,
-        also=(*CHAT_KEYS, REASONING_KEY),
+        also=(*CHAT_KEYS, *REASONING_KEYS),
         checked=(*QUESTION_PARTS, LABEL_KEY),
     ),
     "alpaca": Shape(
@@ -233,7 +234,7 @@ SHAPES: dict[str, Shape] = {
         aliases=(("instruction", "response"), ("instruction", "answer"), ("instruction", "completion")),
         example='{"instruction": str, "input": str, "output": str}',
         encode=_alpaca,
-        also=(*CHAT_KEYS, *CONTEXT_KEYS, REASONING_KEY),
+        also=(*CHAT_KEYS, *CONTEXT_KEYS, *REASONING_KEYS),
     ),
     "calls": Shape(
         keys=(("query", "answers"),),
@@ -244,7 +245,7 @@ SHAPES: dict[str, Shape] = {
         keys=(("chosen", "rejected"),),
         example='{"prompt": ..., "chosen": ..., "rejected": ...}, of which chosen is trained on',
         encode=_preference,
-        also=(*CHAT_KEYS, *PROMPT_KEYS, REASONING_KEY),
+        also=(*CHAT_KEYS, *PROMPT_KEYS, *REASONING_KEYS),
     ),
     "text": Shape(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=BESIDE_TEXT),
 }

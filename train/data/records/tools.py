@@ -12,10 +12,12 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.train.data.records.names import TOOLS_KEYS
-from idlm.train.data.records.values import is_empty, parsed, present, shown
+from idlm.train.data.records.values import parsed, present, shown
 
 TOOL = '{"type": "function", "function": {"name": str, "description": str, "parameters": {...}}}'
 CALL = '{"type": "function", "function": {"name": str, "arguments": {...}}}'
+ARGUMENT_KEYS = ("arguments", "parameters", "args")
+"""Names of what a function is called with; the first is that of the template."""
 WRITE_CALL = f"write the call as {CALL}, or its arguments as JSON text"
 
 
@@ -51,15 +53,20 @@ def _named(items: list[Any], name: str) -> list[tuple[str, Any]]:
 
 def _call(call: Any, name: str) -> dict[str, Any]:
     whole = _function(call, name, CALL)
-    arguments = whole["function"].get("arguments")
-    arguments = {} if is_empty(arguments) else parsed(arguments, f"{name}.arguments", fix=WRITE_CALL)
+    function = {key: value for key, value in whole["function"].items() if key not in ARGUMENT_KEYS}
+    arguments = next(iter(present(whole["function"], ARGUMENT_KEYS).values()), None)
+    if arguments is None and len(function) > 1:
+        raise UserError(
+            "IDLM-0202", f"{name} has no arguments, only the keys {sorted(function)}", fix=WRITE_CALL
+        )
+    arguments = {} if arguments is None else parsed(arguments, f"{name}.arguments", fix=WRITE_CALL)
     if not isinstance(arguments, dict):
         raise UserError(
             "IDLM-0202",
             f"{name}.arguments={shown(arguments)}, which is not a JSON object",
             fix=WRITE_CALL,
         )
-    return whole | {"function": whole["function"] | {"arguments": arguments}}
+    return whole | {"function": function | {"arguments": arguments}}
 
 
 def _function(given: Any, name: str, example: str) -> dict[str, Any]:

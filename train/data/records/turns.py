@@ -137,7 +137,7 @@ def _turn(turn: Any, name: str) -> Turn:
         )
     given = {key: value for key, value in turn.items() if value is not None}
     role, content = _role(given, name), _only(given, CONTENT_KEYS, name)
-    rest = {key: value for key, value in given.items() if key not in HANDLED_KEYS}
+    rest = {key: value for key, value in given.items() if key not in HANDLED_KEYS} | reasoning_of(given, name)
     calls = [
         call for key, value in present(given, CALL_KEYS).items() for call in calls_of(value, f"{name}.{key}")
     ]
@@ -175,6 +175,13 @@ def _role(given: Mapping[str, Any], name: str) -> str:
             fix=f"roles are {', '.join(ROLES)}",
         )
     return role
+
+
+def reasoning_of(given: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return the thoughts beside an answer, of which there is one, under the names that they have."""
+    texts = {key: text_of(value, f"{name}.{key}") for key, value in present(given, REASONING_KEYS).items()}
+    _only(texts, REASONING_KEYS, name)
+    return texts
 
 
 def _only(given: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
