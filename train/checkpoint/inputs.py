@@ -42,10 +42,11 @@ def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[
         before = place.get(name)
         if before is None or before == path:
             continue
+        known = held.get(key)
         # An earlier version stored a home as it was written.
-        if os.path.expanduser(str(before)) == path or (key in held and held[key] == _content(path, kind)):
+        if os.path.expanduser(str(before)) == path or (known is not None and known == _content(path, kind)):
             place[name] = path
-        elif key in held:
+        elif known is not None:
             changed.append(key)
     return moved, changed
 

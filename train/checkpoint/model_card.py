@@ -172,6 +172,8 @@ def _data_facts(report: DataReport, progress: Progress) -> list[tuple[str, str]]
             ("tokens", f"{int(report.lengths.sum()):,}"),
             ("supervised tokens", f"{report.num_supervised:,}"),
         ]
+    if report.num_held_out:
+        rows.append(("of these held out", f"{report.num_held_out:,} samples, never trained"))
     lost = {**report.num_overlong, "bad records skipped": header.get("num_skipped", 0)}
     rows += [
         (f"samples {what}" if what in report.num_overlong else what, f"{num:,}")

@@ -70,7 +70,8 @@ class DataReport:
         content = (
             f"{len(header['names'])} files, {header['num_records']:,} records ({shapes})" if header else ""
         )
-        turns = f"chat template, {config.turns} assistant turns" if self.uses_template else "no chat template"
+        answers = f"{config.turns} assistant turn{'s' if config.turns == 'all' else ''}"
+        turns = f"chat template, {answers}" if self.uses_template else "no chat template"
         counted = (
             f"{len(lengths):,} samples" if self.num_samples is not None else f"first {len(lengths)} samples"
         )

@@ -35,6 +35,7 @@ from idlm.train.data.layout import Sample
 
 THINKING = ("keep", "strip", "off")
 TURNS = ("all", "last", "each")
+SILENT = "answers of calls alone, which the chat template leaves out, are context"
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
 RENDERING = 2
@@ -138,13 +139,15 @@ class Encoder:
             self._turn(message, origin, is_target=place not in untrained)
             for place, message in enumerate(messages)
         ]
+        silent = self._silent(rendered, untrained, tools, template_kwargs)
+        untrained |= silent
         ends = [
             place + 1
             for place, message in enumerate(rendered)
             if message["role"] == "assistant" and place not in untrained
         ]
         if not ends:
-            raise _nothing_to_predict(origin, "no assistant turn")
+            raise _nothing_to_predict(origin, SILENT if silent else "no assistant turn")
         draw = functools.partial(
             self._conversation,
             origin=origin,
@@ -152,12 +155,42 @@ class Encoder:
             template_kwargs=template_kwargs,
             untrained=untrained,
         )
-        if self.turns != "each":
-            return [draw(rendered)]
-        samples = [draw(rendered[:end]) for end in ends]
-        if ends[-1] < len(rendered):
-            samples[-1] = replace(samples[-1], notes=(*samples[-1].notes, TRAILING))
+        samples = [draw(rendered[:end]) for end in ends] if self.turns == "each" else [draw(rendered)]
+        notes = [SILENT] if silent else []
+        if self.turns == "each" and ends[-1] < len(rendered):
+            notes.append(TRAILING)
+        samples[-1] = replace(samples[-1], notes=(*samples[-1].notes, *notes))
         return samples
+
+    def _silent(
+        self,
+        messages: Sequence[Message],
+        untrained: AbstractSet[int],
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> frozenset[int]:
+        """Return the targets of which the template writes nothing, with `left_out=accept`. Training on them
+        would teach to end a turn at once.
+        """
+        calls = {
+            place
+            for place, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("tool_calls") and not message["content"].strip()
+        }
+        if self.left_out == "error" or not calls - untrained:
+            return frozenset()
+        template = self._template(tools, template_kwargs)
+        last = messages[: max(calls - untrained) + 1]
+        known = self._vanishing.setdefault(repr(template_kwargs), {})
+        done = conversation(template, last, turns="last", untrained=untrained, known=known)
+        lost = {piece.turn for piece in done.left_out if piece.field == "tool_calls"}
+        return frozenset(calls & lost - untrained)
+
+    def _template(
+        self, tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None
+    ) -> Template:
+        names = {"enable_thinking": self._enable_thinking, "template_kwargs": template_kwargs}
+        return Template.of(self.tokenizer, tools, **names)
 
     def answer(self, prompt: Any, answer: Mapping[str, Any], *, origin: str) -> list[Sample]:
         """A record of `idlm-generate`: the prompt as it was fed, then the tokens that were generated.
@@ -223,9 +256,8 @@ class Encoder:
         template_kwargs: Mapping[str, Any] | None = None,
         untrained: AbstractSet[int] = frozenset(),
     ) -> Sample:
-        names = {"enable_thinking": self._enable_thinking, "template_kwargs": template_kwargs}
         done = conversation(
-            Template.of(self.tokenizer, tools, **names),
+            self._template(tools, template_kwargs),
             messages,
             turns="all" if (turns or self.turns) == "all" else "last",
             untrained=untrained,
@@ -327,5 +359,5 @@ def _nothing_to_predict(origin: str, found: str) -> UserError:
     return UserError(
         "IDLM-0204",
         f"{origin} has nothing to predict ({found})",
-        fix="give it a prompt and a response of at least one token",
+        fix="give it a prompt and a response of at least one token, or set data.on_bad_record=skip",
     )

@@ -26,7 +26,6 @@ ROUTINE = (
     r"barrier\(\): using the device under current context",
     r"Setting (ds_)?accelerator to",
     r"OMP_NUM_THREADS/MKL_NUM_THREADS unset",
-    r"TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled",
 )
 """Beginnings of messages at the level of a warning that say what a library does, or recommend what is decided
 by the options `model.dtype` and `train.bf16`."""

@@ -82,7 +82,8 @@ class Findings:
             yield
         except UserError as error:
             if not any(error.message in problem for problem in self.problems):
-                self.problems.append(f"{error.code}: {error.message}\n    fix: {error.fix}")
+                message = error.message.replace("\n", "\n  ")
+                self.problems.append(f"{error.code}: {message}\n    fix: {error.fix}")
         except Exception:
             if self.is_sound:
                 raise

@@ -24,8 +24,8 @@ from idlm.train.model.attention import choose_attention
 from idlm.train.model.load import create_base
 from idlm.train.objectives.base import Asked, Head
 from idlm.train.objectives.curriculum import Curriculum, Stage
-from idlm.train.planning.flops import PRODUCT, ModelWork, Passes, TokenCounts, extra_passes, train_passes
-from idlm.train.planning.step_time import TimePlan
+from idlm.train.planning.flops import PRODUCT, ModelWork, Passes, TokenCounts, train_passes
+from idlm.train.planning.step_time import TimePlan, stage_passes
 from idlm.train.prepare import prepare_adapter
 from idlm.train.step import BodyAndHead
 
@@ -71,7 +71,6 @@ def host_time_plan(
     with _threads(config.train.threads):
         rates = measure(config, model, work, dataset, curriculum)
     rows, num_steps = curriculum.global_batch, curriculum.num_steps
-    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
     micro_batches = rows / config.train.batch_size
     parts = {
         "layers": 0.0,
@@ -82,14 +81,7 @@ def host_time_plan(
     needed = extra = tokens = 0.0
     for stage, fed in stages:
         share = rows * stage.num_steps / num_steps
-        needs = train_passes(work, fed, trains_clean=stage.clean_weight != 0)
-        adds = extra_passes(
-            fed,
-            is_gated=config.is_gated,
-            checkpoints=config.model.gradient_checkpointing,
-            distills=config.train.distill != "none",
-            balances=accumulates and stage.clean_weight is None,
-        )
+        needs, adds = stage_passes(config, work, stage, fed)
         needed += share * work.flops(needs)
         extra += share * work.flops(adds)
         tokens += share * fed.document_tokens

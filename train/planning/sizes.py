@@ -67,8 +67,10 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
         chosen = replace(
             config, train=replace(config.train, batch_size=1, max_length=CPU_LENGTH, learning_rate=LARGE_RATE)
         )
-        with contextlib.suppress(UserError):
+        try:
             chosen = _fitting(config, _base(config))
+        except UserError:
+            return _filled(config, chosen)
     filled = _filled(config, chosen)
     log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_told(filled)))
     return filled

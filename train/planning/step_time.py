@@ -92,6 +92,20 @@ def rates_of(gpu: str | None, tflops: float) -> Rates:
     return Rates(tflops * 1e12, scale * memory * 1e12, scale * link * 1e12)
 
 
+def stage_passes(
+    config: TrainConfig, work: ModelWork, stage: Stage, fed: TokenCounts
+) -> tuple[Passes, Passes]:
+    """(needed, extra) passes of one packed row of a stage, which is fed `fed` on average."""
+    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
+    return train_passes(work, fed, trains_clean=stage.clean_weight != 0), extra_passes(
+        fed,
+        is_gated=config.is_gated,
+        checkpoints=config.model.gradient_checkpointing,
+        distills=config.train.distill != "none",
+        balances=accumulates and stage.clean_weight is None,
+    )
+
+
 def time_plan(
     config: TrainConfig,
     work: ModelWork,
@@ -105,19 +119,11 @@ def time_plan(
     """Time of all steps; `stages`: each with the average packed row that it is fed."""
     num_steps = sum(stage.num_steps for stage, _ in stages)
     micro_batches = global_batch / (config.train.batch_size * setup.world_size)
-    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
     needed = extra = tokens = 0.0
     parts: dict[str, float] = {}
     for stage, fed in stages:
         share = stage.num_steps / num_steps
-        needs = train_passes(work, fed, trains_clean=stage.clean_weight != 0)
-        adds = extra_passes(
-            fed,
-            is_gated=config.is_gated,
-            checkpoints=config.model.gradient_checkpointing,
-            distills=config.train.distill != "none",
-            balances=accumulates and stage.clean_weight is None,
-        )
+        needs, adds = stage_passes(config, work, stage, fed)
         needed += share * global_batch * work.flops(needs)
         extra += share * global_batch * work.flops(adds)
         tokens += share * global_batch * fed.document_tokens

@@ -310,8 +310,8 @@ def test_a_dry_run_lists_what_it_cannot_plan_with(
     changes = {"dry_run": "true", key: value}
     assert cli.main(arguments(base, tmp_path / "out", **changes)) == 2
     told = capsys.readouterr()
-    assert "IDLM-0550" in told.err and key in told.err and "Traceback" not in told.err
-    assert "# Configuration" in told.out and "# Launch" in told.out
+    assert "IDLM-0550" in told.err and key in told.err and told.err.count("\n  - ") == 1
+    assert "Traceback" not in told.err and "# Configuration" in told.out and "# Launch" in told.out
 
 
 def test_a_dry_run_names_a_missing_checkpoint_once(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from idlm.config.compose import compose
@@ -19,6 +21,7 @@ from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.planning.dry_run import dry_run
 from idlm.train.prepare import prepare
 
+Change = Callable[[Path], None]
 SIZES = {
     "vocab_size": 192, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -31,6 +34,18 @@ def small_config(family: str, **fields: Any) -> Any:
     """A configuration of a few thousand weights."""
     with_heads = {"head_dim": 16} if "head_dim" in AutoConfig.for_model(family).to_dict() else {}
     return AutoConfig.for_model(family, **{**SIZES, **with_heads, **fields})
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    """What changes the tensors of a base in its file."""
+
+    def apply(base: Path) -> None:
+        tensors = load_file(base / "model.safetensors")
+        change(tensors)
+        (base / "model.safetensors").unlink()
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
 
 
 def write_base(directory: Path, family: str = "qwen3", **fields: Any) -> Path:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, write_base
+from tests.unit.bases.agreement import Change, config_of, of_the_dry_run, of_the_run, weights, write_base
 
-Change = Callable[[Path], None]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PLAIN_LORA = {"adapter.rank": 4, "adapter.alpha": 8, "adapter.gated": "false", "export.merge": "true"}
 
@@ -31,16 +30,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "stablelm": write_base(folder / "stablelm", "stablelm"),
         "learned": write_base(folder / "learned", "gpt2"),
     }
-
-
-def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    def apply(base: Path) -> None:
-        tensors = load_file(base / "model.safetensors")
-        change(tensors)
-        (base / "model.safetensors").unlink()
-        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-
-    return apply
 
 
 def config(**values: Any) -> Change:

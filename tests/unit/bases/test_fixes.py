@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from tests.small_tokenizers import save_byte_level
-from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, write_base
+from tests.unit.bases.agreement import config_of, of_the_dry_run, of_the_run, weights, write_base
 
 Settings = dict[str, Any]
 PLAIN_LORA = {"adapter.rank": 4, "adapter.alpha": 8, "adapter.gated": "false", "export.merge": "true"}
@@ -107,16 +107,6 @@ def test_a_setting_that_is_advised_prepares_the_run(name: str, tmp_path: Path) -
     assert of_the_dry_run(config_of(base, tmp_path / "out", **fixed))[0] is None
 
 
-def _weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def apply(base: Path) -> None:
-        tensors = load_file(base / "model.safetensors")
-        change(tensors)
-        (base / "model.safetensors").unlink()
-        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-
-    return apply
-
-
 def _as_bin(base: Path) -> None:
     torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
     (base / "model.safetensors").unlink()
@@ -178,7 +168,7 @@ BY_FILES: dict[str, tuple[Callable[[Path], None], str, Callable[[Path, Path, str
         _restored("model.safetensors"),
     ),
     "a missing tensor": (
-        _weights(lambda tensors: tensors.pop("lm_head.weight")),
+        weights(lambda tensors: tensors.pop("lm_head.weight")),
         "download all weight files",
         _restored("model.safetensors"),
     ),

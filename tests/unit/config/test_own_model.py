@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,13 @@ def test_a_gpu_gets_longer_rows_in_larger_batches(own: list[str]) -> None:
     assert eight.model.dtype == "bfloat16" and not eight.train.bf16
 
 
+def test_a_section_that_gets_a_path_names_its_key() -> None:
+    with pytest.raises(UserError) as caught:
+        composed("recipe=own", "model=/m", "data=a.jsonl")
+    for given in ("model.path=/m", "data.path=a.jsonl"):
+        assert f"did you mean {given}?" in caught.value.message
+
+
 def test_values_that_are_given_stay_and_a_run_keeps_its_sizes(
     own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,12 +165,18 @@ def test_values_that_are_given_stay_and_a_run_keeps_its_sizes(
     assert with_sizes(composed(*own, "resume=never")).adapter is not None
 
 
-def test_little_data_gets_small_steps_and_no_data_is_reported_as_such(own: list[str], tmp_path: Path) -> None:
+def test_little_data_gets_small_steps_and_no_data_is_reported_as_such(
+    own: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, sizes.__name__)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 30)
     assert with_sizes(composed(*own)).train.global_batch == 1
     (tmp_path / "base/config.json").unlink()
     (tmp_path / "data.jsonl").unlink()
+    assert "sizes for this CPU" in caplog.text
+    caplog.clear()
     with pytest.raises(UserError, match=r"(?s)has 2 problems.*model\.path.*data\.path"):
         check_config(with_sizes(composed(*own)))
+    assert not caplog.text, "sizes that were chosen for no model are not told"
     with pytest.raises(UserError, match=r"(?s)has 1 problem:.*train\.batch_size=0 must be at least 1"):
         check_config(composed("recipe=tiny", "train.batch_size=0"))

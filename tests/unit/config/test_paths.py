@@ -64,6 +64,16 @@ def test_a_run_that_was_moved_goes_on_with_the_same_content_alone(tmp_path: Path
         choose_checkpoint(moved_to(new, **{"data.sources": f"[{{path: '{new / 'more'}'}}]"}), SHAPE)
 
 
+def test_another_name_of_the_hub_is_other_data(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    named = {"data.source": "hf", "data.path": "org/data", "eval.path": "org/held", "eval.every": 3}
+    store_config(config_of(tmp_path, **named))
+    assert choose_checkpoint(config_of(tmp_path, **named), SHAPE) is not None
+    for key in ("data.path", "eval.path"):
+        with pytest.raises(UserError, match=rf"IDLM-0507.*{key.partition('.')[0]}"):
+            choose_checkpoint(config_of(tmp_path, **named | {key: "org/other"}), SHAPE)
+
+
 def test_a_home_is_the_same_folder_for_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = {"output_dir", "resume", "model.path", "model.tokenizer", "train.deepspeed"}

@@ -294,3 +294,22 @@ def test_white_space_and_escapes_are_no_losses(folder: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(folder / "trimming", form))
     (sample,) = encoder_of(tokenizer).messages(messages, origin="here")
     assert sample.notes == () and sample.num_targets
+
+
+def test_calls_that_are_left_out_do_not_teach_empty_answers(folder: Path) -> None:
+    tokenizer = form_tokenizer(folder, "chatml")
+    call, told = answer(tool_calls=[CALL]), answer(role="tool", content="Noon")
+    messages = [QUESTION, call, told, answer(content="It is noon"), QUESTION, call, told]
+    for turns in ("all", "last", "each"):
+        encoder = encoder_of(tokenizer, turns=turns, left_out="accept")
+        (sample,) = encoder.messages(messages, origin="here")
+        assert parts(tokenizer, sample)[1] == ["It is noon" + END]
+        assert any("calls alone" in note for note in sample.notes)
+        with pytest.raises(UserError, match="IDLM-0204.*calls alone"):
+            encoder.messages(messages[:2], origin="here")
+    spoken = [QUESTION, answer(content="I look", tool_calls=[CALL])]
+    (sample,) = encoder_of(tokenizer, left_out="accept").messages(spoken, origin="here")
+    assert parts(tokenizer, sample)[1] == ["I look" + END]
+    knows_calls = form_tokenizer(folder, "calls")
+    (sample,) = encoder_of(knows_calls, left_out="accept").messages(messages[:2], origin="here")
+    assert "zone" in parts(knows_calls, sample)[1][0]

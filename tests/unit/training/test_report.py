@@ -82,7 +82,7 @@ def test_a_report_of_no_samples_asks_for_none(
     num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(report, "inspect_data", lambda *_, **__: SimpleNamespace(lines=list))
+    monkeypatch.setattr(report, "data_report", lambda *_, **__: SimpleNamespace(lines=list))
     monkeypatch.setattr(report, "estimate_run", lambda *_, **__: None)
     stage = Stage(index=0, stride=2, num_steps=1, clean_weight=0.2)
     prepared: Any = SimpleNamespace(

@@ -7,6 +7,7 @@ infers one schema for all records and cannot name the line of a bad one.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged, reading
 
 BOM = b"\xef\xbb\xbf"
 PEEKED_BYTES = 4096
+FROM_CSV = "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
 
 
 class JsonlReader(FileReader):
@@ -71,8 +73,18 @@ def _record(value: Any, name: str, place: int, kind: str | None) -> dict[str, An
     if isinstance(value, UnicodeDecodeError):
         return _not_utf8(name, value, kind, place)
     if isinstance(value, Exception):
-        fix = "repair or delete that line; the file must hold one JSON object per line"
-        return UserError("IDLM-0201", f"{origin} is not valid JSON: {json_problem(value)}", fix=fix)
+        if name.lower().endswith(".csv"):
+            file = shlex.quote(name)
+            return UserError(
+                "IDLM-0201",
+                f"{origin} is a line of a table, not JSON",
+                fix=f"write the table as JSON lines: {FROM_CSV} < {file} > {file}.jsonl",
+            )
+        return UserError(
+            "IDLM-0201",
+            f"{origin} is not valid JSON: {json_problem(value)}",
+            fix="repair or delete that line; the file must hold one JSON object per line",
+        )
     if not isinstance(value, dict):
         fix = "write one JSON object per line"
         return UserError("IDLM-0202", f"{origin} has a JSON {type(value).__name__}", fix=fix)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,17 @@ def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder)
             ),
             encoder,
         )
+
+
+def test_a_table_is_refused_with_the_command_that_converts_it(tmp_path: Path, encoder: Encoder) -> None:
+    table = tmp_path / "a table.csv"
+    table.write_text('prompt,response\n"Sam has 1, Mia 2",3\n')
+    cache = str(tmp_path / "cache")
+    with pytest.raises(UserError, match="IDLM-0201.*csv:1 ") as caught:
+        read(DataConfig(path=str(table), cache_dir=cache), encoder)
+    command = caught.value.fix.partition(": ")[2].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    assert read(DataConfig(path=f"{table}.jsonl", cache_dir=cache), encoder).num_samples == 1
 
 
 BAD_LINES = [
