@@ -48,6 +48,7 @@ def norms(told: dict[str, Any]) -> list[float]:
     return [record["gradient_norm"] for record in told["losses"]]
 
 
+@pytest.mark.sweep
 def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
     alone, together = losses(quick["one"]), losses(quick["two"])
     assert len(alone) == len(together) == 5

@@ -9,6 +9,7 @@ from idlm.infer.decoders import block_rows
 from tests.kernels.cases.block_step import Case, run
 
 
+@pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("seed", range(14))
 def test_kernels_equal_plain_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(Case(seed, "cpu"), by_kernel=True)

@@ -22,6 +22,7 @@ def rows_in_poison(num_rows: int, num_tokens: int, *, seed: int = 0) -> tuple[to
     return memory, logits
 
 
+@pytest.mark.sweep_but(3)
 @pytest.mark.parametrize("num_tokens", SIZES)
 def test_statistics_and_gradient(num_tokens: int) -> None:
     memory, logits = rows_in_poison(3, num_tokens)
@@ -65,6 +66,7 @@ def test_overlap(num_tokens: int) -> None:
     torch.testing.assert_close(overlap, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("share", [1.0, 0.3])
 @pytest.mark.parametrize("divergence", ["kl", "overlap"])
 @pytest.mark.parametrize("num_tokens", [1, 7, kernel.TILE // 2, kernel.TILE // 2 + 1, kernel.TILE + 77])
@@ -87,6 +89,7 @@ def test_distillation(num_tokens: int, divergence: str, share: float) -> None:
     assert memory.isnan().sum() == memory.numel() - draft.numel(), "nothing is written outside the rows"
 
 
+@pytest.mark.sweep_but(3)
 @pytest.mark.parametrize("factor", [1.0, -2.5])
 @pytest.mark.parametrize("num_values", [0, 1, kernel.SCALE_TILE, kernel.SCALE_TILE + 1])
 def test_scaling(factor: float, num_values: int) -> None:

@@ -22,6 +22,7 @@ def _small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launch_module, "choose", lambda *_, **__: tiles)
 
 
+@pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("_small_tiles", [True, False], ids=["tma", "pointers"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)

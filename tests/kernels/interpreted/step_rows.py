@@ -9,6 +9,7 @@ from idlm.kernels.step_rows import op
 from tests.kernels.cases.step_rows import Case, commit_many
 
 
+@pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_kernels_equal_plain_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Case(seed, "cpu").run()

@@ -25,6 +25,7 @@ SMALL = Launch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
 """One tile for all rows: the interpreter multiplies with numpy, whose order of sums follows the tile."""
 
 
+@pytest.mark.sweep_but(8)
 @pytest.mark.parametrize("op", CHECKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("seed", range(3))
@@ -110,6 +111,7 @@ def test_a_workspace_is_left_as_it_was_found() -> None:
         linear(x, weight, launch=SMALL, workspace=small)
 
 
+@pytest.mark.sweep_but(3)
 @pytest.mark.parametrize(("E", "D"), [(6144, 4096), (4096, 12288), (151936, 4096), (100, 96)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_fixed_splits_follow_the_weight_alone(E: int, D: int, gated: bool) -> None:
