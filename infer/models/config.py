@@ -209,10 +209,12 @@ def _rope(
 ) -> tuple[tuple[float, ...], float]:
     """`ModelSpec.rope_inv_freq` and `rope_scaling`, or nothing and 1 with a problem."""
     config, problems = reader.config, reader.problems
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        problems.append(f"rope_parameters={parameters!r} (must be an object)")
+    given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
+    wrong = [key for key, value in given.items() if not (value is None or isinstance(value, dict))]
+    if wrong:
+        problems += [f"{key}={given[key]!r} (must be an object)" for key in wrong]
         return (), 1.0
+    parameters: dict[str, Any] = given["rope_scaling"] or given["rope_parameters"] or {}
     kind: Any = parameters.get("rope_type", parameters.get("type", "default"))
     theta: Any = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     found = _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None)
