@@ -145,7 +145,7 @@ class _Soak:
             assert int(table.num_known_Z[request.lane]) >= request.num_known
 
 
-@pytest.mark.sweep_but("alternate-False")
+@pytest.mark.sweep
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:

@@ -296,7 +296,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     return VALID[path] | {name: draw(LIKELY.get(name, small) | VALUES) for name in changed}
 
 
-@pytest.mark.sweep_but(path="/v1/chat/completions")
+@pytest.mark.sweep
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
