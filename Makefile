@@ -1,6 +1,6 @@
 # The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
-#   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit: six minutes)
+#   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit)
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make docs   the documentation as a site, in site/
 #   make gpu-test PART=engine|block|kernels   the tests of tests/gpu, on a machine with a GPU
