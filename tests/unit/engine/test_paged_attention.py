@@ -131,7 +131,13 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("ratio", [1, 4, 7])
 @pytest.mark.parametrize("num_slots", [1, 63, 64, 65])
 def test_causal_prompt_equals_the_reference(num_slots: int, ratio: int, dtype: torch.dtype) -> None:
-    check(build([causal(num_slots, num_slots)], ratio=ratio, dtype=dtype))
+    try:
+        check(build([causal(num_slots, num_slots)], ratio=ratio, dtype=dtype))
+    except RuntimeError as error:
+        # torch, on a CPU with AMX whose ATEN_CPU_CAPABILITY is below avx512.
+        if "only supported when avx512" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 7])
