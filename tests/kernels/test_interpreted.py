@@ -30,7 +30,7 @@ def check(name: str, markers: str, reports: dict[str, str]) -> None:
     if markers not in reports:
         reports[markers] = "it did not end"
         files = (f"interpreted/{name}" for name in FILES)
-        reports[markers] = run_interpreted(*files, "-m", markers, must_pass=False, timeout_s=900)
+        reports[markers] = run_interpreted(*files, "-m", markers, must_pass=False, timeout_s=1700)
     # The summary of warnings names checks again.
     results = reports[markers].partition("warnings summary")[0]
     checks = [line for line in results.splitlines() if line.startswith(f"tests/kernels/interpreted/{name}::")]
