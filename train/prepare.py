@@ -38,6 +38,7 @@ from idlm.train.model.checks import (
     grow_vocabulary,
     mask_token,
     mask_token_text,
+    num_padded_rows,
     num_vocabulary_rows,
     prepare_mask_row,
 )
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
 
 DATA_FILE, BASE_FILE = "data.json", "base.json"
-VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,7 @@ def prepare_model(
             fix="give model.path, or train the new weights first and adapt their checkpoint",
         )
     values = dict(config.model.config)
-    num_rows = -(-(num_token_ids(tokenizer) + 1) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    values.setdefault("vocab_size", num_rows)
+    values.setdefault("vocab_size", num_padded_rows(num_token_ids(tokenizer)))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values.setdefault(name, getattr(tokenizer, name))
     check_architecture(new_config(values), attention=needed_attention(config, attention))

@@ -61,7 +61,7 @@ def mask_token_text(tokenizer: Any, num_rows: int, explicit: int | None, *, has_
     mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
     text = f"mask token {mask_token_id}"
     if not has_row:
-        added = _num_padded_rows(mask_token_id) - num_rows
+        added = num_padded_rows(mask_token_id) - num_rows
         how = (
             "the adapter gets an embedding, which starts"
             if has_adapter
@@ -81,14 +81,15 @@ def mask_token_text(tokenizer: Any, num_rows: int, explicit: int | None, *, has_
     )
 
 
-def _num_padded_rows(mask_token_id: int) -> int:
+def num_padded_rows(mask_token_id: int) -> int:
+    """Rows of a vocabulary that is made or grown so that it holds the mask token."""
     return -(-(mask_token_id + 1) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> None:
     """Add rows, to a multiple of 64, up to that of the mask token; they start at the mean embedding."""
     before = num_vocabulary_rows(model)
-    model.resize_token_embeddings(_num_padded_rows(mask_token_id), mean_resizing=True)
+    model.resize_token_embeddings(num_padded_rows(mask_token_id), mean_resizing=True)
     after = num_vocabulary_rows(model)
     log.info("no spare vocabulary row for mask id %d: grew %d rows to %d", mask_token_id, before, after)
 

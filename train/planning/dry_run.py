@@ -1,8 +1,8 @@
 """`dry_run=true`: plans and checks a run without a GPU and without reading weights.
 
 The model is built on the meta device. Of weight files the headers are read, and of those of a manifest the
-hashes. All problems are collected,
-and with any the command ends with status 2. Only the data cache is written, which the run itself would build.
+hashes. All problems are collected, and with any the command ends with status 2. Only the data cache is
+written, which the run itself would build.
 """
 
 from __future__ import annotations
