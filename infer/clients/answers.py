@@ -87,14 +87,14 @@ class ServerAnswerer:
         """See `EngineAnswerer`. Raises UserError IDLM-0709 for what the server refuses."""
         import httpx
 
-        from idlm.infer.clients.http import RequestFailure, draft_counts, no_answer
+        from idlm.infer.clients.http import RequestFailure, deltas, draft_counts, no_answer
 
         body, num_tokens, is_empty = self._server.chat_body(messages, params, always), 0, True
         try:
             with closing(self._server.stream("/chat/completions", body)) as chunks:
                 for chunk in chunks:
                     usage = chunk.get("usage") or {}
-                    text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                    text = "".join(delta.get("content") or "" for delta in deltas(chunk))
                     total = usage.get("completion_tokens")
                     is_empty = is_empty and not text
                     if text or total is not None:

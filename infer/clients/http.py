@@ -20,6 +20,7 @@ from idlm.infer.clients.loads import Job
 
 try:
     import httpx
+    import httpx_sse
 except ModuleNotFoundError as error:
     raise UserError(
         "IDLM-0704",
@@ -137,8 +138,8 @@ class Server:
                 response.read()
                 _content(response)
             reader = ChunkReader()
-            for line in response.iter_lines():
-                if (chunk := reader.read(line)) is not None:
+            for event in httpx_sse.EventSource(response).iter_sse():
+                if (chunk := reader.read(event.data)) is not None:
                     yield chunk
             reader.check_end()
 
@@ -150,21 +151,20 @@ async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
             await response.aread()
             _content(response)
         reader = ChunkReader()
-        async for line in response.aiter_lines():
-            if (chunk := reader.read(line)) is not None:
+        async for event in httpx_sse.EventSource(response).aiter_sse():
+            if (chunk := reader.read(event.data)) is not None:
                 yield chunk
         reader.check_end()
 
 
 class ChunkReader:
-    """Reads the lines of a stream of server-sent events."""
+    """Reads the data of a stream's events."""
 
     def __init__(self) -> None:
         self._is_done = False
 
-    def read(self, line: str) -> dict[str, Any] | None:
-        """The chunk of a line; None for lines without one. Raises RequestFailure for an error."""
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+    def read(self, data: str) -> dict[str, Any] | None:
+        """The chunk of an event; None for events without one. Raises RequestFailure for an error."""
         if not data or data == "[DONE]":
             self._is_done |= bool(data)
             return None
@@ -172,7 +172,7 @@ class ChunkReader:
             chunk: Any = json.loads(data)
         except ValueError:
             chunk = None
-        if not isinstance(chunk, dict) or "error" in chunk:
+        if not isinstance(chunk, dict) or chunk.get("error"):
             raise RequestFailure(0, _message(chunk) or f"the stream holds {data[:80]!r}")
         return chunk
 
@@ -190,6 +190,11 @@ def sampling_fields(params: SamplingParams, always: Collection[str] = ()) -> dic
         if value is not None and (value != getattr(plain, name) or name in always):
             fields[name] = value
     return fields
+
+
+def deltas(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a chunk adds to each of its choices; chunks of other servers may lack choices or have null."""
+    return [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
 
 
 def draft_counts(usage: dict[str, Any]) -> tuple[int | None, int | None, int | None]:

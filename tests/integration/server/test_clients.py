@@ -55,7 +55,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({{"data": [{{"id": sys.argv[2], "owned_by": "vllm"}}]}}).encode())
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(200); self.end_headers()
+        self.send_response(200); self.send_header("content-type", "text/event-stream"); self.end_headers()
         usage = {{"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}}
         for chunk in ({{"choices": [{{"text": "a"}}]}}, {{"choices": [], "usage": usage}}):
             self.wfile.write(f"data: {{json.dumps(chunk)}}\\n\\n".encode())
