@@ -161,7 +161,8 @@ class EngineParts:
         if num_tokens >= context:
             raise UserError(
                 "IDLM-0412",
-                f"request {request_id!r}: the prompt has {num_tokens} tokens and the context {context}",
+                f"request {request_id!r}: this model's maximum context length is {context} tokens, and the "
+                f"prompt has {num_tokens}",
                 fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
             )
         return context

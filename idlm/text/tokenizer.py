@@ -198,14 +198,22 @@ def encode_messages(
     *,
     enable_thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
     """Return the ids of a conversation that the assistant is to continue.
 
-    The template gets `enable_thinking` unless it is None. Errors are those of `render`; `max_tokens` as in
-    `encode_prompt`.
+    The template gets `enable_thinking` unless it is None, and `template_kwargs`. Errors are those of
+    `render`; `max_tokens` as in `encode_prompt`.
     """
-    text = render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking, tools=tools)
+    text = render(
+        tokenizer,
+        messages,
+        open_turn=True,
+        enable_thinking=enable_thinking,
+        tools=tools,
+        template_kwargs=template_kwargs,
+    )
     check_size(tokenizer, text, max_tokens)
     return encode_text(tokenizer, text)
 
@@ -224,7 +232,8 @@ def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
     if len(text) > max_tokens * longest:
         raise UserError(
             "IDLM-0412",
-            f"the prompt has {len(text)} characters, more than {max_tokens} tokens can hold",
+            f"this model's maximum context length is {max_tokens} tokens, and the prompt has {len(text)} "
+            "characters, more than these can hold",
             fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
         )
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,15 +25,28 @@ from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
 
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of pages that this machine serves."""
+
 
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
-    """The whole application: the routes behind the guard."""
-    return Guard(
+    """The whole application: the routes behind the guard, for pages of allowed origins too."""
+    config = service.config
+    guarded = Guard(
         routes(service),
         api_key=api_key,
-        max_body=service.config.max_body,
-        max_header=service.config.max_header,
+        max_body=config.max_body,
+        max_header=config.max_header,
         observe=service.metrics.responded,
+    )
+    # Outside of the guard: a browser asks without the key whether it may send it, and refusals are readable.
+    return CORSMiddleware(
+        guarded,
+        allow_origins=config.allowed_origins or (),
+        allow_origin_regex=LOCAL_ORIGIN if config.allowed_origins is None else None,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("retry-after",),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ from idlm.errors import UserError
 from idlm.infer.settings import EngineSettings, below_least
 
 MAX_PORT = 65_535
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,11 @@ class ServeConfig(EngineSettings):
     api_key: str | None = option(
         "key that clients send; other users of this machine can read command lines, so prefer the "
         "environment variable IDLM_API_KEY",
+        None,
+    )
+    allowed_origins: list[str] | None = option(
+        "origins (https://HOST) whose pages a browser lets use the server; '*' is all; null is pages of this "
+        "machine (localhost)",
         None,
     )
     enable_thinking: bool | None = option(
@@ -64,5 +71,8 @@ class ServeConfig(EngineSettings):
         )
         if self.port > MAX_PORT:
             problems.append(f"port={self.port} must be <= {MAX_PORT}")
+        wrong = [origin for origin in self.allowed_origins or () if not ORIGIN.fullmatch(origin)]
+        if wrong:
+            problems.append(f"allowed_origins: {wrong[0]!r} is no origin, as https://HOST:PORT is, or '*'")
         if problems:
             raise UserError("IDLM-0705", "; ".join(problems), fix="correct the settings named")

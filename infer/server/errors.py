@@ -16,6 +16,12 @@ from idlm.infer.server.messages import FAULT
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 RETRY_SECONDS = 1
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+OPENAI_CODES = {
+    "IDLM-0412": "context_length_exceeded",
+    "IDLM-0413": "context_length_exceeded",
+    "queue_full": "rate_limit_exceeded",
+}
+"""Our codes for what OpenAI has a code for, by which its clients shorten, wait or fall back."""
 UNION_TAGS = re.compile(
     r"str|int|float|bool|dict|(list|constrained|dict|nullable|tagged)\b.*|.*\[.*|[A-Z]\w*"
 )
@@ -34,11 +40,12 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """The JSON object of the answer; `code` is OpenAI's, if it has one, and then ours is `idlm_code`."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
-        }
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if self.code in OPENAI_CODES:
+            error |= {"code": OPENAI_CODES[self.code], "idlm_code": self.code}
+        return {"error": error}
 
     def response(self) -> Response:
         """The HTTP response; with Retry-After if the same request may succeed later."""

@@ -43,7 +43,7 @@ class Sampling(Body, ConstraintFields):
     n: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
     stop: (
         Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
         | Annotated[
@@ -93,7 +93,9 @@ class Sampling(Body, ConstraintFields):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """The sampling settings: those given, else `defaults`. Raises UserError IDLM-0401."""
+        """The sampling settings: those given, else `defaults`; seed=-1 is a random one. Raises UserError
+        IDLM-0401.
+        """
         names = ("n", "temperature", "top_p", "seed", "top_k", "min_p", "tau", "ignore_eos")
         given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")}
         given["stop"] = None if self.stop == "" else self.stop
@@ -101,7 +103,8 @@ class Sampling(Body, ConstraintFields):
         given["prompt_logprobs"] = prompt_logprobs
         given["constraint"] = self.constraint()
         given["top_k"] = 0 if self.top_k == -1 else self.top_k
-        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+        changed = {name: value for name, value in given.items() if value is not None}
+        return replace(defaults, **changed | ({"seed": None} if self.seed == -1 else {}))
 
 
 class TextPart(Body):
@@ -141,7 +144,8 @@ class ChatMessage(Body):
             if getattr(self, name) and self.role != role:
                 param = f"{place}.{name}"
                 raise ApiError(400, f"{param}: only messages of role {role} have it", param=param)
-        if self.content is None and not self.tool_calls:
+        # An answer may have been calls alone, or reasoning that was cut off.
+        if self.content is None and self.tool_calls is None and self.reasoning_content is None:
             raise ApiError(400, f"{place}.content: Field required", param=f"{place}.content")
 
 
@@ -159,6 +163,7 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: Unicode | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -227,6 +232,11 @@ class ChatRequest(Sampling):
                 param = "tool_choice.function.name"
                 message = f"{param}: {self.tool_choice.function.name!r} is none of the tools"
                 raise ApiError(400, message, param=param)
+
+    def template_kwargs(self, template: str) -> dict[str, Any]:
+        """What else the template gets: the effort, if it has a place for it."""
+        effort = self.reasoning_effort
+        return {} if effort is None or "reasoning_effort" not in template else {"reasoning_effort": effort}
 
     def thinking(self, default: bool | None) -> bool | None:
         """`enable_thinking` for the template; None leaves it to the template."""

@@ -117,7 +117,12 @@ class Service:
             thinking = body.thinking(self.config.enable_thinking)
             messages, tools = body.plain_messages(), [tool.plain() for tool in body.callable_tools]
             self._check_tools(bool(tools))
-            encode = functools.partial(encode_messages, enable_thinking=thinking, tools=tools)
+            encode = functools.partial(
+                encode_messages,
+                enable_thinking=thinking,
+                tools=tools,
+                template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
+            )
             return await self.client.generate(await self._encode(encode, [messages], params.n), params)
 
     async def complete(self, body: CompletionRequest) -> Generation:

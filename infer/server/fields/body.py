@@ -17,10 +17,12 @@ Unicode = Annotated[str, Field(min_length=0)]
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "request_id", "priority"),
+        *("prompt_cache_retention", "request_id", "priority", "prediction"),
+        # Of messages, their parts and their calls: what other servers and clients keep there.
+        *("annotations", "cache_control", "provider_specific_fields", "index"),
     )
 )
-"""Fields that do not say what the answer shall be."""
+"""Fields that do not say what the answer shall be, of a request or of its parts; docs/serve.md lists them."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -32,13 +34,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "min_tokens": (0,),
     "functions": ([],),
+    "verbosity": ("medium",),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    # sglang-router adds these to every chat; whatever the parser finds is separate.
+    # Routers add these to every chat; whatever the parser finds is separate.
+    "include_reasoning": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
     "return_hidden_states": (False,),

@@ -301,8 +301,8 @@ def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
     monkeypatch.setattr(tokens, "encode_text", lambda *_, **__: pytest.fail("it is encoded"))
     error = _refusal([*BASE, f"input={source}"])
     assert error.code == "IDLM-0412"
-    assert error.message.startswith(f"{source}:1: the prompt has ")
-    assert "more than 160 tokens can hold" in error.message
+    assert error.message.startswith(f"{source}:1: this model's maximum context length is 160 tokens")
+    assert "characters, more than these can hold" in error.message
 
 
 def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> None:
@@ -311,5 +311,5 @@ def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> Non
             return {"x" * 1000: 0, "y": 1}
 
     tokens.check_size(Vocabulary(), "x" * 3000, 3)
-    with pytest.raises(UserError, match="IDLM-0412: the prompt has 3001 characters, more than 3 tokens"):
+    with pytest.raises(UserError, match="IDLM-0412: .* is 3 tokens, and the prompt has 3001 characters"):
         tokens.check_size(Vocabulary(), "x" * 3001, 3)

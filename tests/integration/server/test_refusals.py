@@ -18,11 +18,12 @@ from idlm.errors import UserError
 from idlm.infer.cli.serve import serve
 from idlm.infer.server import guard
 from idlm.infer.server.app import routes
+from idlm.infer.server.errors import ApiError
 from idlm.infer.server.fields.body import NEUTRAL
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
-from tests.integration.server.bad_fields import BAD_FIELDS, CHAT, COMPLETIONS, VALID
+from tests.integration.server.bad_fields import BAD_FIELDS, CALL, CHAT, COMPLETIONS, VALID
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
 
 KEY = "a-key-of-this-test"
@@ -74,7 +75,12 @@ def test_the_key_goes_with_every_address_but_this_machine() -> None:
 
 @pytest.mark.parametrize(
     ("word", "code"),
-    [("port=70000", "IDLM-0101"), ("max_n=0", "IDLM-0101"), ("host=no.such.host.invalid", "IDLM-0703")],
+    [
+        ("port=70000", "IDLM-0101"),
+        ("max_n=0", "IDLM-0101"),
+        ("allowed_origins=[https://a.org/]", "IDLM-0101"),
+        ("host=no.such.host.invalid", "IDLM-0703"),
+    ],
 )
 def test_options_of_the_command_are_checked(word: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IDLM_API_KEY", KEY)
@@ -96,6 +102,32 @@ def test_a_refusal_names_the_field_and_the_rule(
     assert error["message"].startswith(f"{param}: ") and len(error["message"]) > len(param) + 5
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "nut " * 60}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "nut " * 4000}]}),
+        (COMPLETIONS, {"prompt": [3] * 48}),
+        (COMPLETIONS, {"prompt": ["a", "nut " * 60], "stream": True}),
+    ],
+)
+def test_a_prompt_beyond_the_context_has_the_code_by_which_clients_shorten_it(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
+    status, error = server.refusal(path, **body)
+    assert (status, error["code"], error["idlm_code"]) == (400, "context_length_exceeded", "IDLM-0412")
+    assert "this model's maximum context length is 48 tokens" in error["message"]
+
+
+def test_openai_has_codes_for_models_keys_and_full_queues(server: Running) -> None:
+    assert server.refusal(COMPLETIONS, prompt="a", model="another")[1]["code"] == "model_not_found"
+    assert server.client.get("/v1/models/another").json()["error"]["code"] == "model_not_found"
+    keyless = httpx.get(f"{server.url}/v1/models", trust_env=False)
+    assert keyless.json()["error"]["code"] == "invalid_api_key"
+    error = ApiError(429, "full", code="queue_full").body()["error"]
+    assert (error["code"], error["idlm_code"]) == ("rate_limit_exceeded", "queue_full")
+
+
 def test_an_image_is_not_fetched(server: Running) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
     status, error = server.refusal(CHAT, messages=[{"role": "user", "content": [part]}])
@@ -114,6 +146,35 @@ def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
         "n": None,
     }
     assert server.client.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "low", "store": True, "service_tier": "auto", "metadata": {"a": "b"}},
+        {"seed": -1, "verbosity": "medium", "prediction": {"type": "content", "content": "5"}},
+        *(
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **turn}]}
+            for turn in (
+                {"content": "5", "annotations": [], "refusal": None, "audio": None, "function_call": None},
+                {"content": None, "tool_calls": []},
+                {"content": None, "reasoning_content": "5"},
+                {"content": None, "tool_calls": [{**CALL, "index": 0}], "provider_specific_fields": {}},
+                {"content": [{"type": "text", "text": "5", "cache_control": {"type": "ephemeral"}}]},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_fields_of_clients_that_mean_nothing_here_are_taken(server: Running, fields: dict[str, Any]) -> None:
+    response = server.client.post(CHAT, json={**VALID[CHAT], **fields})
+    assert response.status_code == 200, response.text
+
+
+def test_an_effort_goes_to_templates_that_have_a_place_for_it() -> None:
+    body = ChatRequest.model_validate({**VALID[CHAT], "reasoning_effort": "low"})
+    assert body.template_kwargs("{{ reasoning_effort }}") == {"reasoning_effort": "low"}
+    assert body.template_kwargs("{{ messages }}") == {}
 
 
 @pytest.mark.parametrize(

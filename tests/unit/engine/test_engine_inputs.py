@@ -129,7 +129,7 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
         ("IDLM-0421", [b"text"], None, ("list of token ids",)),
         ("IDLM-0421", [[MESSAGE]], None, ("'role'", "encode_messages")),
         ("IDLM-0421", [MESSAGE], None, ("'role'", "encode_messages")),
-        ("IDLM-0412", [[1] * 64], None, ("64", "context")),
+        ("IDLM-0412", [[1] * 64], None, ("64 tokens", "context")),
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
         ("IDLM-0421", [1, 2], None, ("not 1", "list of token ids")),
