@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 CHATML = (
@@ -33,6 +34,32 @@ def save_byte_level(directory: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS[:2] * 3, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHATML,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def save_tagged(directory: Path, *, special: bool = False, words: Sequence[str] = ()) -> Path:
+    """Bytes, ChatML's special tokens, and as added tokens the tags of reasoning and of calls, special or not,
+    one more of this form, which is text, and `words`: like the tokenizers of Qwen."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: idx for idx, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("<|fim_pad|>", *words)])
+    directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

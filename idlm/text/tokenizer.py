@@ -44,6 +44,8 @@ _TAKEN_NAMES = frozenset(
     )
 )
 
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Tags in an answer that its readers look for."""
 _LINE = "\n"
 
 Message = Mapping[str, Any]
@@ -112,6 +114,13 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of all special tokens, which are not text."""
     flagged = (idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset((*tokenizer.all_special_ids, *flagged))
+
+
+def hidden_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of special tokens that an answer's text leaves out: all but the tags of reasoning and of
+    calls, which are read in the text and are special in some tokenizers only."""
+    tags = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.content in TAGS}
+    return special_token_ids(tokenizer) - tags
 
 
 def check_vocabulary(tokenizer: Any, num_rows: int) -> None:

@@ -22,7 +22,7 @@ from idlm.infer.server.messages import Event, Figures, TokenEntry, joined
 from idlm.infer.server.parsers.answer import AnswerParser
 from idlm.infer.server.parsers.pieces import Piece
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
-from idlm.text.tokenizer import plain_text, special_token_ids
+from idlm.text.tokenizer import hidden_token_ids, plain_text
 
 FLOOR = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold."""
@@ -38,7 +38,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset() if tokenizer is None else special_token_ids(tokenizer)
+        self._hidden = frozenset() if tokenizer is None else hidden_token_ids(tokenizer)
         self.text = functools.lru_cache(maxsize=1 << 16)(self._text)
 
     def whole(self, token_ids: Sequence[int]) -> str:
@@ -46,8 +46,8 @@ class TokenTexts:
         return "" if self._tokenizer is None else plain_text(self._tokenizer, token_ids)
 
     def length(self, token_id: int) -> int:
-        """Characters that a token adds to an answer's text, which has no special tokens."""
-        if self._tokenizer is None or token_id in self._special:
+        """Characters that a token adds to an answer's text, which has no hidden tokens."""
+        if self._tokenizer is None or token_id in self._hidden:
             return 0
         return len(self.text(token_id))
 

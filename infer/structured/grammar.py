@@ -20,10 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from tokenizers.decoders import Fuse
 
 from idlm.contracts import Constraint
 from idlm.errors import UserError
+from idlm.infer.structured.vocabulary import Vocabulary
 
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Without a bound, a model that is not sure how to go on may write blanks for ever."""
@@ -210,31 +210,26 @@ class GrammarCompiler:
     def _matcher(self, constraint: Constraint) -> Any:
         """llguidance's matcher. Raises ValueError."""
         llguidance, vocabulary = _llguidance(), self._vocabulary
-        start, source = time.perf_counter(), _source(constraint, llguidance)
+        start, source = time.perf_counter(), _source(constraint, vocabulary, llguidance)
         fewest, most = STEP_ITEMS
         limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
             step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), most),
         )
-        matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
         self._seconds = time.perf_counter() - start
         return matcher
 
     @functools.cached_property
-    def _vocabulary(self) -> Any:
+    def _vocabulary(self) -> Vocabulary:
         """The tokens for llguidance."""
         tokenizer, vocab_size, eos_ids = self._tokenizer, self._vocab_size, self._eos_ids
         if tokenizer is None or not eos_ids:
             what = "tokenizer files" if tokenizer is None else "end-of-sequence token"
             raise _unknown_tokens(f"the checkpoint has no {what}")
-        # llguidance takes the text of tokens from this step of the tokenizer, and knows the usual ones.
-        is_joined = isinstance(tokenizer.backend_tokenizer.decoder, Fuse)
+        llguidance = _llguidance()
         try:
-            if is_joined:
-                pieces = _Pieces(tokenizer, vocab_size, eos_ids)
-                return _llguidance().LLTokenizer(pieces, n_vocab=vocab_size, eos_token=eos_ids)
-            from_tokenizer = importlib.import_module("llguidance.hf").from_tokenizer
-            return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids)
+            return Vocabulary(tokenizer, vocab_size, eos_ids, llguidance)
         except ValueError as error:
             raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
 
@@ -250,7 +245,7 @@ def _llguidance() -> Any:
         ) from error
 
 
-def _source(constraint: Constraint, llguidance: Any) -> str:
+def _source(constraint: Constraint, vocabulary: Vocabulary, llguidance: Any) -> str:
     """The constraint in llguidance's own format. Raises ValueError."""
     text = constraint.text
     match constraint.kind:
@@ -262,32 +257,13 @@ def _source(constraint: Constraint, llguidance: Any) -> str:
             choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
             # One terminal: alternatives of a rule are limited to 2,000.
             source = llguidance.grammar_from("lark", f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
-        case kind:
-            source = llguidance.grammar_from(kind, text)
+        case "grammar":
+            source = llguidance.grammar_from("grammar", vocabulary.with_ids(text))
+        case "regex":
+            source = llguidance.grammar_from("regex", text)
     return str(source)
 
 
 def _unknown_tokens(problem: str) -> UserError:
     fix = "leave constraint out, or complete the checkpoint's tokenizer"
     return UserError("IDLM-0475", f"constraint: {problem}", fix=fix)
-
-
-class _Pieces:
-    """Tokens of a tokenizer that joins their texts as they are. The names are those that llguidance reads."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        special = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._tokenizer, self.eos_token_id = tokenizer, eos_ids[0]
-        self.special_token_ids = sorted({*eos_ids, *tokenizer.all_special_ids, *special})
-        self.tokens = [b""] * vocab_size
-        for piece, token_id in tokenizer.get_vocab().items():
-            self.tokens[token_id] = piece.encode()
-
-    def __call__(self, text: str) -> list[int]:
-        """Token ids of a text, up to what the vocabulary lacks."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        unknown = self._tokenizer.unk_token_id
-        return ids[: ids.index(unknown)] if unknown in ids else ids

@@ -85,7 +85,9 @@ def calls_grammar(tools: Mapping[str, Any], *, is_forced: bool, has_many: bool) 
     `is_forced`: the answer is calls, at least one, else text with calls in it; `has_many`: it may have more
     than one.
     """
-    lines, names = ["%llguidance {}"], [f"call_{number}" for number in range(len(tools))]
+    # Where calls are the model's own choice, their text may be spelled in its way too.
+    options = {} if is_forced else {"no_forcing": True}
+    lines, names = [f"%llguidance {json.dumps(options)}"], [f"call_{number}" for number in range(len(tools))]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
         head, tail = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{END}"
         begin = _literal(BEGIN + head) if is_forced else f"begin {_literal(head)}"

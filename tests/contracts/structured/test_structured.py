@@ -264,10 +264,10 @@ def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.
     compiler = build_engine(toy, "ar")._parts.grammars()
     may_go_on, compiled = threading.Event(), []
 
-    def source(constraint: Constraint, llguidance: Any) -> str:
+    def source(constraint: Constraint, *others: Any) -> str:
         assert may_go_on.wait(60)
         compiled.append(constraint)
-        return original(constraint, llguidance)
+        return original(constraint, *others)
 
     original = grammars._source
     monkeypatch.setattr(grammars, "_source", source)
