@@ -1,4 +1,6 @@
-r"""GSM8K and MATH-500: the last `\boxed{...}` after the thinking is the answer (arXiv 2604.11035, H.4)."""
+r"""GSM8K and MATH-500: the last `\boxed{...}` after the thinking is the answer (arXiv 2604.11035, H.4), and
+math-verify compares it with the right one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import ClassVar
 
 from idlm.infer.evaluation.extraction import boxed, same_answer
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdict_of
+from idlm.infer.evaluation.mathematics.equality import require_math_verify
 from idlm.tasks import Verdict
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -13,6 +16,12 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 class _BoxedTask(FileTask):
     problem: ClassVar[str]
+
+    @classmethod
+    def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
+        """As for other tasks. UserError IDLM-0488 without math-verify."""
+        require_math_verify()
+        return super().load(name, path, allow_code=allow_code)
 
     def prompt(self, record: Record) -> str:
         return f"{record[self.problem]}\n{INSTRUCTION}"
