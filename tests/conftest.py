@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
+from idlm.log import get_logger
+
 # Before torch is loaded, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Products of float32 then give a row the same bits in a pass of any size, where MKL and the CPU can.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+# `caplog` reads every message once then: it watches the root logger and, where a test begins, those apart from it.
+get_logger().propagate = True
 
 WHOLE_FOLDERS = {"gpu": "gpu", "unit/benchmarks": "sweep"}
 """Folders of which every test has this marker: they are not even imported where it is deselected."""

@@ -139,7 +139,6 @@ def test_a_service_that_fails_costs_its_curves_only(
 ) -> None:
     service = Service(broken_at=1)
     monkeypatch.setitem(sys.modules, "wandb", service.module())
-    monkeypatch.setattr("idlm.train.loop.tracking.log.propagate", True)
     changes = {"train.stages": "[{stride: 2, steps: 4}]", "wandb.mode": "online"}
     assert cli.main(arguments(base, tmp_path / "out", **changes)) == 0
     assert len(service.logged) == 1

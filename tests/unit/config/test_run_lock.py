@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import signal
 import socket
@@ -68,8 +67,6 @@ def test_a_file_system_without_locks_is_reported(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr("idlm.train.checkpoint.run_lock.log.propagate", True)
-    logging.getLogger("idlm").propagate = True
     with exclusive_output(str(tmp_path / "out")):
         pass
     assert "no other run uses this output_dir" in caplog.text

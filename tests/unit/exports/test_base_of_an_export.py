@@ -27,7 +27,6 @@ def test_a_tied_flag_over_a_head_of_its_own_is_taken_back(
     model.save_pretrained(tmp_path / "base")
     path = tmp_path / "base" / "config.json"
     path.write_text(json.dumps(read_json(path) | {"tie_word_embeddings": True}))
-    logging.getLogger("idlm").propagate = True
     with caplog.at_level(logging.WARNING):
         loaded = load_base(str(tmp_path / "base"), attention="idlm_sdpa", dtype=torch.float32)
     assert "output head of their own" in caplog.text

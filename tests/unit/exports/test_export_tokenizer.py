@@ -28,7 +28,6 @@ def exported(folder: Path, family: str, caplog: pytest.LogCaptureFixture) -> tup
     save_byte_level(source)
     (source / "config.json").write_text(json.dumps({"model_type": family}))
     tokenizer, base = load_tokenizer(source), BaseFiles(tokenizer=read_tokenizer_files(source))
-    logging.getLogger("idlm").propagate = True
     with caplog.at_level(logging.WARNING):
         export(tiny_model(family), tokenizer, Semantics(), folder / "out", dtype=None, base=base)
     return tokenizer, caplog.text

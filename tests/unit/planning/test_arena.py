@@ -12,7 +12,6 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.planning.arena import AUTO, MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
 from idlm.infer.planning.chunking import plan_forward, trunk_forward
-from idlm.log import get_logger
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
 from tests.unit.planning.shapes import LLADA_8B
 
@@ -198,7 +197,6 @@ def test_the_fake_driver_finds_mistakes(mistake: Callable[[FakeDriver], None]) -
 def test_an_arena_without_the_driver_is_plain_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(get_logger(), "propagate", True)
     with caplog.at_level(logging.WARNING):
         assert isinstance(open_arena(MAPPED, CPU), PlainArena)
     assert "arena=plain is used: cpu is not a CUDA device" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +138,6 @@ def test_requests_that_fail_before_their_first_pass_have_no_tokens_per_forward()
 def test_a_balanced_clean_weight_that_is_out_of_hand_is_told_once_a_stage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("idlm"), "propagate", True)
     progress = Progress(tmp_path / "metrics.jsonl", console=Console(file=io.StringIO()))
     state: Any = SimpleNamespace(max_steps=9, global_step=0)
     for step, stage, weight in ((1, 0, 0.2), (2, 1, 99.0), (3, 1, 255.0), (4, 1, 300.0), (5, 2, 130.0)):

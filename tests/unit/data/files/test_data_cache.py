@@ -120,7 +120,6 @@ def test_a_damaged_cache_is_built_again_with_a_warning(
                 whole[len(whole) // 2] ^= 0x10
                 file.write_bytes(whole[:-1] if damage == "cut" else whole)
             with caplog.at_level(logging.WARNING, logger="idlm"):
-                logging.getLogger("idlm").propagate = True
                 caplog.clear()
                 again = read(config, encoder_of(tokenizer))
             assert "is damaged" in caplog.text, f"{file.name} {damage}"
