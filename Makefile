@@ -26,8 +26,8 @@ export IDLM_TRANSFORMERS4 ?= $(abspath $(VENV))/transformers4
 # transformers and DeepSpeed again, which takes three times as long as an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
-# compare what models decide run on a second instruction set too: rounding must not decide them.
+# A file stays on one worker, so its models are made once; long files come before the many short ones. Of all tests,
+# those that compare what models decide run on a second instruction set too: rounding must not decide them.
 PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
 FIRST := not sweep and not gpu and not multigpu
 SWEEPS := sweep and not gpu and not multigpu
@@ -55,11 +55,10 @@ types:
 
 run-tests:
 	$(PYTEST) -m "$(FIRST)"
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and $(FIRST)" $(DECIDES)
 
 test-all: test $(VENV)/.transformers4-$(KEY)
 	$(PYTEST) -m "$(SWEEPS)"
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and $(SWEEPS)" $(DECIDES)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and not gpu and not multigpu" $(DECIDES)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Products of float32 then give a row the same bits in a pass of any size, where MKL and the CPU can.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# `caplog` reads every message once then: it watches the root logger and, where a test begins, those apart from it.
+# Where it did not, `caplog` would watch it beside the root logger and read messages twice.
 get_logger().propagate = True
 
 WHOLE_FOLDERS = {"gpu": "gpu", "unit/benchmarks": "sweep"}

@@ -135,6 +135,7 @@ def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
     assert_idle(engine)
 
 
+@pytest.mark.sweep
 @pytest.mark.decides
 def test_block_diffusion_has_graphs_of_its_reserved_rows(tmp_path: Path) -> None:
     directory = write_block_toy(tmp_path, shifted=False)
@@ -149,6 +150,7 @@ def test_block_diffusion_has_graphs_of_its_reserved_rows(tmp_path: Path) -> None
     assert engine.metrics()["graphs_captured_in_traffic"] == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.decides
 def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> None:
     """Passes run in rooms that were captured ahead, until padding is worth a graph or no request waits."""
@@ -325,6 +327,7 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
     assert is_other_mode == sorted(is_other_mode) and len(set(is_other_mode)) == 2
 
 
+@pytest.mark.sweep
 def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches none, so that a pass without sequences takes as long at every size."""
     from tests.unit.models.test_family_loading import write as write_family

@@ -110,7 +110,7 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
     return parts
 
 
-@pytest.mark.sweep_but(most=45)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "options", "most"),
     [("ar", {}, 43), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 56)],

@@ -378,6 +378,7 @@ def test_a_deterministic_row_of_a_cpu_has_the_same_bits_alone() -> None:
             )
 
 
+@pytest.mark.sweep
 def test_the_table_of_back_ends_can_be_imported_and_imports_no_library() -> None:
     code = (
         "import sys, importlib; from idlm.kernels.paged_attention import BACKENDS;"

@@ -62,6 +62,7 @@ def test_an_adapter_leaves_the_law_of_the_base_in_full(
     _check(law_toy, adapter, stride, strategy, FULL)
 
 
+@pytest.mark.sweep
 def test_an_adapter_on_clean_rows_is_seen(
     law_toy: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

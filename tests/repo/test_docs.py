@@ -100,6 +100,7 @@ def test_readme_is_short_and_speaks_of_every_page() -> None:
     assert not missing
 
 
+@pytest.mark.sweep
 def test_the_page_of_errors_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     assert docs.errors.main(["--check"]) == 0, capsys.readouterr().out
     page = docs.errors.page()

@@ -49,6 +49,7 @@ def build(kind: str, clone: Path, folder: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(wheel)
 
 
+@pytest.mark.sweep
 def test_19_an_editable_install_imports_from_above_a_clone_called_idlm(clone: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     build("build_editable", clone, tmp_path).extractall(site)

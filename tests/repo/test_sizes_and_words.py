@@ -48,6 +48,10 @@ def sizes(tree: ast.AST) -> list[tuple[str, int]]:
     ]
 
 
+def _is_torch_load(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and ast.unparse(function) == "torch.load"
+
+
 def forbidden(tree: ast.AST) -> list[str]:
     """Names and keyword arguments that have no place here, with their lines."""
     found = []
@@ -63,7 +67,7 @@ def forbidden(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.keyword) and node.arg in SAFE_VALUES:
             is_safe = isinstance(node.value, ast.Constant) and node.value.value is SAFE_VALUES[node.arg]
             found += [] if is_safe else [f"line {node.lineno}: {node.arg}"]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+        elif isinstance(node, ast.Call) and _is_torch_load(node.func):
             given = {keyword.arg for keyword in node.keywords}
             found += (
                 [] if "weights_only" in given else [f"line {node.lineno}: torch.load without weights_only"]

@@ -88,6 +88,7 @@ STANDARD_NAMES = {
     "on_rejection": "rejection_strategy",
 }
 CONSTANTS = re.compile(r"(LEAST|MOST)_[A-Z_]+|[A-Z]+_(TO|FOR)_A_[A-Z]+")
+SUSPECT = re.compile(rf"\b(?:{'|'.join(STANDARD_NAMES)}|{CONSTANTS.pattern})\b")
 PROSE = re.compile(
     r"(?<!<)(?<!</)\b(pictures?|in flight|lawless|grains?|seated|seats|sits down|sat down|whoever|nobody"
     r"|hires?|hired|obeys?|thinned"
@@ -124,7 +125,7 @@ def private_words(name: str, text: str) -> list[str]:
     """Lines and private words of a file."""
     allowed = ALLOWED.get(name, ())
     found = []
-    if name.endswith(".py"):
+    if name.endswith(".py") and SUSPECT.search(text):
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             is_constant = CONSTANTS.fullmatch(token.string) is not None
             if token.type == tokenize.NAME and (token.string in STANDARD_NAMES or is_constant):

@@ -199,7 +199,7 @@ STATIC: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sweep_but("sparsed")
+@pytest.mark.sweep
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
 def test_static_shapes_change_no_token_of_a_mixed_batch(
     toys: dict[str, Path], thin_answers: Any, stack: tuple[str, ...]
@@ -348,6 +348,7 @@ def test_bounds_are_those_of_stored_keys(toys: dict[str, Path], slow_answers: An
             assert torch.equal(bounds.largest[layer - 2, pages], keys_PFKH.amax(1))
 
 
+@pytest.mark.sweep
 def test_bounds_stay_with_shared_pages(toys: dict[str, Path]) -> None:
     prompt = PROMPTS[4]
     prompts = [prompt, [*prompt[:26], 3, 1], [*prompt[:33], 5], prompt[:40]]

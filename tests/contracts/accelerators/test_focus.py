@@ -241,6 +241,7 @@ def test_a_sequence_that_loses_its_pages_begins_its_block_again(
     assert_idle(engine)
 
 
+@pytest.mark.sweep
 def test_aborts_and_passes_that_fail_leave_nothing_behind(
     toys: dict[bool, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ def test_edits_compute_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.
     assert sum(num_clean) > len(prompts)
 
 
+@pytest.mark.sweep
 def test_a_frozen_token_that_is_edited_is_computed_again(
     toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_toys(tmp_path_factory)
 
 
-@pytest.mark.sweep_but("mage-on")
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("name", sorted(THIN))

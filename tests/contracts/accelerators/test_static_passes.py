@@ -130,7 +130,7 @@ def test_every_second_page_is_what_rows_see(directories: dict[str, Path]) -> Non
         assert list(completion.token_ids) == expected
 
 
-@pytest.mark.sweep_but(stack={"first_half": {}}, kind="block")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("stack", "kind"), [*((stack, "block") for stack in TOY_STACKS), (HALF, "shifted")], ids=str
 )

@@ -53,7 +53,7 @@ FOCUS_CASES = [
 ]
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("stack", "options"), FOCUS_CASES, ids=str)
 def test_waiting_changes_no_answer_of_focus(
     directories: dict[str, Path],

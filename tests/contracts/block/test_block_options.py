@@ -162,6 +162,7 @@ def test_trap_27_a_sequence_ends_its_edits_by_itself(toys: dict[bool, Path]) -> 
     assert len({one.num_forwards for one in together}) > 1
 
 
+@pytest.mark.sweep
 def test_passes_of_edits_are_those_that_are_needed(
     toys: dict[bool, Path], slow: dict[bool, SlowBlocks]
 ) -> None:
@@ -231,7 +232,7 @@ def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
     return params, options
 
 
-@pytest.mark.sweep_but(way={"num_pages": 9, "max_num_seqs": 6, "num_inflight_steps": 2})
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_requests_have_options_of_their_own(

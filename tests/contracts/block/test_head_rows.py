@@ -74,7 +74,7 @@ class Watch:
         patch.setattr(Runner, "forward", watched)
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("shifted", "options"), CASES, ids=str)
 def test_no_answer_depends_on_the_room(
     toys: dict[bool, Path], shifted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -93,6 +93,7 @@ def test_no_answer_depends_on_the_room(
         assert 1 <= max(watch.num_waits) <= 8 or num_wanted
 
 
+@pytest.mark.sweep
 def test_aborts_while_sequences_wait(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"strategy": "low_confidence_dynamic", "threshold": 0.6}
     alone = build_engine(toys[False], "block", **options, max_num_seqs=1, max_length=64, page_size=SIZE)

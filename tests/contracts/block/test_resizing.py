@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
     return directory, llada22(directory, likely=EDIT_IDS)
 
 
-@pytest.mark.sweep_but("no edits of tokens")
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: tuple[Path, Logits]) -> None:

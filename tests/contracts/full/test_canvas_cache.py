@@ -100,7 +100,7 @@ def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: 
         assert [found.token_ids for found in found_by(engine, cases)] == expected
 
 
-@pytest.mark.sweep_but("llada-prefix")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "cache"),
     [*((FAMILIES[0], name) for name in CACHES.names()), *zip(FAMILIES[1:], ("dual", "delayed"))],

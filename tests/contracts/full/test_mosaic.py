@@ -138,6 +138,7 @@ def test_an_abort_leaves_the_others_as_they_are(directory: Path) -> None:
     assert found == expected and "2" not in found
 
 
+@pytest.mark.sweep
 def test_proposals_come_in_parts(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder judges few rows of a chunk at a time when its copies are large."""
     expected = expected_of(llada, order="low_confidence")

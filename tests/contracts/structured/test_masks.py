@@ -115,7 +115,7 @@ def _allowed(bits_W: list[int]) -> set[int]:
     return {one for one in range(VOCAB) if bits_W[one // 32] >> one % 32 & 1}
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_peers", [1, 3])
 def test_answers_do_not_depend_on_threads_and_lexers(
     toy: Path, num_peers: int, monkeypatch: pytest.MonkeyPatch

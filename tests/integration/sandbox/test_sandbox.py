@@ -171,6 +171,7 @@ def _command_lines() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.sweep
 @needs_sandbox
 def test_no_verdict_can_be_forged(world: dict[str, Any]) -> None:
     code = _code(world)

@@ -285,6 +285,7 @@ def test_what_is_no_http_is_refused_as_other_requests_are(
     assert error["param"] == param and error["message"].startswith(f"{param}: ")
 
 
+@pytest.mark.sweep
 def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
@@ -306,6 +307,7 @@ def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch
             assert answer.startswith(status) and bool(answer) == bool(status)
 
 
+@pytest.mark.sweep
 def test_a_client_that_reads_nothing_loses_its_connection(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

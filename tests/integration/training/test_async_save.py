@@ -137,6 +137,7 @@ def after_save(plain: Any) -> Any:
     return computed
 
 
+@pytest.mark.sweep
 def test_a_run_that_fails_finishes_the_save_in_flight(
     base: Path, sync_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_run_that_fails_finishes_the_save_in_flight(
     assert_same_weights(output / "model.safetensors", sync_run / "model.safetensors")
 
 
+@pytest.mark.sweep
 def test_without_memory_for_a_copy_training_waits(
     base: Path,
     sync_run: Path,
@@ -182,7 +184,7 @@ def test_without_memory_for_a_copy_training_waits(
     assert_same_weights(output / "model.safetensors", sync_run / "model.safetensors")
 
 
-@pytest.mark.sweep_but("sync")
+@pytest.mark.sweep
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_run_ends_before_its_time_is_over_and_goes_on(
     save: str,
@@ -223,6 +225,7 @@ def test_a_signal_while_a_thread_saves_names_the_step_that_was_saved(
     assert "stopped at step 3, saved at step 2; to continue" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_the_engine_of_the_report_finds_no_memory_of_training(base: Path, tmp_path: Path) -> None:
     left: list[int] = []
 
@@ -236,6 +239,7 @@ def test_the_engine_of_the_report_finds_no_memory_of_training(base: Path, tmp_pa
     assert left[0] - before < 1000, "a model of 27,872 parameters was trained"
 
 
+@pytest.mark.sweep
 def test_out_of_memory_costs_the_report_and_not_the_status(
     base: Path, sync_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,9 +148,8 @@ def trained(
     return [(record["mask_loss"], record["clean_loss"], record["clean_weight"]) for record in records]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "balance"), [(2, "step"), pytest.param(1, "previous", marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("batch_size", "balance"), [(2, "step"), (1, "previous")])
 def test_twenty_steps_of_the_tiny_recipe(
     texts: list[tuple[str, str]], tmp_path: Path, batch_size: int, balance: str
 ) -> None:

@@ -41,6 +41,7 @@ def read(path: Path, encoder: Encoder) -> Any:
     return SOURCES.get("jsonl")(DataConfig(path=str(path), cache_dir=str(path.parent / "cache")), encoder)
 
 
+@pytest.mark.sweep
 def test_prompts_answers_training(tmp_path: Path) -> None:
     texts = prompts(6)
     chat = [{"role": "user", "content": texts[0]}]
@@ -103,6 +104,7 @@ def test_answers_are_rendered_where_their_ids_are_not_ours(tmp_path: Path) -> No
         read(path, encoder)
 
 
+@pytest.mark.sweep
 def test_an_interrupted_generation_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

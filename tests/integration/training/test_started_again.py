@@ -74,7 +74,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.sweep_but("unlink")
+@pytest.mark.sweep
 @pytest.mark.parametrize("damage", [flip, Path.unlink])
 def test_a_finished_run_publishes_again_what_is_removed_or_damaged(
     damage: Callable[[Path], None], given: tuple[Path, Path], tmp_path: Path
@@ -102,6 +102,7 @@ def test_other_settings_or_a_new_run_are_no_finished_run(
             cli.main(arguments(base, output, **CHANGES, **changes))
 
 
+@pytest.mark.sweep
 def test_a_second_run_in_one_output_dir_ends_at_once_and_a_dry_run_does_not(
     given: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_run_resumes_bitwise_and_exports_what_it_means(tmp_path: Path) -> None
         assert (semantics.mask_token_id, semantics.stop_token_ids) == (165, (2,))
 
 
+@pytest.mark.sweep
 def test_a_dry_run_marks_the_grid_and_the_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*arguments(tmp_path / "out"), "dry_run=true"]) == 0
     told = capsys.readouterr().out

@@ -60,6 +60,7 @@ def test_a_run_resumes_bitwise_and_exports_what_it_means(trained: Path, tmp_path
     assert all(0 < line["num_tokens"] <= 340 and line["tokens_per_second"] > 0 for line in lines)
 
 
+@pytest.mark.sweep
 def test_a_dry_run_shows_the_canvas_and_its_targets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
 
 
+@pytest.mark.sweep
 def test_a_distilled_draft_with_a_random_phase_is_trained(base: Path, tmp_path: Path) -> None:
     changes = {"train.distill": "kl", "train.distill_share": 0.5, "train.phase": "random"}
     assert cli.main(lora_arguments(base, tmp_path / "out", **changes)) == 0
@@ -173,7 +174,7 @@ def test_a_distilled_draft_with_a_random_phase_is_trained(base: Path, tmp_path: 
     assert acceptance[-1] > acceptance[0]
 
 
-@pytest.mark.sweep_but("block")
+@pytest.mark.sweep
 @pytest.mark.parametrize("objective", ["idlm", "block"])
 def test_an_adapter_without_a_gate_is_published_as_a_whole_checkpoint(
     base: Path, tmp_path: Path, objective: str

@@ -192,6 +192,7 @@ def test_a_line_of_metrics_is_of_one_stage_and_begins_anew_after_a_stop_within_i
     assert (again[4]["step"], again[4]["first_item"] // 2) == (9, 8)
 
 
+@pytest.mark.sweep
 def test_balance_by_the_previous_step_resumes_bitwise(base: Path, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     settings = {"train.balance": "previous"}
@@ -206,6 +207,7 @@ def test_balance_by_the_previous_step_resumes_bitwise(base: Path, tmp_path: Path
         assert record["clean_weight"] == pytest.approx(ratio, rel=1e-6)
 
 
+@pytest.mark.sweep
 def test_balance_without_a_previous_step_is_that_of_the_step(base: Path, tmp_path: Path) -> None:
     stages = "[{stride: 3, steps: 2, clean_weight: auto}]"
     both = []

@@ -1,7 +1,7 @@
 """Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
 
-`pytest tests/integration/training/test_zero.py -m sweep` adds ZeRO-1, ZeRO-3, offload, bfloat16, DDP, the
-watchdog and a launcher; `python -m benchmarks.resume` runs the full counts of deaths.
+`pytest tests/integration/training/test_zero.py -m sweep` adds ZeRO's stages, offload, bfloat16, DDP, deaths,
+the watchdog and a launcher; `python -m benchmarks.resume` runs the full counts of deaths.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ def told_by(part: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def quick() -> dict[str, Any]:
-    return told_by("quick")
+def parity() -> dict[str, Any]:
+    return told_by("parity")
+
+
+@pytest.fixture(scope="module")
+def deaths() -> dict[str, Any]:
+    return told_by("deaths")
 
 
 def losses(told: dict[str, Any]) -> list[list[float]]:
@@ -49,56 +54,59 @@ def norms(told: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.sweep
-def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
-    alone, together = losses(quick["one"]), losses(quick["two"])
+def test_two_zero_processes_are_one_with_two_micro_batches(deaths: dict[str, Any]) -> None:
+    alone, together = losses(deaths["one"]), losses(deaths["two"])
     assert len(alone) == len(together) == 5
     for first, second in zip(alone, together, strict=True):
         assert second == pytest.approx(first, abs=1e-6, rel=0)
-    assert norms(quick["two"]) == pytest.approx(norms(quick["one"]), rel=1e-4)
+    assert norms(deaths["two"]) == pytest.approx(norms(deaths["one"]), rel=1e-4)
 
 
-def test_two_plain_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
+def test_two_plain_processes_are_one_with_two_micro_batches(parity: dict[str, Any]) -> None:
     """Counts, balance and gradients are global."""
-    for alone, together in zip(quick["one"]["losses"], quick["plain"]["losses"], strict=True):
+    for alone, together in zip(parity["one"]["losses"], parity["plain"]["losses"], strict=True):
         assert together.keys() == alone.keys() >= {"clean_weight", "acceptance", "num_tokens"}
         for key, value in alone.items():
             assert together[key] == pytest.approx(value, abs=1e-5), key
 
 
-def test_every_item_is_trained_once_and_in_order(quick: dict[str, Any]) -> None:
+def test_every_item_is_trained_once_and_in_order(parity: dict[str, Any]) -> None:
     shares = {
         "one": [(0, 0), (0, 1)],
-        "two": [(0, 0), (1, 0)],
+        "plain": [(0, 0), (1, 0)],
     }
     for world, places in shares.items():
-        told = quick[world]["items"]
+        told = parity[world]["items"]
         keys = [f"step {step} rank {r} micro-batch {m}" for step in range(1, 6) for r, m in places]
         assert [item for key in keys for item in told[key]] == list(range(10))
-        assert not quick[world]["clashes"] and len(told) == 10
+        assert not parity[world]["clashes"] and len(told) == 10
 
 
-def test_a_rank_killed_while_saving_loses_nothing(quick: dict[str, Any]) -> None:
-    assert -9 in quick["killed_status"]
-    assert quick["checkpoints"], "there was something to resume from"
-    assert quick["resumes"] == [2, 2], quick["complaints"]
+@pytest.mark.sweep
+def test_a_rank_killed_while_saving_loses_nothing(deaths: dict[str, Any]) -> None:
+    assert -9 in deaths["killed_status"]
+    assert deaths["checkpoints"], "there was something to resume from"
+    assert deaths["resumes"] == [2, 2], deaths["complaints"]
 
 
-def test_ranks_save_and_end_when_their_launcher_is_killed(quick: dict[str, Any]) -> None:
-    told = quick["orphans"]
+@pytest.mark.sweep
+def test_ranks_save_and_end_when_their_launcher_is_killed(deaths: dict[str, Any]) -> None:
+    told = deaths["orphans"]
     assert not told["left"] and told["num_checkpoints"] == 1, told["log"]
     assert told["log"].count("has ended: this rank saves and ends") >= 1
     assert "stopped and saved at step" in told["log"]
 
 
-def test_the_engine_of_the_report_finds_no_memory_of_zero(quick: dict[str, Any]) -> None:
+@pytest.mark.sweep
+def test_the_engine_of_the_report_finds_no_memory_of_zero(deaths: dict[str, Any]) -> None:
     """Gradient buckets alone are 200M elements, and DeepSpeed's engine outlives all references to it."""
-    assert quick["floats_left"] < 1000
+    assert deaths["floats_left"] < 1000
 
 
-def test_every_stage_is_published(quick: dict[str, Any]) -> None:
-    for world in ("one", "two"):
-        assert set(quick[world]["weights"]) == {"model.safetensors", "stages/1-stride-2/model.safetensors"}
-        assert not quick[world]["left"], "no staging directory is left behind"
+def test_every_stage_is_published(parity: dict[str, Any]) -> None:
+    for world in ("one", "plain"):
+        assert set(parity[world]["weights"]) == {"model.safetensors", "stages/1-stride-2/model.safetensors"}
+        assert not parity[world]["left"], "no staging directory is left behind"
 
 
 def check_recut(told: dict[str, Any], expected: list[list[float]], *, tolerance: float) -> None:
@@ -111,12 +119,14 @@ def check_recut(told: dict[str, Any], expected: list[list[float]], *, tolerance:
             assert second == pytest.approx(first, abs=tolerance, rel=0), way
 
 
-def test_a_run_goes_on_with_another_number_of_processes(quick: dict[str, Any]) -> None:
-    check_recut(quick["recut"], losses(quick["one"]), tolerance=1e-6)
+@pytest.mark.sweep
+def test_a_run_goes_on_with_another_number_of_processes(deaths: dict[str, Any]) -> None:
+    check_recut(deaths["recut"], losses(deaths["one"]), tolerance=1e-6)
 
 
-def test_another_number_of_rows_is_refused_with_numbers(quick: dict[str, Any]) -> None:
-    refusals = quick["refusals"]
+@pytest.mark.sweep
+def test_another_number_of_rows_is_refused_with_numbers(deaths: dict[str, Any]) -> None:
+    refusals = deaths["refusals"]
     assert all(text.startswith("[2]") for text in refusals.values()), refusals
     assert "IDLM-0512" in refusals["batch"]
     assert "set train.accumulation=2" in refusals["batch"]

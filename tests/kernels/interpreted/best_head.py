@@ -21,7 +21,7 @@ SMALL = launch_module.Launch(block_x=16, block_d=32, warps=4, stages=1, group=2)
 SERVED = [options for options in ORDERS if options["order"] != "topk_margin"]
 
 
-@pytest.mark.sweep_but(4)
+@pytest.mark.sweep_but("{'order': 'low_confidence', 'block_length': 4, 'threshold': 0.3}-{'graphs': 'on'}")
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(
     ("options", "settings"),

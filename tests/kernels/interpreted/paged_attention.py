@@ -79,11 +79,13 @@ def check(case: Case, tunables: Launch | None = None) -> None:
     assert error_ratio(case, run(case, tunables)) <= 2
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("tunables", [TINY, FIXED])
 def test_a_mixed_step(tunables: Launch) -> None:
     check(build(MIXED, SMALL), tunables)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("usual_rows", [1, 4])
 def test_sequences_with_more_rows_than_is_usual_take_more_tiles(usual_rows: int) -> None:
     case = build(MIXED, SMALL)
@@ -96,6 +98,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "APART_BLOCKS", 0)
 
 
+@pytest.mark.sweep_but("shape1-10-16-16-0")
 @pytest.mark.parametrize(
     ("shape", "few_rows", "most_rows", "page_size", "padding"),
     [
@@ -124,6 +127,7 @@ def test_sequences_with_few_rows_walk_apart_from_prompts(
     check(case)
 
 
+@pytest.mark.sweep
 def test_without_prompts_beside_them_or_with_fixed_splits_sequences_walk_together(apart: None) -> None:
     """The bounds say that there is no prompt, or the result of a row would depend on the rows beside it."""
     case = build([causal(37, 1), causal(9, 1), causal(3, 1)], HALF_SMALL, spare_slots=400)
@@ -136,6 +140,7 @@ def test_without_prompts_beside_them_or_with_fixed_splits_sequences_walk_togethe
     assert isinstance(fixed, TritonPlan) and fixed.others is None
 
 
+@pytest.mark.sweep_but("1.0")
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
 def test_parts_in_half_precision(size: float) -> None:
     """The error is relative to the largest part, for values of any size and 1,000 times smaller ones."""
@@ -149,10 +154,12 @@ def test_parts_in_half_precision(size: float) -> None:
     assert ((plain - half).abs() <= 2**-11 * largest).all()
 
 
+@pytest.mark.sweep
 def test_parts_in_half_precision_are_as_exact_as_their_outputs() -> None:
     check(build(SPLIT, replace(SMALL, dtype=torch.float16)), HALF)
 
 
+@pytest.mark.sweep_but("5-5-20")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(14, 2, 24), (3, 1, 80), (2, 2, 64), (5, 5, 20)]
 )
@@ -167,6 +174,7 @@ def test_rows_at_the_edges_of_blocks() -> None:
     check(build(sequences, SMALL), TINY)
 
 
+@pytest.mark.sweep_but("3")
 @pytest.mark.parametrize("page_size", [3, 64])
 def test_page_sizes(page_size: int) -> None:
     check(build([steady(33), causal(0, 17)], SMALL, page_size=page_size), TINY)
@@ -183,6 +191,7 @@ def test_random_steps(seed: int) -> None:
     check(case, (None, TINY, FIXED)[seed % 3])
 
 
+@pytest.mark.sweep_but("40")
 @pytest.mark.parametrize("programs_per_sm", [0, 1, 40])
 def test_any_number_of_splits(programs_per_sm: int) -> None:
     case = build([causal(130, 2)], SMALL)
@@ -196,6 +205,7 @@ def test_any_number_of_splits(programs_per_sm: int) -> None:
     check(case, tunables)
 
 
+@pytest.mark.sweep
 def test_bounds_above_the_truth_change_nothing() -> None:
     """As in a CUDA graph: more sequences, rows and slots than the step has."""
     sequences = [steady(40), [], branch(11)]
@@ -212,6 +222,7 @@ def test_tiny_steps(sequences: list[list[Row]], padding: int) -> None:
     check(case)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("tunables", [TINY, FIXED, replace(FIXED, max_parts=9)])
 @pytest.mark.parametrize("seed", range(2))
 def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
@@ -301,6 +312,7 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
     assert not torch.equal(even, outcomes[0]), "other splits do round differently, so this test can fail"
 
 
+@pytest.mark.sweep
 def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
     case = build([causal(150, 1), causal(150, 1)], SMALL)
     # 10 blocks are splits of 1, 1, 1, 1, 2, 2 and 4 of them; the first of 3 items adds the first 3 up.
@@ -311,6 +323,7 @@ def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
     check(case, replace(FIXED, max_parts=9))
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("longest", [0, 90, 300])
 def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
     """One of them has most of the slots, and would be split; the bound on slots decides."""
@@ -345,6 +358,7 @@ def test_a_plan_serves_every_layer_and_writes_to_out() -> None:
     assert (wide[:, :2] == 7).all() and (wide[:, 6:] == 7).all()
 
 
+@pytest.mark.sweep_but("True")
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_an_fp8_cache_and_its_scales(has_scales: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(SMALL, dtype=torch.float16)

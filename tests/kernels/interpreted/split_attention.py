@@ -39,7 +39,7 @@ SMALL = (
     },
 )
 FULL_TILES = Case(
-    lengths=(((0, 140),),),
+    lengths=(((0, 70),),),
     stride=3,
     padding=3,
     mask_region="all",

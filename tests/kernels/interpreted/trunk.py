@@ -33,6 +33,7 @@ def test_against_the_definition(op: str, dtype: torch.dtype, seed: int) -> None:
     CHECKS[op](Draw(seed, "cpu", dtype, largest=100 if op == "qkv_rope_cache" else 96))
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_splits_of_a_linear(seed: int) -> None:
     CHECKS["linear"](Draw(100 + seed, "cpu", torch.float32, largest=800))
@@ -42,7 +43,7 @@ SPLIT_DRAWS = [(45, torch.float16), (68, torch.float32), (107, torch.float16)]
 """Draws of one, four and two splits, of 16, 28 and 17 rows of which some or all are MASK."""
 
 
-@pytest.mark.sweep_but(2)
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("variant", range(len(LORA_VARIANTS)))
 def test_splits_of_a_linear_with_an_adapter(variant: int, shift: int) -> None:
@@ -82,6 +83,7 @@ def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     assert splits == [alone.splits] * 2
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_at_any_number_of_rows_and_either_way_of_adding_splits(gated: bool) -> None:
     generator = torch.Generator().manual_seed(0)

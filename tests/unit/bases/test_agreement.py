@@ -167,6 +167,7 @@ def test_the_dry_run_answers_as_the_run(name: str, bases: Mapping[str, Path], tm
     assert "found 1 problem" in told
 
 
+@pytest.mark.sweep
 def test_a_base_smaller_than_its_tokenizer_is_refused_by_both(tmp_path: Path) -> None:
     """Tokens that were added to the tokenizer and not to the embedding."""
     base = write_base(tmp_path / "base", vocab_size=100)

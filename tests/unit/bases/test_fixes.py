@@ -205,7 +205,7 @@ BY_FILES: dict[str, tuple[Callable[[Path], None], str, Callable[[Path, Path, str
 }  # fmt: skip
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", BY_FILES)
 def test_a_repair_that_is_advised_prepares_the_run(name: str, tmp_path: Path) -> None:
     breaks, words, repairs = BY_FILES[name]
@@ -228,6 +228,7 @@ def test_an_adapter_has_a_base(tmp_path: Path) -> None:
     assert of_the_run(config_of(base, tmp_path / "out", **GATED_LORA)) is None, "give model.path"
 
 
+@pytest.mark.sweep_but("generation_config.json")
 @pytest.mark.parametrize("fix", ["generation_config.json", "the chat template"])
 def test_answers_that_never_end_get_an_end(fix: str, tmp_path: Path) -> None:
     """The template closes a turn with <|im_end|> (id 2), and the tokenizer's eos is <|endoftext|> (id 0)."""

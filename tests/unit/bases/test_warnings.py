@@ -105,6 +105,7 @@ def test_held_out_files_that_are_trained_are_named(
     assert all(f"holds {shared} of the files that are trained on" in text for text in found)
 
 
+@pytest.mark.sweep
 def test_the_announcement_and_the_dry_run_say_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

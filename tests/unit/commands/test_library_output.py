@@ -76,6 +76,7 @@ def test_routine_warnings_are_left_out_and_no_others(told: io.StringIO) -> None:
     assert [str(one.message) for one in seen] == ["the data has many epochs"]
 
 
+@pytest.mark.sweep
 def test_the_process_group_is_closed_at_the_end(tmp_path: object) -> None:
     """A process that opens one and returns, as a run with ZeRO on one GPU does."""
     program = (

@@ -48,6 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.mark.sweep
 def test_an_import_changes_nothing_of_the_process() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MKL", "OMP"))}
     command = [sys.executable, "-c", STATE]
@@ -116,6 +117,7 @@ def test_a_refusal_names_what_helps(
     assert caught.value.fix == fix
 
 
+@pytest.mark.sweep
 def test_a_new_process_says_what_the_cpu_can() -> None:
     """Without the fake of the test above: the fix that is given works."""
     from tests.margins import rows_keep_bits

@@ -151,6 +151,7 @@ def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
     assert pool.block_table_ZP[:2, :3].tolist() == pool._owned
 
 
+@pytest.mark.sweep
 def test_every_read_finds_its_own_text() -> None:
     """Small pages and pools, late results, aborts, failures, samples; the simulation says what is checked."""
     totals: dict[str, int] = {"preemptions": 0, "in_pass": 0}

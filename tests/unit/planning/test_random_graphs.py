@@ -13,7 +13,7 @@ from tests.unit.planning.random_templates import Corrupted, check_places, random
 NUM_GRAPHS, NUM_PARTS = 10_000, 4
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_a_plan_of_a_random_graph_keeps_what_is_needed(part: int) -> None:
     seeds = range(part, NUM_GRAPHS, NUM_PARTS)

@@ -52,7 +52,7 @@ def _batch(document_rows: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.sweep_but("llama")
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_one_compilation_serves_every_layer_and_packing(model_type: str) -> None:
     model = _model(model_type)

@@ -59,6 +59,7 @@ def check(listed: ListedCase, tunables: Launch | None) -> Tensor:
     return o_RNH
 
 
+@pytest.mark.sweep_but("tiny")
 @pytest.mark.parametrize("tunables", LAUNCHES, ids=("tiny", "half", "fixed"))
 def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     """A listed block behind its clean rows, dropped rows, a ranking block, a prompt, and blocks at slot 0."""
@@ -77,6 +78,7 @@ def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     check(build_listed(sequences, SMALL, num_listed=40 if is_tiny else 21, full=is_tiny), tunables)
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("num_listed", [0, 21])
 def test_blocks_walk_apart_from_a_prompt(num_listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short blocks, and tall tiles of a prompt and of a block with more clean rows before it."""
@@ -95,7 +97,7 @@ def test_blocks_walk_apart_from_a_prompt(num_listed: int, monkeypatch: pytest.Mo
     check(listed, None)
 
 
-@pytest.mark.sweep_but(3)
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("start", [1, 15, 16, 17, 31, 32, 33])
 def test_sums_end_where_the_block_begins(start: int) -> None:
     sequences = [Work(start=start, places=(0, 1), size=4, num_clean=1, listed=False)]
@@ -111,6 +113,7 @@ def test_a_list_and_its_block_are_incomplete_blocks_of_slots() -> None:
     check(listed, FIXED)
 
 
+@pytest.mark.sweep_but("2")
 @pytest.mark.parametrize("seed", range(RANDOM_STEPS))
 def test_random_steps(seed: int) -> None:
     rng = random.Random(seed)
@@ -129,6 +132,7 @@ def test_random_steps(seed: int) -> None:
     check(listed, LAUNCHES[seed % len(LAUNCHES)])
 
 
+@pytest.mark.sweep
 def test_with_fixed_splits_a_listed_row_does_not_depend_on_its_batch() -> None:
     """Alone, and behind clean rows among other sequences; equal heads, so that the pages alone differ."""
     work = Work(start=45, places=(0, 1, 2, 3), size=4)

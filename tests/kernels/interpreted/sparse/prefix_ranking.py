@@ -29,14 +29,14 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(launch_module.select_largest.__kwdefaults__, "launch", SMALL)
 
 
-@pytest.mark.sweep_but(3)
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_kernels_equal_the_definition(seed: int, sizes: Sizes) -> None:
     make_case(seed, sizes, (torch.float32, torch.float16)[seed], fp8=seed == 1).check()
 
 
-@pytest.mark.sweep_but(3)
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_largest_scores_are_listed(seed: int) -> None:
     select = partial(launch_module.select_largest, launch=SMALL_TILES)

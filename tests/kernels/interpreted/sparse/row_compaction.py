@@ -13,7 +13,7 @@ from tests.kernels.cases.sparse.row_compaction import (
 )
 
 
-@pytest.mark.sweep_but(6)
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("seed", range(30))
 def test_compaction_equals_the_reference(seed: int) -> None:
     check(make_case(seed))
@@ -31,7 +31,7 @@ def test_places_are_found_and_spread_again(seed: int) -> None:
     check_places(seed)
 
 
-@pytest.mark.sweep_but(6)
+@pytest.mark.sweep_but(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_wanted_rows_that_are_left_equal_the_reference(seed: int) -> None:
     check_wanted(seed)

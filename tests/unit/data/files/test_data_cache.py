@@ -160,6 +160,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, tokenizer) -> 
     assert read(config_of(path), encoder_of(tokenizer)).num_samples == 20
 
 
+@pytest.mark.sweep
 def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", 200)
     lines = path.read_text().split("\n")
