@@ -14,7 +14,6 @@ import itertools
 import reprlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
-from idlm.infer.structured.grammar import Grammar
+from idlm.infer.structured.grammar import Compiling
 from idlm.text.detokenizer import Detokenizer
 
 
@@ -200,7 +199,7 @@ class Engine:
         """Token ids of text prompts, as `add_request` encodes each. Raises the UserErrors that it raises."""
         return self._parts.encode(prompts)
 
-    def begin_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+    def begin_grammar(self, params: SamplingParams) -> Compiling | None:
         """Begin to compile the grammar of a request in a thread. While the future is kept and done,
         `add_request` need not wait for it. None without a constraint.
         """

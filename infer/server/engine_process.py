@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import sys
-from concurrent.futures import Future
 
 from idlm.cli import command
 from idlm.contracts import Constraint, SamplingParams
@@ -32,7 +31,7 @@ from idlm.infer.server.messages import (
     pack,
     unpacker,
 )
-from idlm.infer.structured.grammar import Grammar
+from idlm.infer.structured.grammar import Compiling
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
@@ -122,7 +121,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
         self._engine, self._inbox, self._connection = engine, inbox, connection
-        self._compiling: dict[str, tuple[Future[Grammar], Message]] = {}
+        self._compiling: dict[str, tuple[Compiling, Message]] = {}
 
     def run(self) -> None:
         """Serve until the front end is gone."""

@@ -7,6 +7,7 @@ logits; `masks.py` applies the bits.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import json
@@ -36,10 +37,14 @@ compile: other grammars wait meanwhile.
 """
 MAX_ITEMS_IN_ROW = 1200
 """States that an ambiguous grammar may be in at once; the time of a mask may grow with their third power."""
-STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 50_000), 50_000_000
+STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 16_000), 50_000_000
 """Range of the states that a mask may visit, and their number times the grammar's length: each costs more
 in a larger grammar.
 """
+LEXER_WORK = (200_000, 100_000)
+"""Expressions that a lexer may make for the first mask, and for each further one: some 60 MB at most."""
+TRIM_SECONDS = 0.05
+"""A refusal that took so long returns its memory to the system, for which allocations of others wait."""
 SLOW_MASK, SLOW_MASKS = 0.01, 1.0
 """Seconds of CPU time from which a mask is slow, and what the slow masks of an answer may take together."""
 
@@ -113,6 +118,10 @@ class Grammar:
         return Grammar(matcher.deep_copy(), self.vocab_size, self.peers, lexer)
 
 
+Compiling = Future[Grammar | UserError]
+"""A grammar that is compiled, or why there is none."""
+
+
 def num_words(grammar: Grammar) -> int:
     """Of a row of bits."""
     return -(-grammar.vocab_size // WORD_BITS)
@@ -146,8 +155,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._recent: dict[Constraint, Future[Grammar]] = {}
-        self._compiling = weakref.WeakValueDictionary[Constraint, Future[Grammar]]()
+        self._recent: dict[Constraint, Compiling] = {}
+        self._compiling = weakref.WeakValueDictionary[Constraint, Compiling]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
         self._seconds = 0.0
 
@@ -156,14 +165,13 @@ class GrammarCompiler:
         compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
         llguidance.
         """
-        compiling = self.begin(constraint)
-        error = compiling.exception()
-        if isinstance(error, UserError):
+        compiled = self.begin(constraint).result()
+        if isinstance(compiled, UserError):
             # The kept one would grow by a traceback each time.
-            raise UserError(error.code, error.message, fix=error.fix) from error
-        return compiling.result().branch()
+            raise UserError(compiled.code, compiled.message, fix=compiled.fix)
+        return compiled.branch()
 
-    def begin(self, constraint: Constraint) -> Future[Grammar]:
+    def begin(self, constraint: Constraint) -> Compiling:
         """Begin to compile, in a thread; the interpreter's lock is free meanwhile. While the future is kept,
         the grammar is there once it is done. One that waits for others may be cancelled.
         """
@@ -181,26 +189,39 @@ class GrammarCompiler:
             del self._recent[next(iter(self._recent))]
         return compiling
 
-    def _compile(self, constraint: Constraint) -> Grammar:
+    def _compile(self, constraint: Constraint) -> Grammar | UserError:
+        """The grammar, or why there is none: an error that was raised would keep frames, and what they hold,
+        for as long as the future is kept.
+        """
+        start = time.perf_counter()
         try:
-            matcher = self._matcher(constraint)
-            grammar = Grammar(matcher, self._vocab_size, deque([(0, matcher.deep_copy())]))
-            problem = grammar.problem
-            if problem is None:
-                grammar.charge(grammar.mask_seconds())
-                if grammar.problem or not any(grammar.matcher.compute_bitmask()):
-                    problem = f"no token can begin it ({grammar.problem})"
+            compiled = self._checked(constraint)
+        except UserError as error:
+            return UserError(error.code, error.message, fix=error.fix)
         except ValueError as error:
-            problem = str(error)
-        if problem is None:
-            self._thread.submit(self._add_peers, constraint, grammar.peers, self._seconds)
-            return grammar
-        raise UserError(
+            compiled = str(error)
+        if isinstance(compiled, Grammar):
+            self._thread.submit(self._add_peers, constraint, compiled.peers, self._seconds)
+            return compiled
+        if time.perf_counter() - start > TRIM_SECONDS:
+            _trim()
+        return UserError(
             "IDLM-0474",
-            f"constraint: this {constraint.kind} cannot be used: {' '.join(problem.split())}",
+            f"constraint: this {constraint.kind} cannot be used: {' '.join(compiled.split())}",
             fix="correct its text, which the checkpoint's tokens must be able to spell; the documentation of "
             "llguidance says what it supports",
         )
+
+    def _checked(self, constraint: Constraint) -> Grammar | str:
+        """The grammar, or what is wrong with it. Raises ValueError."""
+        matcher = self._matcher(constraint)
+        grammar = Grammar(matcher, self._vocab_size, deque([(0, matcher.deep_copy())]))
+        if grammar.problem is not None:
+            return grammar.problem
+        grammar.charge(grammar.mask_seconds())
+        if grammar.problem or not any(grammar.matcher.compute_bitmask()):
+            return f"no token can begin it ({grammar.problem})"
+        return grammar
 
     def _add_peers(self, constraint: Constraint, peers: Peers, seconds: float) -> None:
         """Compile the grammar again, which takes so long, as often as the time allows."""
@@ -212,9 +233,12 @@ class GrammarCompiler:
         llguidance, vocabulary = _llguidance(), self._vocabulary
         start, source = time.perf_counter(), _source(constraint, vocabulary, llguidance)
         fewest, most = STEP_ITEMS
+        first_work, step_work = LEXER_WORK
         limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
             step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), most),
+            initial_lexer_fuel=first_work,
+            step_lexer_fuel=step_work,
         )
         matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
         self._seconds = time.perf_counter() - start
@@ -232,6 +256,13 @@ class GrammarCompiler:
             return Vocabulary(tokenizer, vocab_size, eos_ids, llguidance)
         except ValueError as error:
             raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
+
+
+def _trim() -> None:
+    """Return freed memory to the system, where the C library can; it keeps it in pieces otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _llguidance() -> Any:

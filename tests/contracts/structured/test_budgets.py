@@ -1,0 +1,62 @@
+"""What constraints may cost: memory that refused ones leave, and time that others wait for."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import Constraint
+from idlm.errors import UserError
+from idlm.infer.structured import grammar as grammars
+from idlm.infer.structured.grammar import GrammarCompiler
+from tests.contracts.engines import build_engine
+from tests.contracts.structured.test_structured import toy
+
+__all__ = ["toy"]
+
+
+class Matcher:
+    """Stands for a matcher that has an error."""
+
+    def get_error(self) -> str:
+        return "too large"
+
+    def deep_copy(self) -> Matcher:
+        return self
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_refused_constraint_keeps_no_matcher(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    """However often it comes, and although the refusal is kept."""
+    made: list[weakref.ref[Matcher]] = []
+
+    def matcher(self: GrammarCompiler, constraint: Constraint) -> Any:
+        found = Matcher()
+        made.append(weakref.ref(found))
+        if raises:
+            raise ValueError(found.get_error())
+        return found
+
+    monkeypatch.setattr(GrammarCompiler, "_matcher", matcher)
+    compiler = build_engine(toy, "ar")._parts.grammars()
+    wrong, errors = Constraint(kind="regex", text="a"), list[UserError]()
+    for _ in range(2):
+        with pytest.raises(UserError, match="IDLM-0474.*too large") as caught:
+            compiler.grammar(wrong)
+        errors.append(caught.value)
+    assert len(made) == 1 and made[0]() is None
+    assert errors[0] is not errors[1]
+
+
+def test_the_work_of_a_lexer_is_bounded(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested repetitions would take gigabytes; usual ones of the same length do not."""
+    words = Constraint(kind="regex", text=r"(\w{1,30}[ ,.]){1,2000}")
+    assert build_engine(toy, "ar")._parts.grammars().grammar(words).problem is None
+    monkeypatch.setattr(grammars, "LEXER_WORK", (1000, 500))
+    with pytest.raises(UserError, match="IDLM-0474.*lexer"):
+        build_engine(toy, "ar")._parts.grammars().grammar(words)
