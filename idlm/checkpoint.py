@@ -12,13 +12,15 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from idlm.errors import UserError
 from idlm.files.disk import MANIFEST
+
+T = TypeVar("T")
 
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
@@ -92,21 +94,38 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
+    return sorted(set(_index(directory).values()))
+
+
+def tensors_by_name(directory: Path, by_file: Iterable[tuple[Path, Mapping[str, T]]]) -> dict[str, T]:
+    """Return what is known of each tensor, by name, from what each of the `weight_files` holds. A shard may
+    hold an old copy of a tensor: one that the index assigns to another shard is left out.
+    """
+    assigned = {} if (directory / SINGLE_FILE).is_file() else _index(directory)
+    return {
+        name: one
+        for path, tensors in by_file
+        for name, one in tensors.items()
+        if assigned.get(name, path) == path
+    }
+
+
+def _index(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor by the index; empty without one."""
     index = directory / INDEX_FILE
     if not index.is_file():
-        return []
+        return {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError("IDLM-0607", f"{index} has no weight_map", fix="restore the file from its source")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
+    for name in sorted({str(name) for name in weight_map.values()}):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
                 "IDLM-0607",
                 f"{index} names the file {name!r}; allowed are plain *.safetensors names",
                 fix="do not use this checkpoint unless you know where it comes from",
             )
-    return [directory / name for name in names]
+    return {tensor: directory / name for tensor, name in weight_map.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

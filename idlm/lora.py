@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from idlm.checkpoint import ADAPTER_CONFIG, read_json, weight_files
+from idlm.checkpoint import ADAPTER_CONFIG, read_json, tensors_by_name, weight_files
 from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
@@ -144,7 +144,7 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
             f"{directory} has no model.safetensors, which identifies the base of an adapter",
             fix="give a base checkpoint whose weights are stored as safetensors",
         )
-    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    by_file: dict[Path, dict[str, tuple[Path, int, dict[str, Any]]]] = {}
     for path in files:
         try:
             with path.open("rb") as file:
@@ -158,5 +158,6 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
                 f"{path} cannot be read as safetensors: {error}",
                 fix="restore the file from its source",
             ) from error
-        found |= {name: (path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
-    return found
+        header.pop("__metadata__", None)
+        by_file[path] = {name: (path, 8 + length, entry) for name, entry in header.items()}
+    return tensors_by_name(directory, by_file.items())

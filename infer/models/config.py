@@ -16,7 +16,7 @@ import torch
 from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec
-from idlm.infer.models.rope import scaled
+from idlm.infer.models.rope import longest_context, scaled
 
 MUST_BE_NULL = (
     "attn_logit_softcapping",
@@ -142,7 +142,7 @@ def dense_spec(
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
     max_positions = reader.integer("max_position_embeddings", most=math.inf)
-    inv_freq, rope_scaling = _rope(
+    inv_freq, rope_scaling, longest = _rope(
         reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim
     )
     spec = ModelSpec(
@@ -161,7 +161,7 @@ def dense_spec(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        max_positions=max_positions,
+        max_positions=longest,
         rotary_dim=rotary_dim,
         moe=moe,
     )
@@ -206,36 +206,40 @@ def _rope(
     max_positions: int,
     default_theta: float | None,
     rotary_dim: int | None,
-) -> tuple[tuple[float, ...], float]:
-    """`ModelSpec.rope_inv_freq` and `rope_scaling`, or nothing and 1 with a problem."""
+) -> tuple[tuple[float, ...], float, int]:
+    """`rope_inv_freq`, `rope_scaling` and `max_positions` of the spec; nothing, 1 and those given with a
+    problem.
+    """
     config, problems = reader.config, reader.problems
     given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     wrong = [key for key, value in given.items() if not (value is None or isinstance(value, dict))]
     if wrong:
         problems += [f"{key}={given[key]!r} (must be an object)" for key in wrong]
-        return (), 1.0
+        return (), 1.0, max_positions
     parameters: dict[str, Any] = given["rope_scaling"] or given["rope_parameters"] or {}
     kind: Any = parameters.get("rope_type", parameters.get("type", "default"))
     theta: Any = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     found = _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None)
     if found:
         problems += found
-        return (), 1.0
+        return (), 1.0, max_positions
     scaling: Any = 1.0
+    longest = max_positions
     if kind == "default":
         rotated = head_dim if rotary_dim is None else rotary_dim
         inv_freq = 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     else:
         try:
             inv_freq, scaling = scaled(config, parameters, kind, theta, head_dim, max_positions)
+            longest = longest_context(config, parameters, kind, max_positions)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             problems.append(f"rope_parameters={parameters!r} cannot be used: {type(error).__name__}: {error}")
-            return (), 1.0
+            return (), 1.0, max_positions
     frequencies = inv_freq.tolist()
     if not _is_positive(scaling) or not all(map(_is_positive, frequencies)):
         problems.append(f"rope_parameters={parameters!r} give frequencies or a scale not above 0 and finite")
-        return (), 1.0
-    return (*frequencies, *[0.0] * (head_dim // 2 - len(frequencies))), float(scaling)
+        return (), 1.0, max_positions
+    return (*frequencies, *[0.0] * (head_dim // 2 - len(frequencies))), float(scaling), longest
 
 
 def _rope_problems(

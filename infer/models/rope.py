@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec
 
@@ -45,6 +46,24 @@ def extended(spec: ModelSpec, config: Mapping[str, Any], factor: float) -> Model
     return replace(spec, rope_inv_freq=frequencies, max_positions=longest, trained_length=None)
 
 
+def longest_context(
+    config: Mapping[str, Any], parameters: Mapping[str, Any], kind: str, max_positions: int
+) -> int:
+    """The positions of a rotation: recipes for YaRN and linear scaling multiply the length of the training by
+    `factor`, and leave `max_position_embeddings` as it is. Others state the longer length.
+    """
+    factor = parameters.get("factor")
+    if kind not in ("linear", "yarn") or not is_number(factor):
+        return max_positions
+    return max(max_positions, int(factor * trained_positions(config, parameters, max_positions)))
+
+
+def trained_positions(config: Mapping[str, Any], parameters: Mapping[str, Any], max_positions: int) -> Any:
+    """The length of the training before the rotation was scaled; `max_positions` if config.json says none."""
+    stated = config.get("original_max_position_embeddings")
+    return parameters.get("original_max_position_embeddings", max_positions) if stated is None else stated
+
+
 def scaled(
     config: dict[str, Any],
     parameters: dict[str, Any],
@@ -56,15 +75,12 @@ def scaled(
     """Frequencies and scale by transformers' function of a rope type."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    trained_on = config.get("original_max_position_embeddings")
-    if trained_on is None:
-        trained_on = parameters.get("original_max_position_embeddings", max_positions)
     view = SimpleNamespace(
         rope_parameters={
             **parameters,
             "rope_type": kind,
             "rope_theta": theta,
-            "original_max_position_embeddings": trained_on,
+            "original_max_position_embeddings": trained_positions(config, parameters, max_positions),
         },
         head_dim=head_dim,
         hidden_size=head_dim,

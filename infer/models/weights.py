@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
+from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, tensors_by_name, weight_files
 from idlm.errors import UserError, some_of
 from idlm.infer.models.dense import WeightTarget
 
@@ -38,7 +38,7 @@ def locate(directory: Path) -> dict[str, Path]:
             fix="download the missing files",
         )
     if files:
-        return {name: path for path in files for name in tensor_names(path)}
+        return tensors_by_name(directory, ((path, dict.fromkeys(tensor_names(path), path)) for path in files))
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
     if pickles:
         raise UserError(

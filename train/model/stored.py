@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
+from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, tensors_by_name, weight_files
 from idlm.errors import UserError, some_of
 
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -34,8 +34,8 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """All tensors of a base by name. UserError IDLM-0541: no weights, a file is missing or damaged; 0544:
-    they are quantised; 0607: an index that names other files.
+    """All tensors of a base by name. UserError IDLM-0541: no weights, a file is missing or damaged, two hold
+    a tensor; 0544: they are quantised; 0607: an index that names other files.
     """
     files = weight_files(directory)
     if not files:
@@ -47,20 +47,42 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             f"model.path={directory} lacks weight files that its index names: {some_of(missing)}",
             fix="download or copy them too",
         )
-    found: dict[str, Stored] = {}
+    by_file: dict[Path, dict[str, Stored]] = {}
     for path in files:
         try:
-            found |= _tensors(path)
+            by_file[path] = _tensors(path)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 "IDLM-0541",
                 f"{path} is damaged: {type(error).__name__}: {error}",
                 fix="download or copy the file again",
             ) from error
+    found = tensors_by_name(directory, by_file.items())
+    _refuse_copies(directory, by_file, found)
     codes = [name for name, one in found.items() if _is_code(name, one.dtype)]
     if codes:
         raise _quantised(directory, f"{codes[0]} holds {found[codes[0]].dtype}")
     return found
+
+
+def _refuse_copies(
+    directory: Path, by_file: Mapping[Path, Mapping[str, Stored]], found: Mapping[str, Stored]
+) -> None:
+    """Transformers takes the last copy of a tensor, whichever one the index names."""
+    copies = [
+        (path, name) for path, names in by_file.items() for name in names if _is_copy(found, name, path)
+    ]
+    if copies:
+        path, name = copies[0]
+        raise UserError(
+            "IDLM-0541",
+            f"{path} holds {name}, of which {INDEX_FILE} says that another file has it",
+            fix=f"download or copy the safetensors files of {directory} again",
+        )
+
+
+def _is_copy(found: Mapping[str, Stored], name: str, path: Path) -> bool:
+    return name not in found or found[name].path != path
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
@@ -121,7 +143,8 @@ def _tensors(path: Path) -> dict[str, Stored]:
 def _readable(directory: Path) -> dict[str, Stored] | None:
     """All tensors; None where there are none or one cannot be read."""
     try:
-        return {name: one for path in weight_files(directory) for name, one in _tensors(path).items()} or None
+        files = weight_files(directory)
+        return tensors_by_name(directory, ((path, _tensors(path)) for path in files)) or None
     except (OSError, ValueError, SafetensorError):
         return None
 

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from idlm.errors import UserError
+from idlm.infer.models import weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk, weight_targets
 from idlm.infer.models.loader import load_model
 from idlm.publish import publish
 from idlm.semantics import Semantics
+from idlm.train.model.stored import stored_tensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -189,6 +191,23 @@ def test_a_tensor_that_the_index_promises_but_the_shard_lacks_is_missing(checkpo
     del stored[name]
     save_file(stored, checkpoint / "a-1.safetensors")
     refused(checkpoint, "IDLM-0603", f"1 missing: {name}")
+
+
+@pytest.mark.parametrize("assigned", ["a-1.safetensors", "a-2.safetensors"])
+def test_a_tensor_comes_from_the_shard_that_the_index_names(checkpoint: Path, assigned: str) -> None:
+    """A copy of it in another shard, which may come before or after, is left out."""
+    shard(checkpoint)
+    index = checkpoint / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = assigned
+    index.write_text(json.dumps(content))
+    for name in ("a-1.safetensors", "a-2.safetensors"):
+        value = torch.full((11, 8), float(name == assigned))
+        save_file({**load_file(checkpoint / name), "lm_head.weight": value}, checkpoint / name)
+    files = weights.locate(checkpoint)
+    assert weights.tensor(files, "lm_head.weight").eq(1).all()
+    with pytest.raises(UserError, match=r"IDLM-0541: .* holds lm_head\.weight"):
+        stored_tensors(checkpoint)
 
 
 @pytest.mark.parametrize(

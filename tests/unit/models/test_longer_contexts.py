@@ -62,6 +62,45 @@ def test_a_model_of_unbounded_length_gets_the_bound_of_its_training() -> None:
     assert extended(spec, CONFIG, 2.5).max_positions == 5120
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        # As the model cards of Qwen3 and Qwen2.5 say to switch it on.
+        ({"max_position_embeddings": 40_960, "rope_scaling": YARN}, 131_072),
+        ({"max_position_embeddings": 32_768, "rope_scaling": {**YARN, "type": "yarn"}}, 131_072),
+        ({"max_position_embeddings": 32_768, "rope_parameters": YARN | {"rope_theta": 1e6}}, 131_072),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16_384),
+        ({"rope_scaling": {"type": "linear", "factor": 1.5}}, 6144),
+        # Where the config states the longer length already.
+        ({"max_position_embeddings": 163_840, "rope_scaling": YARN}, 163_840),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "original_max_position_embeddings": 32_768,
+                "rope_scaling": YARN,
+            },
+            131_072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192},
+            },
+            131_072,
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, 4096),
+    ],
+)
+def test_scaled_rotations_lengthen_the_context(changes: dict[str, Any], longest: int) -> None:
+    spec = spec_of({**CONFIG, **changes})
+    assert (spec.max_positions, spec.trained_length) == (longest, None)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("toy")
