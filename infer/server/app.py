@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from idlm.infer.server.service import Service
 
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of pages that this machine serves."""
+MAX_WARNING = 1000
+"""Characters of the header that tells what is not enforced."""
 
 
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
@@ -46,7 +49,7 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
         allow_origin_regex=LOCAL_ORIGIN if config.allowed_origins is None else None,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("retry-after",),
+        expose_headers=("retry-after", "warning"),
     )
 
 
@@ -145,16 +148,23 @@ async def _respond(request: Request, reply: Reply, generation: Generation, *, st
         return EventStream(reply, generation, request)
     try:
         async with connected(request):
-            return json_response(await reply.collect())
+            return json_response(await reply.collect(), headers=warning_headers(generation))
     finally:
         generation.close()
+
+
+def warning_headers(generation: Generation) -> dict[str, str]:
+    """A header that tells what of the request's constraint is not enforced, if anything."""
+    notes = "; ".join(generation.notes)[:MAX_WARNING]
+    # JSON has no line breaks and only ASCII.
+    return {"warning": f"299 idlm {json.dumps(notes)}"} if notes else {}
 
 
 class EventStream(StreamingResponse):
     """Server-sent events of a generation, which is aborted when the client is gone."""
 
     def __init__(self, reply: Reply, generation: Generation, request: Request) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **warning_headers(generation)}
         super().__init__(reply.stream(), headers=headers, media_type="text/event-stream")
         self._reply, self._generation, self._request = reply, generation, request
         self._protocol: TimedProtocol = request.state.protocol

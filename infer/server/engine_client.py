@@ -282,6 +282,8 @@ class Generation:
         self._has_news = asyncio.Event()
         self._has_news.set()
         self._error: Exception | None = None
+        self.notes: list[str] = []
+        """What of the constraint is not enforced."""
         self.sink: Callable[[int, Event], bool] | None = None
         """Takes an event at once, or returns False. First and last events of samples are the reader's."""
         self._start = time.perf_counter()
@@ -304,6 +306,7 @@ class Generation:
             if answer["code"] == FAULT:
                 raise internal_error()
             raise UserError(answer["code"], answer["message"], fix=answer["fix"])
+        self.notes = answer["notes"]
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         """Each event, after the number of its sample among all samples of the HTTP request.

@@ -170,7 +170,9 @@ class EngineLoop:
             LOG.exception("a request could not be queued")
             self._send({"type": "refused", "id": request_id, "code": FAULT, "message": "", "fix": ""})
         else:
-            self._send({"type": "added", "id": request_id})
+            compiled = None if grammar is None else grammar.result()
+            notes = () if compiled is None or isinstance(compiled, UserError) else compiled.notes
+            self._send({"type": "added", "id": request_id, "notes": list(notes)})
 
     def _abort(self, request_id: str) -> None:
         self._report(

@@ -10,7 +10,8 @@ and the engine process answers
 
     {"type": "ready", ...}                                           what `EngineInfo` holds
     {"type": "failed", "code", "message", "fix"}                     it cannot be built, and the process ends
-    {"type": "added", "id"}   {"type": "refused", "id", "code", "message", "fix"}
+    {"type": "added", "id", "notes"}                                 `notes`: what of a constraint is left out
+    {"type": "refused", "id", "code", "message", "fix"}
     {"type": "step", "events", "stats"}                              after a pass or abort; a request waits
 """
 

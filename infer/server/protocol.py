@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from idlm.contracts import ConstraintKind, SamplingParams
+from idlm.contracts import Constraint, ConstraintKind, SamplingParams
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.fields.body import Body, Text, Unicode
 from idlm.infer.server.fields.constraints import ConstraintFields
 from idlm.infer.server.fields.tools import NamedTool, Tool, ToolCall
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers.hermes import calls_grammar
+from idlm.infer.structured.schemas import answer_rules
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
@@ -188,17 +189,24 @@ class ChatRequest(Sampling):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def _given(self) -> list[tuple[str, ConstraintKind, Any]]:
-        """Also the grammar of calls, if they are forced in any way."""
+        """Also the grammar of calls, if they are forced in any way, or if the rest is constrained."""
         given, tools, has_many = super()._given(), self.callable_tools, self.parallel_tool_calls is not False
         is_strict = any(tool.function.strict for tool in tools)
-        if not tools or not (self.must_call or is_strict or not has_many):
+        if not tools or len(given) > 1 or not (self.must_call or is_strict or not has_many or given):
             return given
         if isinstance(self.tool_choice, NamedTool):
             name, has_many = self.tool_choice.function.name, False
             tools = [tool for tool in tools if tool.function.name == name]
         schemas = {tool.function.name: tool.arguments_schema(is_free=not self.must_call) for tool in tools}
-        text = calls_grammar(schemas, is_forced=self.must_call, has_many=has_many)
-        return [*given, ("tools", "grammar", text)]
+        if not given or self.must_call:
+            text = calls_grammar(schemas, is_forced=self.must_call, has_many=has_many)
+            return [*given, ("tools", "grammar", text)]
+        [(field, kind, value)] = given
+        if kind == "grammar":
+            message = f"{field}: not beside tools; set tool_choice=none, or give a schema, regex or choice"
+            raise ApiError(400, message, param=field)
+        answer = answer_rules(Constraint(kind=kind, text=value))
+        return [(field, "grammar", calls_grammar(schemas, is_forced=False, has_many=has_many, answer=answer))]
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The conversation for a chat template."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import json
 import os
 import threading
 import time
@@ -24,10 +23,12 @@ import torch
 
 from idlm.contracts import Constraint
 from idlm.errors import UserError
+from idlm.infer.structured.schemas import JSON_OPTIONS, answer_rules, read_warnings
 from idlm.infer.structured.vocabulary import Vocabulary
+from idlm.log import get_logger
 
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-"""Without a bound, a model that is not sure how to go on may write blanks for ever."""
+LOG = get_logger(__name__)
+
 STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
@@ -59,6 +60,8 @@ class Grammar:
     the time of the next one has to be found out. `follower`: what goes ahead with the device
     (`draft_choice.Follower`), once a sequence decodes.
 
+    `notes`: what of the constraint is not enforced.
+
     Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first
     token by lexer; `lexer` is this one's.
     """
@@ -68,6 +71,7 @@ class Grammar:
         self.token_ids: list[int] = []
         self.is_suspect, self._slow_seconds = False, 0.0
         self.follower: Any = None
+        self.notes: tuple[str, ...] = ()
 
     def push(self, token_ids: Sequence[int]) -> bool:
         """Append tokens; False if one of them does not fit, after which the state is unknown."""
@@ -201,6 +205,8 @@ class GrammarCompiler:
         except ValueError as error:
             compiled = str(error)
         if isinstance(compiled, Grammar):
+            if compiled.notes:
+                LOG.warning("constraint: %s", "; ".join(compiled.notes))
             self._thread.submit(self._add_peers, constraint, compiled.peers, self._seconds)
             return compiled
         if time.perf_counter() - start > TRIM_SECONDS:
@@ -216,8 +222,9 @@ class GrammarCompiler:
         """The grammar, or what is wrong with it. Raises ValueError."""
         matcher = self._matcher(constraint)
         grammar = Grammar(matcher, self._vocab_size, deque([(0, matcher.deep_copy())]))
-        if grammar.problem is not None:
-            return grammar.problem
+        grammar.notes, unsupported = read_warnings(constraint, matcher.get_grammar_warnings())
+        if problem := grammar.problem or unsupported:
+            return problem
         grammar.charge(grammar.mask_seconds())
         if grammar.problem or not any(grammar.matcher.compute_bitmask()):
             return f"no token can begin it ({grammar.problem})"
@@ -284,10 +291,7 @@ def _source(constraint: Constraint, vocabulary: Vocabulary, llguidance: Any) -> 
             schema = text or '{"type": "object"}'
             source = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         case "choice":
-            # JSON would escape characters beyond 16 bits as two, which Lark does not know.
-            choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
-            # One terminal: alternatives of a rule are limited to 2,000.
-            source = llguidance.grammar_from("lark", f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
+            source = llguidance.grammar_from("lark", "\n".join(["start: answer", *answer_rules(constraint)]))
         case "grammar":
             source = llguidance.grammar_from("grammar", vocabulary.with_ids(text))
         case "regex":

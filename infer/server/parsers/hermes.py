@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from idlm.infer.server.parsers.pieces import Piece, num_open
+from idlm.infer.structured.schemas import json_rule, literal
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)
@@ -80,31 +81,27 @@ def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
     return text[: found.start()], END, text[found.end() :]
 
 
-def calls_grammar(tools: Mapping[str, Any], *, is_forced: bool, has_many: bool) -> str:
+def calls_grammar(
+    tools: Mapping[str, Any], *, is_forced: bool, has_many: bool, answer: Sequence[str] = ()
+) -> str:
     """Lark grammar of answers that call tools: JSON schemas of the arguments by name, each of an object.
     `is_forced`: the answer is calls, at least one, else text with calls in it; `has_many`: it may have more
-    than one.
+    than one. `answer`: rules for what the whole answer is if it calls nothing; then it has no other text.
     """
     # Where calls are the model's own choice, their text may be spelled in its way too.
-    options = {} if is_forced else {"no_forcing": True}
+    options, is_whole = {} if is_forced else {"no_forcing": True}, is_forced or bool(answer)
     lines, names = [f"%llguidance {json.dumps(options)}"], [f"call_{number}" for number in range(len(tools))]
     for rule, (name, schema) in zip(names, tools.items(), strict=True):
         head, tail = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{END}"
-        begin = _literal(BEGIN + head) if is_forced else f"begin {_literal(head)}"
-        lines.append(f"{rule}: {begin} %json {json.dumps(schema, ensure_ascii=False)} {_literal(tail)}")
+        begin = literal(BEGIN + head) if is_whole else f"begin {literal(head)}"
+        lines.append(f"{rule}: {begin} {json_rule(schema)} {literal(tail)}")
     call = f"({' | '.join(names)})"
-    if is_forced:
-        lines.append(f'start: {call} ("\\n" {call})*' if has_many else f"start: {call}")
-    else:
-        lines += [f"begin[lazy]: TEXT {_literal(BEGIN)}", r"TEXT: /(.|\n)*/"]
-        lines.append(rf"LAST: /(.|\n)*/ & ~/(.|\n)*{BEGIN}(.|\n)*/")
-        lines.append(f"start: {call}{'*' if has_many else '?'} LAST")
-    return "\n".join(lines)
-
-
-def _literal(text: str) -> str:
-    """The text as a string of Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    if is_whole:
+        calls = f'{call} ("\\n" {call})*' if has_many else call
+        return "\n".join([*lines, f"start: {calls}{' | answer' if answer else ''}", *answer])
+    lines += [f"begin[lazy]: TEXT {literal(BEGIN)}", r"TEXT: /(.|\n)*/"]
+    lines.append(rf"LAST: /(.|\n)*/ & ~/(.|\n)*{BEGIN}(.|\n)*/")
+    return "\n".join([*lines, f"start: {call}{'*' if has_many else '?'} LAST"])
 
 
 def read_call(body: str) -> Piece | None:

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch:
             assert max(num_waiting) == 6
             assert num_waiting[-1] == 2
             assert grammars["0|1"].cancelled()
-            grammars["yes|no"].set_result(None)
+            grammars["yes|no"].set_result(SimpleNamespace(notes=()))
             read_until(("done", "slow"))
             assert ("added", "slow") in told and ("added", "gone") not in told
             assert num_waiting[-1] == 0

@@ -1,0 +1,83 @@
+"""Constraints as rules of llguidance's Lark, and what it leaves out of a JSON schema.
+
+Annotations that it does not know refuse no request: they are left out, which is noted. Anything else that it
+does not support is a problem, unless the schema itself asks for leniency.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from idlm.contracts import Constraint
+
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "lenient": True}
+"""Without a bound, a model that is not sure how to go on may write blanks for ever."""
+OPTIONS_KEY = "x-guidance"
+LEFT_OUT = {"uniqueItems": "uniqueItems is not enforced"}
+"""Keywords without which a schema still tells what answers look like."""
+_FORMAT, _KEYS, _ONE_OF = "Unknown format: ", "Unimplemented keys: ", "oneOf "
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+
+
+class Warnings(NamedTuple):
+    """`notes`: what is left out, for the user; `problem`: why the schema cannot be used, else empty."""
+
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> Warnings:
+    """What llguidance's warnings mean, which name what it leaves out of the constraint's schemas."""
+    notes, problem, is_lenient = dict[str, None](), "", _asks_for_leniency(constraint)
+    for warning in map(str.strip, warnings):
+        if warning.startswith(_FORMAT):
+            notes[f"format {warning.removeprefix(_FORMAT)!r} is not enforced"] = None
+        elif warning.startswith(_ONE_OF):
+            notes["oneOf is anyOf: an answer may match several of its schemas"] = None
+        elif warning.startswith(_KEYS) and (keys := set(json.loads(warning.removeprefix(_KEYS)))) <= {
+            *LEFT_OUT
+        }:
+            notes |= dict.fromkeys(LEFT_OUT[key] for key in sorted(keys))
+        elif is_lenient:
+            notes[warning] = None
+        else:
+            problem = problem or warning
+    return Warnings(tuple(notes), problem)
+
+
+def _asks_for_leniency(constraint: Constraint) -> bool:
+    options = constraint.kind == "json_schema" and json.loads(constraint.text).get(OPTIONS_KEY)
+    return isinstance(options, dict) and options.get("lenient") is True
+
+
+def answer_rules(constraint: Constraint) -> list[str]:
+    """Lines of Lark that define the rule `answer`; the constraint is no grammar itself."""
+    text = constraint.text
+    if constraint.kind in ("json_schema", "json_object"):
+        schema = json.loads(text or '{"type": "object"}')
+        given = schema.get(OPTIONS_KEY)
+        options = {**JSON_OPTIONS, **(given if isinstance(given, dict) else {})}
+        return [f"answer: {json_rule({**schema, OPTIONS_KEY: options})}"]
+    if constraint.kind == "choice":
+        # One terminal: alternatives of a rule are limited to 2,000.
+        return ["answer: ANSWER", f"ANSWER: {' | '.join(map(literal, json.loads(text)))}"]
+    assert constraint.kind == "regex", f"{constraint.kind=}"
+    return ["answer: ANSWER", f"ANSWER: /{_SLASH.sub(_escaped, text)}/"]
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """A schema within a rule of Lark."""
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def literal(text: str) -> str:
+    """The text as a string of Lark."""
+    # Else JSON would escape characters beyond 16 bits as two, which Lark does not know.
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])

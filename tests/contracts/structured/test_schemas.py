@@ -1,0 +1,101 @@
+"""Schemas with annotations that llguidance does not know; answers that are calls or match a constraint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from idlm.contracts import Constraint
+from idlm.errors import UserError
+from idlm.infer.server.errors import ApiError
+from idlm.infer.server.protocol import ChatRequest
+from idlm.infer.structured.grammar import Grammar, GrammarCompiler
+from idlm.text.tokenizer import load_tokenizer
+from tests.small_tokenizers import save_tagged
+
+OVERLAPPING = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+UNIQUE = {"type": "array", "items": {"type": "string", "format": "é"}, "uniqueItems": True}
+TOOL: Any = {"name": "f", "parameters": {"type": "object", "properties": {"a": UNIQUE}}}
+TOOLS: Any = [{"type": "function", "function": TOOL}]
+STRICT: Any = [{"type": "function", "function": {**TOOL, "strict": True}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": ["x"]}}\n</tool_call>'
+SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "size", "schema": SIZE}}
+SCHEMA_OF_TEXT = {"json": json.dumps({**SIZE, "x-guidance": {"whitespace_flexible": False}})}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    tokenizer = load_tokenizer(save_tagged(tmp_path_factory.mktemp("schemas")))
+    return GrammarCompiler(tokenizer, 272, [tokenizer.eos_token_id])
+
+
+def takes(compiler: GrammarCompiler, constraint: Constraint, text: str) -> bool:
+    matcher = compiler.grammar(constraint).matcher
+    token_ids = compiler._tokenizer.encode(text, add_special_tokens=False)
+    return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
+
+
+@pytest.mark.parametrize(
+    ("schema", "matches", "notes"),
+    [
+        (UNIQUE, '["x", "y"]', ["format 'é'", "uniqueItems"]),
+        (OVERLAPPING, "1", ["oneOf"]),
+        ({"type": "string", "format": "date", "contentMediaType": "a", "title": "b"}, '"2024-02-29"', []),
+        ({"not": {"type": "string"}, "type": "integer", "x-guidance": {"lenient": True}}, "1", ["not"]),
+    ],
+)
+def test_annotations_refuse_nothing(
+    compiler: GrammarCompiler, schema: dict[str, Any], matches: str, notes: list[str]
+) -> None:
+    constraint = Constraint(kind="json_schema", text=json.dumps(schema))
+    assert takes(compiler, constraint, matches) and not takes(compiler, constraint, '"x y"')
+    compiled = compiler.begin(constraint).result()
+    assert isinstance(compiled, Grammar)
+    found = compiled.notes
+    assert len(found) == len(notes)
+    assert all(any(note in each for each in found) for note in notes), found
+
+
+@pytest.mark.parametrize("schema", [{"not": {"type": "string"}}, {**UNIQUE, "contains": {"const": "x"}}])
+def test_other_rules_are_not_left_out(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"IDLM-0474.*Unimplemented keys"):
+        compiler.grammar(Constraint(kind="json_schema", text=json.dumps(schema)))
+
+
+@pytest.mark.parametrize("tools", [TOOLS, STRICT])
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"response_format": SCHEMA}, '{"size": 3}'),
+        ({"structured_outputs": SCHEMA_OF_TEXT}, '{"size":3}'),
+        ({"response_format": {"type": "json_object"}}, '{"a": "<tool_call>"}'),
+        ({"guided_choice": ["yes", 'n"o/', "日本"]}, 'n"o/'),
+        ({"guided_regex": "a/b\\/[c/]\n\\d"}, "a/b//\n7"),
+    ],
+)
+def test_answers_are_calls_or_match(
+    compiler: GrammarCompiler, tools: Any, fields: dict[str, Any], answer: str
+) -> None:
+    for has_many in (True, False):
+        constraint = chat(tools=tools, parallel_tool_calls=has_many, **fields).constraint()
+        assert constraint is not None
+        assert takes(compiler, constraint, CALL) and takes(compiler, constraint, answer)
+        assert takes(compiler, constraint, f"{CALL}\n{CALL}") == has_many
+        for neither in ("Well.", f"{CALL}\n{answer}", answer + CALL):
+            assert not takes(compiler, constraint, neither)
+
+
+def test_calls_beside_what_has_no_rule_are_refused() -> None:
+    with pytest.raises(ApiError, match="guided_grammar: not beside tools"):
+        chat(tools=TOOLS, guided_grammar='start: "a"').constraint()
+    with pytest.raises(ApiError, match="one constraint"):
+        chat(tools=TOOLS, tool_choice="required", response_format=SCHEMA).constraint()
+    alone = chat(tools=TOOLS, tool_choice="none", guided_grammar='start: "a"').constraint()
+    assert alone == Constraint(kind="grammar", text='start: "a"')
