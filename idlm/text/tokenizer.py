@@ -32,7 +32,9 @@ TOKENIZER_FILES = (
 """All files of a tokenizer and its template; one of the shorter list above must exist."""
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Where a tokenizer keeps templates beside its first one, as *.jinja."""
-_GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+_GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend")
+_EQUAL_CLASSES = {"DreamTokenizer": "Qwen2Tokenizer"}
+"""Classes that checkpoints bring as code, and those of transformers that have their rules."""
 MAX_CHARS_PER_TOKEN = 256
 """Largest average number of characters per token of a prompt, unless the vocabulary has longer tokens."""
 
@@ -75,11 +77,10 @@ def load_tokenizer(path: Path | str) -> Any:
             fix="copy the original checkpoint's tokenizer files again",
         )
 
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
-        loader = PreTrainedTokenizerFast if _is_self_contained(directory) else AutoTokenizer
-        tokenizer = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = _tokenizer_class(directory).from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
         if not tokenizer.is_fast or not words:
             raise ValueError("the tokenizer has no vocabulary or no fast implementation")
@@ -93,16 +94,28 @@ def load_tokenizer(path: Path | str) -> Any:
     return tokenizer
 
 
-def _is_self_contained(directory: Path) -> bool:
-    """Return whether `tokenizer.json` is complete, because no model-specific tokenizer class is named.
+def _tokenizer_class(directory: Path) -> Any:
+    """Return what loads the tokenizer. Raises ValueError for a class whose rules nothing here has.
 
-    AutoTokenizer would then use the class of config.json's `model_type` and its rules, not those of the file.
+    `tokenizer.json` is complete unless transformers has the class that is named. AutoTokenizer would use the
+    class of config.json's `model_type` and its rules, not those of the file.
     """
-    if not (directory / "tokenizer.json").exists():
-        return False
+    import transformers
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
     config_path = directory / "tokenizer_config.json"
     config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
-    return config.get("tokenizer_class") in _GENERIC_CLASSES
+    code = [path for path in (config.get("auto_map") or {}).get("AutoTokenizer") or () if path]
+    named = config.get("tokenizer_class") or "".join(code[:1]).rpartition(".")[2]
+    name = named.removesuffix("Fast")
+    is_known = name not in _GENERIC_CLASSES and any(map(tokenizer_class_from_name, {name, named}))
+    if (directory / "tokenizer.json").exists() and not is_known:
+        return transformers.PreTrainedTokenizerFast
+    if name in _EQUAL_CLASSES:
+        return getattr(transformers, _EQUAL_CLASSES[name])
+    if name and not is_known:
+        raise ValueError(f"its class {named} is code of the checkpoint, and there is no tokenizer.json")
+    return transformers.AutoTokenizer
 
 
 def num_token_ids(tokenizer: Any) -> int:
