@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from idlm.errors import UserError
 from idlm.files.disk import MANIFEST
+from idlm.files.paths import read_file
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; otherwise UserError IDLM-0303 with file, line and reason."""
     path, fix = Path(path), "restore the file from its source"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path).decode("utf-8"))
     except OSError as error:
         raise UserError("IDLM-0303", f"cannot read {path}: {error.strerror}", fix="check the path") from error
     except UnicodeDecodeError as error:

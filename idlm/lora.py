@@ -37,6 +37,9 @@ MUST_BE_OFF = (
 )  # fmt: skip
 """Variants of LoRA in PEFT's config that neither training nor the engine computes."""
 SAMPLE_BYTES = 512
+MAX_RANK = 1 << 16
+MAX_HEADER = 100_000_000
+"""Bytes of the longest header that safetensors itself reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ class AdapterSpec:
             problems.append(f"peft_type={content.get('peft_type')!r}")
         if content.get("bias", "none") != "none":
             problems.append(f"bias={content['bias']!r}")
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
             problems.append(f"r={rank!r}")
         if not is_number(alpha):
             problems.append(f"lora_alpha={alpha!r}")
@@ -94,8 +97,8 @@ class AdapterSpec:
             raise UserError(
                 "IDLM-0610",
                 f"{path} does not describe a plain LoRA: {', '.join(problems)}",
-                fix="use an adapter that idlm-train wrote: peft_type LORA, r, lora_alpha, target_modules as "
-                "a list, and no variant of LoRA switched on",
+                fix=f"use an adapter that idlm-train wrote: peft_type LORA, r up to {MAX_RANK}, lora_alpha, "
+                "target_modules as a list, and no variant of LoRA switched on",
             )
         base_path = content.get("base_model_name_or_path")
         return cls(
@@ -149,8 +152,8 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if length > os.fstat(file.fileno()).st_size:
-                    raise ValueError("its header is longer than the file")
+                if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size):
+                    raise ValueError("its header is longer than the file, or than any that is read")
                 header: dict[str, Any] = json.loads(file.read(length))
         except (OSError, ValueError) as error:
             raise UserError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
+from idlm.text.file_checks import TEMPLATE_FILES, unusable_files
 from idlm.text.templates import template_text, thinking_switch
 
 _TOKENIZER_FILES = (
@@ -27,11 +28,9 @@ _TOKENIZER_FILES = (
 TOKENIZER_FILES = (
     *_TOKENIZER_FILES,
     *("merges.txt", "sentencepiece.bpe.model", "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    *TEMPLATE_FILES,
 )
 """All files of a tokenizer and its template; one of the shorter list above must exist."""
-TEMPLATE_FOLDER = "additional_chat_templates"
-"""Where a tokenizer keeps templates beside its first one, as *.jinja."""
 _GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend")
 _EQUAL_CLASSES = {"DreamTokenizer": "Qwen2Tokenizer"}
 """Classes that checkpoints bring as code, and those of transformers that have their rules."""
@@ -68,13 +67,12 @@ def load_tokenizer(path: Path | str) -> Any:
     present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     if not present:
         return None
-    # A pipe or a device would be read for ever.
-    special = [name for name in TOKENIZER_FILES if (directory / name).exists() > (directory / name).is_file()]
-    if special:
+    unusable = unusable_files(directory, TOKENIZER_FILES)
+    if unusable:
         raise UserError(
             "IDLM-0203",
-            f"the tokenizer files in {directory} cannot be loaded: {', '.join(special)} is not a plain file",
-            fix="copy the original checkpoint's tokenizer files again",
+            f"the tokenizer files in {directory} cannot be loaded: {'; '.join(unusable)}",
+            fix="copy the original checkpoint's tokenizer files into the folder again",
         )
 
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from idlm.checkpoint import ADAPTER_CONFIG, verify
-from idlm.errors import UserError
+from idlm.errors import UserError, some_of
 from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
@@ -66,16 +66,34 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
     return Adapter(directory=directory, base=found, spec=spec, semantics=meaning, files=files)
 
 
-def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
-    """Load `adapter` onto a loaded trunk. Raises UserError IDLM-0613 with every tensor that does not fit."""
-    targets = _targets(trunk, adapter, names)
+def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
+    """Compare the adapter with a trunk on the meta device, which gets it: nothing is allocated for a rank
+    that the stored tensors do not have.
+
+    Raises UserError IDLM-0613 with every tensor that does not fit, and targets that the base does not have.
+    """
+    targets = _targets(empty, adapter, names)
     problems = weights.misfits(targets, adapter.files, (), said_by=ADAPTER_CONFIG)
+    layers = [layer.projections(names) for layer in empty.layers if isinstance(layer, DenseLayer)]
+    modules = {_last(module) for one in layers for paths, *_ in one.values() for module in paths}
+    unknown = [name for name in adapter.spec.targets if name not in modules]
+    if unknown:
+        problems.append(
+            f"target_modules names {len(unknown)} that the base does not have: {some_of(unknown)}"
+        )
     if problems:
         raise UserError(
             "IDLM-0613",
             f"the tensors of {adapter.directory} do not fit {ADAPTER_CONFIG} and base; {'; '.join(problems)}",
             fix=f"restore {ADAPTER_CONFIG} and {WEIGHTS_FILE} from the same export",
         )
+
+
+def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
+    """Load an adapter that `check_adapter` allows onto a loaded trunk. Raises UserError IDLM-0613 for values
+    that are not finite.
+    """
+    targets = _targets(trunk, adapter, names)
     weights.copy(targets, adapter.files)
     bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]
     if bad:
@@ -85,6 +103,10 @@ def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None
             fix="use an adapter of an earlier step, before its training diverged",
         )
     trunk.is_adapted = True
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _base(directory: Path, spec: AdapterSpec, given: str | Path | None) -> Path:
@@ -113,7 +135,7 @@ def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[st
             low = LowRank(sizes, weight, bias, rank=adapter.spec.rank, scaling=adapter.spec.scaling)
             layer.lora[fused] = low
             for module, a, b in zip(modules, low.a, low.b, strict=True):
-                if module.rpartition(".")[2] in adapter.spec.targets:
+                if _last(module) in adapter.spec.targets:
                     path = module.format(number)
                     is_summed = fused in SUMMED
                     targets[tensor_name(path, "A")] = target_of(a, trunk.shards if is_summed else ALONE, 1)

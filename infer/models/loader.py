@@ -19,7 +19,7 @@ from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
 from idlm.infer.models import fp8, moe, weights
-from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
+from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
@@ -167,6 +167,8 @@ def read_outline(
     empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
     targets = weight_targets(empty, names)
     weights.check(targets, files, ignored)
+    if adapter is not None:
+        check_adapter(empty, adapter, names)
     return Outline(
         directory=directory,
         adapter=adapter,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from idlm.errors import UserError
+from idlm.files.paths import check_file
 from idlm.train.model.stored import stored_dtype
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
     """The generation config of a checkpoint directory, as `savable` returns it; None without a file."""
     from transformers import GenerationConfig
 
-    if not (directory / GENERATION_CONFIG).is_file():
+    if not (directory / GENERATION_CONFIG).exists():
         return None
     try:
+        check_file(directory / GENERATION_CONFIG)
         config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(directory, str(error)) from error

@@ -247,7 +247,7 @@ def files() -> Iterator[Artefact]:
     for name in ("config.json", SINGLE_FILE):
         yield Artefact(f"{name} is a folder", _special(name, os.mkdir), name.partition(".")[0])
         yield Artefact(f"{name} links to itself", _special(name, lambda path: path.symlink_to(path)), ".")
-    for name in ("config.json", SINGLE_FILE):
+    for name in ("config.json", SINGLE_FILE, "generation_config.json", "manifest.json"):
         yield Artefact(f"{name} is a pipe", _special(name, os.mkfifo), ".")
         yield Artefact(
             f"{name} links to /dev/zero", _special(name, lambda path: path.symlink_to("/dev/zero")), "."

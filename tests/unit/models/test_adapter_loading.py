@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from idlm.checkpoint import ADAPTER_CONFIG
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from idlm.infer.models import weights
 from idlm.infer.models.loader import load_model
-from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.lora import MASK_ROW, MAX_RANK, WEIGHTS_FILE, AdapterSpec, base_identity
 from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.checkpoint.base_files import BaseFiles
@@ -168,6 +169,7 @@ def test_an_adapter_that_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_
     [
         {"peft_type": "IA3"},
         {"r": 0},
+        {"r": 10**30},
         {"r": "8"},
         {"lora_alpha": None},
         {"target_modules": "all-linear"},
@@ -189,6 +191,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(adapter: Path) -> None:
     refused(adapter, "IDLM-0613", "down_proj.lora_A.weight is [3, 64], adapter_config.json says [4, 64]")
     edit(adapter / ADAPTER_CONFIG, r=3, target_modules=["q_proj"])
     refused(adapter, "IDLM-0613", "24 not used", "down_proj.lora_A.weight")
+    edit(adapter / ADAPTER_CONFIG, target_modules=[*SPEC.targets, "nope"])
+    refused(adapter, "IDLM-0613", "target_modules names 1 that the base does not have: nope")
     edit(adapter / ADAPTER_CONFIG, target_modules=list(SPEC.targets))
     stored = load_file(adapter / WEIGHTS_FILE)
     lost = next(name for name in stored if "layers.1.mlp.up_proj.lora_B" in name)
@@ -198,6 +202,14 @@ def test_tensors_that_do_not_fit_are_refused_by_name(adapter: Path) -> None:
     refused(adapter, "IDLM-0613", f"1 missing: {lost}", f"{MASK_ROW} is [31]")
     (adapter / WEIGHTS_FILE).write_bytes(b"short")
     refused(adapter, "IDLM-0607", WEIGHTS_FILE)
+
+
+def test_a_rank_is_compared_with_the_stored_tensors_before_it_is_allocated(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(adapter / ADAPTER_CONFIG, r=MAX_RANK)
+    monkeypatch.setattr(weights, "copy", lambda targets, files: pytest.fail("weights of the base are read"))
+    refused(adapter, "IDLM-0613", f"is [3, 64], adapter_config.json says [{MAX_RANK}, 64]")
 
 
 def test_a_mask_id_outside_the_base_needs_a_row_of_its_own(qwen: Path, tmp_path: Path) -> None:
