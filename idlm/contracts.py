@@ -97,6 +97,11 @@ class SamplingParams:
         None,
     )
     stop: tuple[str, ...] = option("strings that end the answer", ())
+    stop_in_reasoning: bool | None = option(
+        "stop strings act in the <think> block that begins an answer too; null: if the chat template has no "
+        "such tags",
+        None,
+    )
     stop_token_ids: tuple[int, ...] = option("token ids that end the answer", ())
     ignore_eos: bool = option("continue past the end-of-sequence token", False)
     logprobs: int | None = option(
@@ -159,6 +164,11 @@ class SamplingParams:
             ),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
             ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
+            (
+                "stop_in_reasoning",
+                isinstance(self.stop_in_reasoning, bool | None),
+                "true, false or null",
+            ),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("logprobs", _is_count(self.logprobs), f"an integer in [0, {MAX_LOGPROBS}]"),
             ("prompt_logprobs", _is_count(scores), f"an integer in [0, {MAX_LOGPROBS}]"),

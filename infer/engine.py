@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, Exactness, SamplingParams, TokenLogprob
 from idlm.errors import UserError
+from idlm.infer.answer_text import AnswerText
 from idlm.infer.build import build
 from idlm.infer.errors import (
     MIN_CONSECUTIVE_OOM,
@@ -33,14 +34,13 @@ from idlm.infer.errors import (
 from idlm.infer.interrupts import uninterrupted
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
-from idlm.infer.request import AnswerText, Request, strip_stop_id
+from idlm.infer.request import Request, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
 from idlm.infer.structured.grammar import Compiling
-from idlm.text.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,8 @@ class Engine:
             for request in samples:
                 self._num_added += 1
                 self._active.setdefault(request_id, []).append(request)
-                stop = request.params.stop
-                if (stop or streams) and self.tokenizer is not None:
-                    self._texts[request] = AnswerText(Detokenizer(self.tokenizer), stop)
+                if (request.params.stop or streams) and self.tokenizer is not None:
+                    self._texts[request] = AnswerText.of(self.tokenizer, request.prompt_ids, request.params)
                 self.scheduler.add(request)
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:

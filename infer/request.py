@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.contracts import Completion, SamplingParams, TokenLogprob
 from idlm.errors import UserError
-from idlm.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from idlm.infer.structured.grammar import Grammar
@@ -201,57 +200,3 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
             "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
         )
     return token_ids
-
-
-class AnswerText:
-    """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out."""
-
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer, self.has_stops = detokenizer, bool(stop)
-        # By first character, so that a long list costs little where none of its strings begins.
-        self._stops: dict[str, list[str]] = {}
-        for text in stop:
-            self._stops.setdefault(text[0], []).append(text)
-        self._held = ""
-        self._released: list[str] = []
-        self.is_stopped = False
-
-    @property
-    def text(self) -> str:
-        """All released text."""
-        return "".join(self._released)
-
-    def push(self, token_ids: list[int]) -> str:
-        """Append tokens; returns the newly released text."""
-        return self._release(self._detokenizer.push(token_ids), is_last=False)
-
-    def finish(self) -> str:
-        """End the answer; returns the text that was held back."""
-        return self._release(self._detokenizer.flush(), is_last=True)
-
-    def _release(self, delta: str, *, is_last: bool) -> str:
-        if self.is_stopped:
-            return ""
-        if not self.has_stops:
-            self._released.append(delta)
-            return delta
-        self._held += delta
-        begins = [(place, stops) for place, char in enumerate(self._held) if (stops := self._stops.get(char))]
-        hits = (place for place, stops in begins if self._held.startswith(tuple(stops), place))
-        hit = next(hits, None)
-        if hit is not None:
-            self.is_stopped = True
-            released, self._held = self._held[:hit], ""
-        else:
-            cut = len(self._held) if is_last else self._first_open(begins)
-            released, self._held = self._held[:cut], self._held[cut:]
-        self._released.append(released)
-        return released
-
-    def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:
-        """First position from which the held text, to its end, is the beginning of a stop string."""
-        for place, stops in begins:
-            rest = self._held[place:]
-            if any(stop.startswith(rest) for stop in stops):
-                return place
-        return len(self._held)

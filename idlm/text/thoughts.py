@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from idlm.errors import UserError
 from idlm.text.rendering import Rendering
+from idlm.text.tokenizer import plain_text
 
 OPEN, CLOSE = "<think>", "</think>"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TAGS = re.compile(f"({OPEN}|{CLOSE})")
 _PREFILL = re.compile(rf"(?:{OPEN}\s*(?:{CLOSE}\s*)?|{CLOSE}\s*)\Z")
+LAST_TOKENS = 8
+"""Tokens of a prompt that are read to see where it ends; tags may be a few tokens."""
 _EMPTY_BLOCK = re.compile(rf"(?:{OPEN}\s*)?{CLOSE}\s*")
 
 
@@ -56,6 +59,11 @@ def split_prefill(prompt: str) -> tuple[str, str]:
     """Return a prompt as its text and the `<think>`, the empty block or the `</think>` that ends it."""
     found = _PREFILL.search(prompt)
     return (prompt, "") if found is None else (prompt[: found.start()], prompt[found.start() :])
+
+
+def is_opened(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
+    """Return whether a prompt ends within the tags, so that its answer begins with reasoning."""
+    return plain_text(tokenizer, prompt_ids[-LAST_TOKENS:]).rstrip().endswith(OPEN)
 
 
 def is_closed(prefill: str) -> bool:

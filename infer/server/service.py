@@ -21,11 +21,11 @@ from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_err
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
-from idlm.infer.server.parsers.think import BEGIN as BEGIN_THINK
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcess
 from idlm.text.templates import all_template_text
+from idlm.text.thoughts import is_opened
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 
 QUEUE_FACTOR = 16
@@ -34,8 +34,6 @@ LIMITS = (
     *("drain_seconds", "engine_timeout"),
 )
 DRAIN_POLL_SECONDS = 0.05
-LAST_TOKENS = 8
-"""Tokens of a prompt that are read to see where it ends; tags may be a few tokens."""
 
 
 class Service:
@@ -114,6 +112,8 @@ class Service:
         body.check()
         with self._checked(body, "messages"):
             params = self._admit(body, num_prompts=1)
+            if params.stop and params.stop_in_reasoning is None:
+                params = dataclasses.replace(params, stop_in_reasoning=not self._thinks(body))
             thinking = body.thinking(self.config.enable_thinking)
             messages, tools = body.plain_messages(), [tool.plain() for tool in body.callable_tools]
             self._check_tools(bool(tools))
@@ -137,16 +137,20 @@ class Service:
 
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
         """The parser of one answer to a conversation."""
-        template, config = all_template_text(self.tokenizer), self.config
-        # Tools alone leave text free, unless one must be called.
-        is_constrained = body.must_call or body.has_whole_constraint
-        prompt_end = self.token_texts.whole(prompt_ids[-LAST_TOKENS:]).rstrip()
+        thinks = self._thinks(body)
         return AnswerParser(
-            # A constrained answer is content from its first token on.
-            thinks=not is_constrained and parses_reasoning(config.reasoning_parser, template),
-            is_open=not is_constrained and prompt_end.endswith(BEGIN_THINK),
+            thinks=thinks,
+            is_open=thinks and is_opened(self.tokenizer, prompt_ids),
             calls=bool(body.callable_tools),
         )
+
+    def _thinks(self, body: ChatRequest) -> bool:
+        """Whether an answer may begin with reasoning. One that is constrained, not by tools that it may call
+        alone, is content from its first token on.
+        """
+        is_constrained = body.must_call or body.has_whole_constraint
+        template = all_template_text(self.tokenizer)
+        return not is_constrained and parses_reasoning(self.config.reasoning_parser, template)
 
     def _check_tools(self, has_tools: bool) -> None:
         """Raise ApiError for tools that nothing tells the model about, or whose calls nothing reads."""

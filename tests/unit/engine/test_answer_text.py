@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from idlm.infer.request import AnswerText
+from idlm.contracts import SamplingParams
+from idlm.infer.answer_text import AnswerText, Thought
 from idlm.text.detokenizer import Detokenizer
+from idlm.text.tokenizer import load_tokenizer
+from tests.small_tokenizers import save_tagged
 
 ALPHABET = "abc"
+HIDDEN = {3: "<x>", 4: "<yy>", 5: "<x><"}
 
 
 class _Letters(Detokenizer):
-    """Token ids are letters."""
+    """Token ids are letters, or no text."""
 
-    def __init__(self) -> None:
+    def __init__(self, alphabet: str = ALPHABET) -> None:
         """Without a tokenizer."""
+        self._alphabet = alphabet
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return "".join(ALPHABET[token_id] for token_id in token_ids)
+        return "".join(self._alphabet[idx] for idx in token_ids if idx < len(self._alphabet))
 
     def flush(self) -> str:
         return ""
@@ -52,3 +60,72 @@ def test_text_ends_before_the_first_stop_and_is_never_taken_back(seed: int) -> N
             assert not held or any(stop.startswith(held) for stop in stops), "held back for nothing"
         released += answer.finish()
         assert released == answer.text == (text if not answer.is_stopped else _cut(text, stops))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stops_name_tokens_that_are_not_shown(seed: int) -> None:
+    """Against a search in text where each named token is one letter more, which is left out at the end."""
+    dice, letters = random.Random(seed), {"<x><": "Z", "<x>": "X", "<yy>": "Y"}
+    for _ in range(200):
+        parts = [*ALPHABET, *letters]
+        stops = tuple("".join(dice.choices(parts, k=dice.randint(1, 3))) for _ in range(dice.randint(1, 3)))
+        # At each place the longest name, as tokenizers read it.
+        marked = [re.sub("<x><|<x>|<yy>", lambda found: letters[found[0]], stop) for stop in stops]
+        named = {idx: letters[name] for idx, name in HIDDEN.items() if any(name in each for each in stops)}
+        answer, whole, released = AnswerText(_Letters(), stops, hidden=HIDDEN), "", ""
+        for _ in range(20):
+            token_id = dice.randrange(6)
+            whole += named.get(token_id) or _Letters().push([token_id])
+            released += answer.push([token_id])
+            shown = whole.translate(str.maketrans("", "", "XYZ"))
+            cuts = [_cut(shown, stops), _cut(whole, tuple(marked))]
+            found = [cut.translate(str.maketrans("", "", "XYZ")) for cut in cuts if cut is not None]
+            assert answer.is_stopped == bool(found), (stops, whole)
+            if found:
+                assert released == answer.text == min(found, key=len)
+                break
+            assert shown.startswith(released)
+        assert released + answer.finish() == answer.text == (released if answer.is_stopped else shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>a\n\nbS</think>\n\nc\n\nd", False, "<think>a\n\nbS</think>\n\nc"),
+        (" \n<think>S", False, " \n<think>S"),
+        ("<thiS", False, "<thi"),
+        ("<think>", False, "<think>"),
+        ("<think></think>S", False, "<think></think>"),
+        ("a<think>S</think>", False, "a<think>"),
+        ("S</thinkS</think>aS", True, "S</thinkS</think>a"),
+        ("</think>\n\n\nS", True, "</think>\n\n\n"),
+        ("\n\n", False, ""),
+    ],
+)
+def test_stops_do_not_act_in_reasoning(text: str, is_open: bool, expected: str) -> None:
+    alphabet = "".join(sorted(set(text)))
+    for size in range(1, len(text) + 1):
+        answer = AnswerText(_Letters(alphabet), ("S", "\n\n"), thought=Thought(is_open=is_open))
+        ids = [alphabet.index(char) for char in text]
+        pieces = [answer.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+        assert "".join([*pieces, answer.finish()]) == answer.text == expected
+        assert answer.is_stopped == (expected != text)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_which_stops_act_for_a_checkpoint(tmp_path: Path, special: bool) -> None:
+    tokenizer = load_tokenizer(save_tagged(tmp_path, special=special))
+
+    def text_of(answer: str, prompt: str = "a", **settings: Any) -> str:
+        params = SamplingParams(stop=("b", "<|im_end|>c", "</tool_call>"), **settings)
+        found = AnswerText.of(tokenizer, tokenizer.encode(prompt), params)
+        return found.push(tokenizer.encode(answer)) + found.finish()
+
+    assert text_of("a<|im_end|>") + text_of("a<|im_end|>c") + text_of("ac</tool_call>") == "aaac"
+    # The template has the tags.
+    assert text_of("<think>b</think>aba") == "<think>b</think>a"
+    assert text_of("b</think>aba", "<think>\n") == "b</think>a"
+    assert text_of("<think>b</think>", stop_in_reasoning=True) == "<think>"
+    tokenizer.chat_template = "{{ messages }}"
+    assert text_of("<think>b</think>") == "<think>"
+    assert text_of("<think>b</think>aba", stop_in_reasoning=False) == "<think>b</think>a"
