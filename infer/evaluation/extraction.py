@@ -4,13 +4,22 @@ mathematical answers.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
+import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
 
 from idlm.infer.evaluation.mathematics.equality import MATH_VERIFY
 
 BOXED = r"\boxed{"
-_BLOCK = re.compile(r"```(?:python|python3|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^`~]*)")
+_PLACE = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
+_PYTHON = re.compile(r"\{?\.?i?py(?:thon)?[\d.]*(?!\w)", re.IGNORECASE)
 _FUNCTION = re.compile(r"^\s*(?:async )?def \w+", re.MULTILINE)
+MAX_FENCES = 16
+"""Lines with a fence that are tried as the end of a block."""
 
 
 def strip_thinking(text: str) -> str:
@@ -34,10 +43,81 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def function_block(text: str) -> str | None:
-    """Return the last Python code block after the thinking that defines a function, or None."""
-    blocks = [block for block in _BLOCK.findall(strip_thinking(text)) if _FUNCTION.search(block)]
-    return blocks[-1] if blocks else None
+def function_block(text: str, names: Sequence[str] = ()) -> str | None:
+    """Return the last Python code block after the thinking that defines one of the `names`, else the last one
+    with any function, or None.
+    """
+    blocks = python_blocks(strip_thinking(text))
+    wanted = [block for block in blocks if any(_defines(block, name) for name in names)]
+    found = wanted or [block for block in blocks if _FUNCTION.search(block)]
+    return found[-1] if found else None
+
+
+def python_blocks(text: str) -> list[str]:
+    """The contents of fenced blocks whose info string says Python or nothing, without their indentation.
+
+    A fence may follow the mark of a list or quotation or, if it says Python, any text. A block of Python ends
+    at the first fence before which it can be parsed, since a docstring may hold fences too.
+    """
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    blocks, place = [], 0
+    while place < len(lines):
+        opened = _OPEN.fullmatch(lines[place])
+        place += 1
+        if opened is None:
+            continue
+        is_alone = bool(_PLACE.fullmatch(opened["before"]))
+        if _says_python(opened) or (is_alone and not opened["info"]):
+            code, place = _block(lines, place, opened["fence"], opened["before"] if is_alone else "")
+            blocks.append(code)
+        elif is_alone:
+            place = _end(lines, place, opened["fence"])
+        # What ends a block may begin the next one.
+        if place < len(lines) and not _says_python(_OPEN.fullmatch(lines[place])):
+            place += 1
+    return blocks
+
+
+def _block(lines: list[str], start: int, fence: str, before: str) -> tuple[str, int]:
+    """The code of a block of Python, and the line that ends it."""
+    ends = (place for place in range(start, len(lines)) if fence in lines[place])
+    for end in itertools.islice(ends, MAX_FENCES):
+        last = lines[end].partition(fence)[0]
+        if last.lstrip().startswith("#"):
+            continue
+        code = _code([*lines[start:end], last], before)
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            ast.parse(code)
+            return code, end
+    end = _end(lines, start, fence)
+    return _code(lines[start:end], before), end
+
+
+def _end(lines: list[str], start: int, fence: str) -> int:
+    """The next line that is a fence alone or begins Python."""
+    for place in range(start, len(lines)):
+        line = lines[place].strip("> \t")
+        if (line.startswith(fence) and not line.strip(fence[0])) or _says_python(_OPEN.fullmatch(line)):
+            return place
+    return len(lines)
+
+
+def _says_python(opened: re.Match[str] | None) -> bool:
+    return opened is not None and bool(_PYTHON.match(opened["info"]))
+
+
+def _code(lines: list[str], before: str) -> str:
+    """Lines of a block without what stands `before` its fence."""
+    if ">" in before:
+        lines, before = [re.sub(r"^(?:[ \t]*>)+ ?", "", line) for line in lines], ""
+    indents = (min(len(before), len(line) - len(line.lstrip())) for line in lines)
+    code = "\n".join(line[indent:] for line, indent in zip(lines, indents, strict=True)).rstrip() + "\n"
+    return textwrap.dedent(code) if code.lstrip("\n")[:1].isspace() else code
+
+
+def _defines(block: str, name: str) -> bool:
+    found = rf"^(?:(?:async )?def|class) {re.escape(name)}\b|^{re.escape(name)}\s*(?::[^=\n]*)?=(?!=)"
+    return re.search(found, block, re.MULTILINE) is not None
 
 
 def same_answer(given: str, expected: str) -> bool:

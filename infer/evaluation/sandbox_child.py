@@ -9,6 +9,7 @@ plain data (`sandbox_candidate.py`), so no object of the candidate takes part in
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import signal
@@ -17,18 +18,22 @@ import sys
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import sandbox_candidate as wire  # type: ignore[import-not-found]
+import sandbox_candidate as wire_format  # type: ignore[import-not-found]
 import sandbox_namespaces as namespaces  # type: ignore[import-not-found]
 
-MAX_REASON, MAX_REPLY = 2000, 1 << 20
+MAX_REASON, MAX_REPLY = 2000, 1 << 23
 
 
 class Timeout(BaseException):
     """The time is over; not an Exception, which a test might catch."""
 
 
+class Lost(BaseException):
+    """There is no answer of the candidate; not an Exception, for the same reason."""
+
+
 class Candidate:
-    """The process of the candidate's text. `call` raises RuntimeError with what the candidate raised."""
+    """The process of the candidate's text."""
 
     def __init__(self, python: str, source: str, code: str) -> None:
         pipe = subprocess.PIPE
@@ -40,26 +45,51 @@ class Candidate:
             env={},
             start_new_session=True,
         )
-        self._ask({"code": code})
+        reply = self._ask({"code": code})
+        if "error" in reply:
+            raise Lost(str(reply["error"])[:MAX_REASON])
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the candidate; the result is plain data."""
-        return wire.unpack(self._ask({"call": name, "args": wire.pack([list(args), kwargs])}))
+        """Call a function of the candidate, which may change its arguments; the result is plain data. Raises
+        what it raises, as the nearest built-in class.
+        """
+        wire = wire_format.Wire()
+        reply = self._ask({"call": name, **wire.give(args, kwargs)})
+        for number, contents in reply.get("changed", ()):
+            wire.refill(number, contents)
+        if "error" in reply:
+            raise _exception(wire, reply)
+        return wire.unpack(reply.get("value"))
 
-    def _ask(self, message: dict[str, Any]) -> Any:
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise RuntimeError("the program ended") from None
+            raise Lost("the program ended") from None
         line = self._process.stdout.readline(MAX_REPLY)
         if not line.endswith(b"\n"):
-            raise RuntimeError(f"the program ended, or its answer has more than {MAX_REPLY} bytes")
+            raise Lost(f"the program ended, or its answer has more than {MAX_REPLY} bytes")
         reply = json.loads(line)
-        if not isinstance(reply, dict) or "error" in reply:
-            raise RuntimeError(str(reply["error"] if isinstance(reply, dict) else reply)[:MAX_REASON])
-        return reply.get("value")
+        if not isinstance(reply, dict):
+            raise Lost("the program sent something else than an answer")
+        return reply
+
+
+def _exception(wire: Any, reply: dict[str, Any]) -> BaseException:
+    """What the candidate raised, with its own words as a note; Lost if it left by an exit."""
+    kinds = [getattr(builtins, str(name), None) for name in reply["kinds"]]
+    kinds = [each for each in kinds if isinstance(each, type) and issubclass(each, Exception)]
+    told = str(reply["error"])[:MAX_REASON]
+    if not kinds:
+        return Lost(told)
+    try:
+        error = kinds[0](*map(wire.unpack, reply["args"]))
+    except (TypeError, RuntimeError):
+        error = kinds[-1](told)
+    error.add_note(told)
+    return error
 
 
 def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
@@ -76,14 +106,15 @@ def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
             name: lambda *args, _as=known_as, **kwargs: candidate.call(_as, args, kwargs)
             for name, known_as in request["functions"].items()
         }
-        wire.run_text("test", request["test"], stubs)
+        wire_format.run_text("test", request["test"], stubs)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Timeout:
         return {"passed": False, "reason": f"no result after {request['seconds']:g} s"}
-    except RuntimeError as error:
-        return {"passed": False, "reason": str(error)[:MAX_REASON]}
+    except Lost as error:
+        return {"passed": False, "reason": str(error)}
     except BaseException as error:
-        return {"passed": False, "reason": f"{type(error).__name__}: {error}"[:MAX_REASON]}
+        told = getattr(error, "__notes__", None) or [f"{type(error).__name__}: {error}"]
+        return {"passed": False, "reason": told[0][:MAX_REASON]}
     return {"passed": True, "reason": ""}
 
 
@@ -120,7 +151,7 @@ def build(request: dict[str, Any], source: str, ready: int, mapped: int) -> NoRe
 def main() -> None:
     """Read a request from standard input; one line of JSON on standard output is the result."""
     request = json.loads(sys.stdin.buffer.read())
-    with open(wire.__file__, encoding="utf-8") as file:
+    with open(wire_format.__file__, encoding="utf-8") as file:
         source = file.read()
     ready, tell_ready = os.pipe()
     mapped, tell_mapped = os.pipe()

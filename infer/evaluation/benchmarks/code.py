@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from typing import ClassVar
 
 from idlm.errors import UserError
@@ -36,11 +37,15 @@ class CodeTask(FileTask):
         return task
 
     def judge(self, record: Record, response: str) -> Verdict:
-        code = function_block(response)
+        code = function_block(response, self.wanted(record))
         if code is None:
             return verdict_of(is_correct=False, reason="no Python code block with a function")
         outcome = self.sandbox.run(self.program(record, code))
         return verdict_of(is_correct=outcome.passed, reason=outcome.reason)
+
+    def wanted(self, record: Record) -> list[str]:
+        """The names that the tests call."""
+        raise AssertionError(record)
 
     def program(self, record: Record, code: str) -> Program:
         """What is run for a record."""
@@ -59,6 +64,9 @@ class HumanEval(CodeTask):
 
     def reference(self, record: Record) -> str:
         return f"{record['prompt']}{record['canonical_solution']}"
+
+    def wanted(self, record: Record) -> list[str]:
+        return [record["entry_point"]]
 
     def program(self, record: Record, code: str) -> Program:
         """The problem's own imports and helpers come first, for the code and for the test."""
@@ -100,6 +108,10 @@ class Mbpp(CodeTask):
 
     def reference(self, record: Record) -> str:
         return str(record["code"])
+
+    def wanted(self, record: Record) -> list[str]:
+        tests = "\n".join(record["test_list"])
+        return [name for name in defined_names(record["code"]) if re.search(rf"\b{name}\b", tests)]
 
     def program(self, record: Record, code: str) -> Program:
         """The tests reach the functions and classes that the reference defines, and no other name of the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,63 @@ def test_the_last_code_block_with_a_function() -> None:
     assert function_block(f"<think>```python\n{first}```</think> no") is None
     assert function_block(f"cut off ```python\n{last}") == last
     assert function_block("def f(): pass") is None
+
+
+CODE = "def f(x):\n    return x\n"
+LISTED = "".join(f"   {line}\n" for line in CODE.splitlines())
+DOCSTRING = "def f(x):\n    '''Use:\n    ```{}\n    f(1)\n    ```\n    '''\n    return x\n"
+ANSWERS = {
+    "after a shell block": f"```bash\npip install x\n```\nThen:\n```python\n{CODE}```",
+    "after a text block": f"Example:\n```text\nin\n```\n\n```python\n{CODE}```\n",
+    "between JSON and output": f"```json\n{{}}\n```\nso\n```python\n{CODE}```\n```text\n1\n```\n",
+    "after a transcript": f"```pycon\n>>> f(1)\n```\n```python\n{CODE}```",
+    "after C++": f"```c++\nint f();\n```\n\n```python\n{CODE}```",
+    "after an open block": f"```sh\nrun\n\n```python\n{CODE}```",
+    "CRLF": f"```python\n{CODE}```".replace("\n", "\r\n"),
+    "CR": f"```python\n{CODE}```".replace("\n", "\r"),
+    "space before the language": f"``` python\n{CODE}```",
+    "title": f"```python title=a.py\n{CODE}```",
+    "braces": f"```{{.python .numberLines}}\n{CODE}```",
+    "py3": f"```py3\n{CODE}```",
+    "python3.11": f"```Python3.11\n{CODE}```",
+    "no language": f"```\n{CODE}```",
+    "tildes": f"~~~python\n{CODE}~~~",
+    "four backticks": f"````python\n{CODE}````",
+    "fences in a docstring": f"```python\n{DOCSTRING.format('')}```",
+    "Python in a docstring": f"```python\n{DOCSTRING.format('python')}```\nDone.",
+    "fences in a comment": f"```python\n# ```\n# f(1)\n# ```\n{CODE}```",
+    "in a list": f"1. Do:\n   ```python\n{LISTED}   ```",
+    "at a list's mark": f"- ```python\n{LISTED}  ```",
+    "quoted": "> ```python\n" + "".join(f"> {line}\n" for line in CODE.splitlines()) + "> ```",
+    "indented in its block": f"```python\n{LISTED}```",
+    "fence after the code": f"```python\n{CODE[:-1]}```",
+    "fence after a text": f"So: ```python\n{CODE}```",
+    "text after the fence": f"```python\n{CODE}```That is it.\n```python\nf(1)\n```",
+    "block after block": f"```python\nx = 1\n```python\n{CODE}```",
+    "code that does not end": f"```python\n{CODE}",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_code_is_found_in_every_form_of_block(answer: str) -> None:
+    [found] = [
+        each for each in ast.parse(function_block(answer) or "").body if isinstance(each, ast.FunctionDef)
+    ]
+    assert (found.name, ast.unparse(found.body[-1])) == ("f", "return x")
+
+
+def test_the_block_that_defines_the_wanted_function_comes_first() -> None:
+    tests = f"```python\n{CODE}```\nTests:\n```python\ndef test_f():\n    assert f(1) == 1\n```"
+    assert function_block(tests, ["f"]) == CODE
+    assert function_block(tests, ["g"]) == function_block(tests) != CODE
+    assert function_block("```py\nf = lambda x: x\n```", ["f"]) == "f = lambda x: x\n"
+    assert function_block("```py\nf == 1\n```", ["f"]) is None
+
+
+@pytest.mark.sweep
+def test_many_fences_take_no_time() -> None:
+    for text in ("```\n", "```python\n", "```\nx = (\n", "`", "``` `"):
+        assert function_block(text * 5000) is None
 
 
 def test_thinking_that_never_ends_is_no_answer() -> None:

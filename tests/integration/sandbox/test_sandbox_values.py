@@ -1,0 +1,125 @@
+"""What passes between a generated program and its test: results, arguments that it changes, exceptions."""
+
+from __future__ import annotations
+
+from idlm.infer.evaluation.sandbox import Outcome
+from tests.integration.sandbox.test_sandbox import judged, needs_sandbox
+
+VALUES = """
+{'a': 1}.keys()
+{'a': [1]}.items()
+list({'a': [1]}.values())
+sorted({3: 1, 2: 0}.values())
+collections.deque([1, 2], maxlen=2)
+Decimal('1.10')
+[Decimal('NaN').is_nan(), Decimal(10) ** 40]
+Fraction(-3, 4)
+datetime.date(2024, 2, 29)
+datetime.datetime(2024, 2, 29, 12, 30, 1, 5)
+datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc)
+datetime.time(23, 59)
+datetime.timedelta(days=-1, seconds=3)
+array.array('d', [1.5])
+memoryview(b'ab')
+bytearray(b'ab')
+collections.OrderedDict(b=1, a=2)
+collections.defaultdict(list, {(1, 2): [Decimal(1)]})
+collections.Counter('abb')
+collections.namedtuple('P', 'x y')(1, 2)
+frozenset({Fraction(1, 2), 2})
+[{1: (2, [3.5, None])}, {4}, 2j, True]
+range(0, 9, 2)
+"""
+CHANGES = """
+x = [3, 1, 2] | x.sort()
+x = [3, 1, 2] | x.reverse()
+x = [1] | x.append([2])
+x = [1, 2] | x.clear()
+x = [[1, 2], [3]] | x[0].pop()
+x = [[1], [2]] | x.reverse()
+x = [[1], [2]] | x[0].extend(x[1])
+x = [[0] * 2 for _ in range(2)] | x[1][0] = 7
+x = {'a': 1} | x.update(b=2)
+x = {'a': [1]} | x['a'].append(2)
+x = {'a': 1} | del x['a']
+x = {2: 1, 1: 2} | [x.pop(k) for k in list(x)[:1]]
+x = {1, 2} | x.add(3)
+x = {1, 2} | x -= {1}
+x = collections.deque([1, 2]) | x.rotate()
+x = collections.deque([1, 2]) | x.appendleft(0)
+x = bytearray(b'ab') | x[0] = 99
+x = collections.Counter('ab') | x.update('b')
+x = collections.defaultdict(int) | x[3] = 1
+x = ([1], {}) | x[1][2] = x[0].pop()
+x = [1, 2] | x.pop(); raise KeyError(3)
+"""
+RAISED = """
+ValueError('a')
+TypeError()
+KeyError('k')
+IndexError(3)
+ZeroDivisionError('division by zero')
+AssertionError('no')
+NotImplementedError()
+OverflowError(34, 'b')
+AttributeError('x')
+NameError('y')
+RuntimeError('r')
+RecursionError('deep')
+StopIteration(3)
+EOFError()
+OSError(2, 'gone')
+FileNotFoundError(2, 'gone')
+PermissionError(1, 'no')
+UnicodeDecodeError('utf-8', b'x', 0, 1, 'bad')
+MemoryError()
+ArithmeticError([1])
+LookupError((1, 2))
+"""
+LIBRARIES = (
+    "import array, collections, copy, datetime\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+)
+
+
+def _lines(text: str) -> list[str]:
+    found = text.strip().splitlines()
+    assert len(found) >= 20
+    return found
+
+
+@needs_sandbox
+def test_results_of_the_standard_library_are_equal_to_themselves() -> None:
+    lines = _lines(VALUES)
+    code = f"{LIBRARIES}\nimport sys\nsys.setrecursionlimit(500)\ndef f(n): return [{', '.join(lines)}][n]"
+    test = f"{LIBRARIES}\nfor n, x in enumerate([{', '.join(lines)}]):\n    assert f(n) == x, (n, f(n))\n"
+    test += "assert isinstance(f(4), collections.deque) and str(f(5)) == '1.10'\n"
+    test += "assert list(f(1)) == [('a', [1])] and set(f(0)) == {'a'}"
+    assert judged(code, test) == Outcome(passed=True, reason="")
+
+
+@needs_sandbox
+def test_arguments_that_a_program_changes_are_changed_in_the_test() -> None:
+    code, test = LIBRARIES, LIBRARIES
+    for number, (given, change) in enumerate(line.split(" | ") for line in _lines(CHANGES)):
+        code += f"def f{number}(x):\n    {change}\n"
+        test += f"def local(x):\n    {change}\n{given}\nheld, twin = x, copy.deepcopy(x)\n"
+        test += f"for call in (f{number}, local):\n    try: call(x if call is not local else twin)\n"
+        test += f"    except KeyError: pass\nassert x == twin and x is held, ({number}, x, twin)\n"
+    code += "def same(x, y): return x is y and [x, y]\n"
+    test += "x = [1]\nassert same(x, x)[0] is x and not same([1], [1])\n"
+    names = tuple(f"f{number}" for number in range(len(_lines(CHANGES))))
+    assert judged(code, test, (*names, "same")) == Outcome(passed=True, reason="")
+
+
+@needs_sandbox
+def test_exceptions_that_a_test_expects_are_raised_there() -> None:
+    lines = _lines(RAISED)
+    code = f"class Own(ValueError): pass\ndef f(n): raise [{', '.join(lines)}, Own('own')][n]"
+    test = f"for n, x in enumerate([{', '.join(lines)}, ValueError('own')]):\n    try: f(n)\n"
+    test += "    except Exception as e: assert type(e) is type(x) and e.args == x.args, (n, e)\n"
+    test += "    else: assert False, n\n"
+    assert judged(code, test) == Outcome(passed=True, reason="")
+    assert judged(code, f"f({len(lines)})").reason == "Own: own"
+    swallowed = "try: f()\nexcept Exception: pass\nassert True"
+    assert "the program ended" in judged("import os\ndef f(): os._exit(0)", swallowed).reason
+    assert judged("def f(): raise SystemExit(0)", swallowed).reason == "SystemExit: 0"
