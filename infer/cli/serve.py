@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from idlm.cli import command
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.config import ServeConfig
 
@@ -32,7 +32,7 @@ def serve(arguments: list[str]) -> int:
         raise UserError(
             "IDLM-0704",
             f"idlm-serve needs the package {error.name}",
-            fix="pip install -e '.[serve]' in the clone of idlm",
+            fix=f"install the extra serve: {install_command('serve')}",
         ) from error
     run_server(config, engine_arguments)
     return 0

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from idlm.contracts import SamplingParams
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import KEY_VARIABLE
 from idlm.infer.clients.loads import Job
 
@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     raise UserError(
         "IDLM-0704",
         f"url= needs the package {error.name}",
-        fix="pip install -e '.[serve]' in the clone of idlm",
+        fix=f"install the extra serve: {install_command('serve')}",
     ) from error
 
 CONNECT_SECONDS = 10.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.output import answer_file
 from idlm.infer.engine import Engine
@@ -40,7 +40,7 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
         raise UserError(
             "IDLM-0486",
             f"harness=lm_eval needs lm-eval, which is not installed ({error.name})",
-            fix="pip install -e '.[eval]' in the clone of idlm, or leave harness= out",
+            fix=f"install the extra eval: {install_command('eval')}; or leave harness= out",
         ) from error
     if config.data is None:
         raise UserError(

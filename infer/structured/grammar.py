@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from idlm.contracts import Constraint
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 from idlm.infer.structured.schemas import JSON_OPTIONS, answer_rules, read_warnings
 from idlm.infer.structured.vocabulary import Vocabulary
 from idlm.log import get_logger
@@ -279,7 +279,7 @@ def _llguidance() -> Any:
         raise UserError(
             "IDLM-0476",
             "constraint: answers that match a grammar need llguidance, which is not installed",
-            fix="install the extra: pip install -e '.[structured]' in the clone of idlm",
+            fix=f"install the extra structured: {install_command('structured')}",
         ) from error
 
 

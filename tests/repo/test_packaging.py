@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from idlm import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -124,5 +127,24 @@ def test_20_every_extra_that_a_message_or_a_page_names_exists() -> None:
     folders = (*PACKAGED, "benchmarks")
     texts = [path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")]
     texts += [(ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-    named = re.findall(r"(?:idlm|'\.)\[([\w,-]+)\]'", "\n".join(texts))
-    assert {"gpu", "flash-attn", "dev"} <= set(named) <= set(PROJECT["optional-dependencies"])
+    named = re.findall(r"(?:idlm|'\.)\[([\w,-]+)\]'|install_command\('([\w-]+)'\)", "\n".join(texts))
+    found = {name for pair in named for name in pair if name}
+    assert {"gpu", "flash-attn", "serve", "math", "eval", "dev"} <= found
+    assert found <= set(PROJECT["optional-dependencies"])
+
+
+def test_16_a_fix_installs_an_extra_from_the_clone_or_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errors.install_command("serve") == f"pip install -e '{ROOT}[serve]'"
+    lines = [
+        f"{line.partition(';')[0]}; {line.partition(';')[2] or 'True'} and extra == {extra!r}".replace(
+            "True and ", ""
+        )
+        for extra in ("serve", "structured", "math")
+        for line in PROJECT["optional-dependencies"][extra]
+    ]
+    monkeypatch.setattr(errors, "ROOT", ROOT / "tests")
+    monkeypatch.setattr(errors.metadata, "requires", lambda name: [*PROJECT["dependencies"], *lines])
+    packages = shlex.split(errors.install_command("serve"))
+    assert packages[:2] == ["pip", "install"]
+    names = {Requirement(package).name for package in packages[2:]}
+    assert {"fastapi", "uvicorn", "llguidance"} <= names and not names & {"idlm", "torch", "math-verify"}

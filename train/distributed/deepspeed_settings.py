@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters, num_elements
 from idlm.train.distributed.deepspeed_file import (
@@ -135,7 +135,7 @@ def prepare_environment(*, on_cpu: bool) -> None:
         raise UserError(
             "IDLM-0511",
             f"DeepSpeed cannot be imported: {error}",
-            fix="pip install -e '.[gpu]' in the clone of idlm, or train.zero_stage=null on one GPU",
+            fix=f"install the extra gpu: {install_command('gpu')}; or give train.zero_stage=null on one GPU",
         ) from error
     # DeepSpeed's use of torch's older names concerns no user of ours.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

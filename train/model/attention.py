@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 from idlm.kernels.split_attention import Visibility, split_attention_ranges, visibility
 from idlm.masks import PADDING_DOC, RowMeta, dense_mask
 from idlm.train.model.flex_mask import flex_block_mask
@@ -166,7 +166,7 @@ def _problem(
     if requested == "idlm_split" and not _is_installed("triton"):
         return (
             "needs Triton",
-            "pip install -e '.[gpu]' in the clone of idlm, or set model.attention=idlm_flex",
+            f"install the extra gpu: {install_command('gpu')}; or set model.attention=idlm_flex",
         )
     return flash_problem() if requested == "idlm_flash" else None
 
@@ -177,7 +177,7 @@ def flash_problem() -> tuple[str, str] | None:
         return None
     return (
         "needs FlashAttention 4",
-        "pip install -e '.[flash-attn]' in the clone of idlm, or set model.attention=auto",
+        f"install the extra flash-attn: {install_command('flash-attn')}; or set model.attention=auto",
     )
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from idlm.errors import UserError
+from idlm.errors import UserError, install_command
 
 CHILD = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0
@@ -77,7 +77,7 @@ def require_math_verify() -> None:
 
 
 def _missing(problem: str) -> UserError:
-    return UserError("IDLM-0488", problem, fix="pip install 'math-verify>=0.9,<0.10' (extra: math)")
+    return UserError("IDLM-0488", problem, fix=f"install the extra math: {install_command('math')}")
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
