@@ -22,13 +22,13 @@ class Detokenizer:
     """Turns a stream of token ids into pieces of text; the cuts between calls make no difference.
 
     A character split over several tokens is held back until it is complete or can no longer become so. Ids
-    without a token and hidden tokens are dropped. Mutable: one object per generated sequence. A stream of n
-    ids takes time in the order of n.
+    without a token are dropped, and hidden tokens unless `keeps_hidden`. Mutable: one object per generated
+    sequence. A stream of n ids takes time in the order of n.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, keeps_hidden: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._dropped = hidden_token_ids(tokenizer)
+        self._dropped = frozenset() if keeps_hidden else hidden_token_ids(tokenizer)
         # Decoding starts one settled group early, because some decoders strip the first token's space.
         self._context: list[int] = []
         self._before = ""

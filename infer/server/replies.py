@@ -7,12 +7,11 @@ pass; an answer has its `exactness`, and token ids if the request asks for them.
 from __future__ import annotations
 
 import functools
-import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from idlm import __version__
@@ -22,7 +21,8 @@ from idlm.infer.server.messages import Event, Figures, TokenEntry, joined
 from idlm.infer.server.parsers.answer import AnswerParser
 from idlm.infer.server.parsers.pieces import Piece
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
-from idlm.text.tokenizer import hidden_token_ids, plain_text
+from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
+from idlm.text.tokenizer import plain_text
 
 FLOOR = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold."""
@@ -37,22 +37,33 @@ class TokenTexts:
     """The texts of single tokens; of a checkpoint without a tokenizer, their ids."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = frozenset() if tokenizer is None else hidden_token_ids(tokenizer)
-        self.text = functools.lru_cache(maxsize=1 << 16)(self._text)
+        self.tokenizer = tokenizer
+        self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
+        self.told = functools.lru_cache(maxsize=1 << 16)(self._told)
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt; empty without a tokenizer."""
-        return "" if self._tokenizer is None else plain_text(self._tokenizer, token_ids)
+        return "" if self.tokenizer is None else plain_text(self.tokenizer, token_ids)
 
-    def length(self, token_id: int) -> int:
-        """Characters that a token adds to an answer's text, which has no hidden tokens."""
-        if self._tokenizer is None or token_id in self._hidden:
-            return 0
-        return len(self.text(token_id))
+    def text(self, token_id: int) -> str:
+        """The text of a token; of one that is no whole characters, its bytes as OpenAI writes them."""
+        return self.told(token_id)[0]
 
-    def _text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._tokenizer is None else plain_text(self._tokenizer, [token_id])
+    def by_text(self, logprobs: Mapping[int, float]) -> dict[str, float | None]:
+        """Log-probabilities by the texts of tokens; of equal texts, the later ones are named by their ids."""
+        named: dict[str, float | None] = {}
+        for token_id, logprob in logprobs.items():
+            text = self.text(token_id)
+            named[f"token_id:{token_id}" if text in named else text] = _finite(logprob)
+        return named
+
+    def _told(self, token_id: int) -> tuple[str, list[int]]:
+        """Text and bytes."""
+        encoded = f"token_id:{token_id}".encode() if self._bytes is None else self._bytes(token_id)
+        try:
+            return encoded.decode(), list(encoded)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded), list(encoded)
 
 
 class Reply(ABC):
@@ -287,8 +298,8 @@ class ChatReply(Reply):
         }
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._texts.text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        text, encoded = self._texts.told(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 
 
 class CompletionReply(Reply):
@@ -301,7 +312,8 @@ class CompletionReply(Reply):
     ) -> None:
         super().__init__(body, generation, model_name, texts)
         self._body = body
-        self._offsets: dict[int, int] = {}
+        self._places, self._prompt_places = dict[int, TokenPlaces](), dict[int, list[int]]()
+        self._num_chars = Counter[int]()
 
     def choice(self, index: int, event: Event) -> dict[str, Any]:
         """See `Reply`."""
@@ -312,6 +324,7 @@ class CompletionReply(Reply):
         """See `Reply`."""
         if is_first and self._body.echo:
             event = self._echoed(index, event)
+        self._num_chars[index] += len(event.text)
         if not (is_first or event.text or self._says(event)):
             return []
         return [{"index": index, "text": event.text, **self._rest(index, event)}]
@@ -325,21 +338,27 @@ class CompletionReply(Reply):
             scored = self._prompt_logprobs.get(place, ())
             own = [(token_id, logprob, top[: self._body.logprobs]) for token_id, logprob, top in scored]
             logprobs = [(token_ids[0], None, []), *own, *logprobs]
+            self._prompt_places[index] = prompt_places(self._texts.tokenizer, prompt, token_ids)
+            self._places[index] = TokenPlaces(self._texts.tokenizer, start=len(text))
         return event._replace(text=text + event.text, logprobs=logprobs)
 
     def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
-        """OpenAI's older shape; offsets go on where the sample's last chunk ended."""
+        """OpenAI's older shape; the alternatives of a token include it."""
         token_ids = [token_id for token_id, _, _ in event.logprobs]
-        lengths = map(self._texts.length, token_ids)
-        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets.get(index, 0))
         return {
             "tokens": [self._texts.text(token_id) for token_id in token_ids],
             "token_logprobs": [_finite(logprob) for _, logprob, _ in event.logprobs],
             "top_logprobs": [
-                None
-                if logprob is None
-                else {self._texts.text(token_id): _finite(value) for token_id, value in top}
-                for _, logprob, top in event.logprobs
+                None if logprob is None else self._texts.by_text({token_id: logprob, **dict(top)})
+                for token_id, logprob, top in event.logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": self._offsets(index, token_ids, is_last=event.figures is not None),
         }
+
+    def _offsets(self, index: int, token_ids: Sequence[int], *, is_last: bool) -> list[int]:
+        """Where the tokens of a chunk begin in the sample's text; tokens of a stop string are at its end."""
+        before = self._prompt_places.pop(index, [])
+        if index not in self._places:
+            self._places[index] = TokenPlaces(self._texts.tokenizer)
+        offsets = [*before, *self._places[index].push(token_ids[len(before) :])]
+        return [min(place, self._num_chars[index]) for place in offsets] if is_last else offsets

@@ -1,0 +1,112 @@
+"""Bytes and places of single tokens, and how log-probabilities tell them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from idlm.infer.server.messages import Event, Figures
+from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
+from idlm.text.detokenizer import answer_text
+from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
+from idlm.text.tokenizer import encode_text, load_tokenizer
+from tests.small_tokenizers import TEXTS, save_byte_fallback, save_byte_level, save_tagged
+
+SAVERS = {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback, "tagged": save_tagged}
+FIGURES = Figures("stop", 1, 1, 0, 1, [], [], "exact")
+
+
+@pytest.fixture(scope="module", params=SAVERS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(SAVERS[request.param](tmp_path_factory.mktemp(request.param)))
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return encode_text(tokenizer, text, after="\n")
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "é😊x", "¡­ÿ\x7f\x00"], ids=ascii)
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Any, text: str) -> None:
+    bytes_of = TokenBytes(tokenizer)
+    told = b"".join(map(bytes_of, tokenizer.encode(text, add_special_tokens=False))).decode()
+    # Sentencepiece begins a text with a space.
+    assert told in (text, f" {text}")
+
+
+def test_a_space_and_an_added_token_stay(tokenizer: Any) -> None:
+    texts, the = TokenTexts(tokenizer), tokenizer.encode(" the", add_special_tokens=False)
+    assert "".join(map(texts.text, the)).lstrip() == "the"
+    assert "".join(map(texts.text, the)).startswith(" ")
+    assert texts.told(tokenizer.eos_token_id) == (tokenizer.eos_token, [*tokenizer.eos_token.encode()])
+
+
+def test_places_count_characters(tokenizer: Any) -> None:
+    """A character's bytes all begin where it does, and special tokens take no place."""
+    eos = tokenizer.eos_token_id
+    first, second = (len(ids_of(tokenizer, character)) for character in "é😊")
+    answer = ids_of(tokenizer, "é😊x")
+    answer = [*answer[:first], eos, *answer[first:], eos]
+    text, places = answer_text(tokenizer, answer), TokenPlaces(tokenizer).push(answer)
+    assert text == "é😊x"
+    assert places == [*[0] * first, 1, *[1] * second, 2, 3]
+    for prompt in ("é😊x", f"é{tokenizer.eos_token}", "the"):
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        last = len(answer_text(tokenizer, ids[-1:])) or len(tokenizer.eos_token)
+        assert prompt_places(tokenizer, prompt, ids)[-1] == len(prompt) - last
+
+
+def completion(texts: TokenTexts, events: list[Event], **body: Any) -> list[dict[str, Any]]:
+    generation: Any = SimpleNamespace(prompts=[[1]], num_samples=1)
+    reply = CompletionReply(CompletionRequest(prompt="a", logprobs=2, **body), generation, "tiny", texts)
+    choices = [reply.deltas(0, event, is_first=False)[0] for event in events]
+    return [choice["logprobs"] for choice in choices]
+
+
+def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
+    texts = TokenTexts(tokenizer)
+    broken = [token for token in ids_of(tokenizer, "😊é") if len(texts.told(token)[1]) == 1]
+    first, *others = broken
+    values = {token: -float(place) for place, token in enumerate(others, start=1)}
+    event = Event("0-0", 0, [first], "", [(first, 0.0, [*values.items()])])
+    [told] = completion(texts, [event])
+    [top] = told["top_logprobs"]
+    assert [*top.values()] == [0.0, *values.values()] and told["tokens"] == [next(iter(top))]
+    # Also of two tokens whose bytes are equal.
+    assert TokenTexts(None).by_text({3: -1.0, 5: -2.0}) == {"token_id:3": -1.0, "token_id:5": -2.0}
+    texts.told = lambda _: ("a", [97])  # type: ignore[assignment]
+    assert texts.by_text({3: -1.0, 5: -2.0}) == {"a": -1.0, "token_id:5": -2.0}
+
+
+def test_the_drawn_token_is_among_its_alternatives(tokenizer: Any) -> None:
+    event = Event("0-0", 0, [40], "", [(40, -3.0, [(41, -0.5), (42, -1.0)])])
+    [told] = completion(TokenTexts(tokenizer), [event])
+    assert sorted(told["top_logprobs"][0].values()) == [-3.0, -1.0, -0.5]
+
+
+def test_no_place_is_beyond_the_text(tokenizer: Any) -> None:
+    """A stop string is cut off the text and not off the tokens."""
+    ids = ids_of(tokenizer, "abcd")[-4:]
+    entries: Any = [(token, 0.0, []) for token in ids]
+    [told] = completion(TokenTexts(tokenizer), [Event("0-0", 0, ids, "ab", entries, FIGURES)])
+    assert told["text_offset"] == [0, 1, 2, 2]
+
+
+def test_chats_tell_true_bytes(tokenizer: Any) -> None:
+    generation: Any = SimpleNamespace(prompts=[[1]], num_samples=1)
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "logprobs": True})
+    reply: Any = ChatReply(body, generation, "tiny", TokenTexts(tokenizer), lambda: None)  # type: ignore[arg-type,return-value]
+    ids = ids_of(tokenizer, "😊é")
+    event = Event("0-0", 0, ids, "", [(token, 0.0, [(token, 0.0)]) for token in ids])
+    told = reply._logprobs(0, event)["content"]
+    assert bytes(byte for each in told for byte in each["bytes"]).decode().strip() == "😊é"
+    assert [each["top_logprobs"][0]["bytes"] for each in told] == [each["bytes"] for each in told]
+
+
+def test_a_small_directory_without_a_decoder_loads(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.backend_tokenizer.decoder = None
+    assert TokenBytes(tokenizer)(tokenizer.encode("a")[0]) == b"a"
