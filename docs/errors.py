@@ -53,7 +53,9 @@ def text_of(node: ast.expr | None, local: dict[str, ast.expr]) -> str:
             return "".join(text_of(part, local) for part in parts)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return text_of(left, local) + text_of(right, local)
-        case ast.Call(func=ast.Name(id="install_command"), args=[ast.Constant(value=str(extra))]):
+        case ast.FormattedValue(
+            value=ast.Call(func=ast.Name(id="install_command"), args=[ast.Constant(value=str(extra))])
+        ):
             return f"pip install -e '.[{extra}]' in the clone"
         case ast.Name(id=name) if name in local:
             return text_of(local[name], {key: value for key, value in local.items() if key != name})

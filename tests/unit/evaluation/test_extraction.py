@@ -196,4 +196,4 @@ def test_math_verify_that_is_missing_or_broken_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="IDLM-0488: .*not installed") as caught:
         equality.MathVerify().are_equal("1", "2")
-    assert "math-verify" in caught.value.fix
+    assert "[math]" in caught.value.fix
