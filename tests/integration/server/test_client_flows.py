@@ -1,0 +1,166 @@
+"""Tools and structured answers through the clients that people use, on a model with a tokenizer like Qwen's.
+
+The model likes to think, to say something and to call `place`. The clients are not installed for tests: what
+they send is in `client_bodies.json`, as they wrote it, and the clients themselves run where they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel, ConfigDict, Field
+
+from idlm.text.tokenizer import load_tokenizer
+from tests.chain_model import write_chain
+from tests.integration.server.servers import PATIENCE, Running, running
+from tests.small_tokenizers import CHATML, save_tagged
+
+BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
+NAME, VOCAB = "qwen-like", 276
+CALL = '\n{"name": "place", "arguments": {"city": "Rome", "size": 1}}\n'
+ANSWER = ["\n", "<think>", "why", "</think>", "\n\nSo", "<tool_call>", CALL, "</tool_call>", "<|im_end|>"]
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>{name, arguments}</tool_call>"
+    "<|im_end|>\n{% endif %}"
+)
+QUESTION: Any = [{"role": "user", "content": "Which place?"}]
+
+
+class Place(BaseModel):
+    """A place that the user means."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Zürich", "Rome", "東京"]
+    size: int = Field(ge=0, le=9)
+
+
+class place(Place):
+    """Note a place."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = save_tagged(tmp_path_factory.mktemp("model") / NAME, words=["why", "\n\nSo", CALL])
+    (model / "chat_template.jinja").write_text(TEMPLATE + CHATML)
+    tokenizer = load_tokenizer(model)
+    chain = tokenizer.encode("".join(ANSWER), add_special_tokens=False)
+    assert len(chain) == len(ANSWER)
+    write_chain(model, chain, vocab_size=VOCAB)
+    words = ("sampling.temperature=0", "sampling.max_tokens=200", "max_length=2000", "page_size=16")
+    with running(*words, f"mask_token_id={VOCAB - 1}", model=model) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(server: Running) -> str:
+    return f"{server.url}/v1"
+
+
+def check_call(name: str, arguments: str | dict[str, Any]) -> None:
+    assert name.lower() == "place"
+    Place.model_validate(json.loads(arguments) if isinstance(arguments, str) else arguments)
+
+
+def message_of(response: Any) -> dict[str, Any]:
+    """The message of an answer, whole or in chunks."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        found: dict[str, Any] = response.json()["choices"][0]["message"]
+        return found
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+    assert lines.pop() == "[DONE]"
+    for choice in (choice for line in lines for choice in json.loads(line)["choices"]):
+        message["content"] += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls") or ():
+            if "id" in call:
+                message["tool_calls"].append(call)
+            else:
+                message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_clients_send_is_answered(server: Running, name: str) -> None:
+    response = server.client.post("/v1/chat/completions", json=BODIES[name])
+    assert response.status_code == 200, response.text
+    assert "warning" not in response.headers
+    message = message_of(response)
+    calls, content = message.get("tool_calls") or [], message["content"]
+    assert len(calls) == ("calls" in name if not name.endswith("calls_or_answer") else not content)
+    for call in calls:
+        check_call(call["function"]["name"], call["function"]["arguments"])
+    if not calls:
+        Place.model_validate_json(content)
+
+
+@pytest.mark.sweep
+def test_openai(address: str) -> None:
+    client = OpenAI(base_url=address, api_key="unused", timeout=PATIENCE, max_retries=0)
+    tools: Any = [pydantic_function_tool(place)]
+    named: Any = {"type": "function", "function": {"name": "place"}}
+    for options in ({}, {"tool_choice": "required"}, {"tool_choice": named}, {"parallel_tool_calls": False}):
+        answer = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, **options)
+        [call] = answer.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, place)
+        assert answer.choices[0].finish_reason == "tool_calls"
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "noted"}
+    asked: Any = {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude_none=True)]}
+    second = client.chat.completions.create(model=NAME, messages=[*QUESTION, asked, result], tools=tools)
+    assert second.choices[0].message.tool_calls
+    parsed = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=Place)
+    assert isinstance(parsed.choices[0].message.parsed, Place)
+    both = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, response_format=Place)
+    message = both.choices[0].message
+    assert message.tool_calls or isinstance(message.parsed, Place)
+    with client.chat.completions.stream(model=NAME, messages=QUESTION, tools=tools) as stream:
+        [call] = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, place)
+
+
+@pytest.mark.sweep
+def test_langchain(address: str) -> None:
+    chats = pytest.importorskip("langchain_openai", reason="pip install langchain-openai==1.7.4")
+    messages = pytest.importorskip("langchain_core.messages")
+
+    model = chats.ChatOpenAI(model=NAME, base_url=address, api_key="unused", temperature=0, max_retries=0)
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(model.with_structured_output(Place, method=method).invoke("Which place?"), Place)
+    assert isinstance(model.with_structured_output(Place, strict=True).invoke("Which place?"), Place)
+    for options in ({}, {"tool_choice": "any"}, {"strict": True}, {"parallel_tool_calls": False}):
+        called = model.bind_tools([place], **options)
+        answer = called.invoke("Which place?")
+        [call] = answer.tool_calls
+        check_call(call["name"], call["args"])
+    result = messages.ToolMessage("noted", tool_call_id=call["id"])
+    assert called.invoke([messages.HumanMessage("Which place?"), answer, result]).tool_calls
+    chunks = list(model.bind_tools([place], tool_choice="any").stream("Which place?"))
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole = whole + chunk
+    check_call(whole.tool_calls[0]["name"], whole.tool_calls[0]["args"])
+
+
+@pytest.mark.sweep
+def test_litellm(address: str) -> None:
+    litellm = pytest.importorskip("litellm", reason="pip install litellm==1.110.2")
+    settings: Any = {
+        "model": f"openai/{NAME}",
+        "api_base": address,
+        "api_key": "unused",
+        "messages": QUESTION,
+    }
+    tools: Any = [pydantic_function_tool(place)]
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "place"}}):
+        answer = litellm.completion(**settings, tools=tools, tool_choice=choice)
+        [call] = answer.choices[0].message.tool_calls
+        check_call(call.function.name, call.function.arguments)
+    answer = litellm.completion(**settings, response_format=Place)
+    Place.model_validate_json(answer.choices[0].message.content)
+    chunks = list(litellm.completion(**settings, tools=tools, tool_choice="required", stream=True))
+    [call] = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    check_call(call.function.name, call.function.arguments)
