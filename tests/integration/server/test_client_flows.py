@@ -16,9 +16,9 @@ from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, ConfigDict, Field
 
 from idlm.text.tokenizer import load_tokenizer
-from tests.chain_model import write_chain
 from tests.integration.server.servers import PATIENCE, Running, running
 from tests.small_tokenizers import CHATML, save_tagged
+from tests.toy import write_chain
 
 BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
 NAME, VOCAB = "qwen-like", 276
