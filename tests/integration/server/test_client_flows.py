@@ -98,6 +98,26 @@ def test_what_clients_send_is_answered(server: Running, name: str) -> None:
         Place.model_validate_json(content)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_of_a_schema_is_not_enforced_is_told(server: Running, streams: bool) -> None:
+    schema = {"oneOf": [{"const": 1}, {"type": "string", "format": 'é"\n', "maxLength": 1}]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": QUESTION, "response_format": wanted, "stream": streams}
+    response = server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    warning = response.headers["warning"]
+    assert warning.isascii() and warning.startswith("299 idlm ")
+    assert "is not enforced" in json.loads(warning.removeprefix("299 idlm "))
+
+
+def test_stops_do_not_act_in_reasoning_and_may_be_tokens(server: Running) -> None:
+    for stops, content in ((["why", "</tool_call>"], f"So<tool_call>{CALL}"), (["y", "o<tool_call>"], "S")):
+        body = {"messages": QUESTION, "stop": stops}
+        [choice] = server.client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("why", content)
+
+
 @pytest.mark.sweep
 def test_openai(address: str) -> None:
     client = OpenAI(base_url=address, api_key="unused", timeout=PATIENCE, max_retries=0)
