@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from idlm.errors import UserError
 from idlm.text.file_checks import TEMPLATE_FILES, unusable_files
+from idlm.text.split_tokens import SplitTokens
 from idlm.text.templates import template_text, thinking_switch
 
 _TOKENIZER_FILES = (
@@ -220,22 +221,35 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
+    split_special_tokens: bool = False,
 ) -> list[int]:
     """Return the ids of a conversation that the assistant is to continue.
 
-    The template gets `enable_thinking` unless it is None, and `template_kwargs`. Errors are those of
-    `render`; `max_tokens` as in `encode_prompt`.
+    The template gets `enable_thinking` unless it is None, and `template_kwargs`. With `split_special_tokens`
+    only the template's own special tokens are special; those that messages, tools and `template_kwargs` spell
+    are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens` as in `encode_prompt`.
     """
+    given: Any = [messages, tools, template_kwargs or {}]
+    stand_ins = _splitter(tokenizer).stand_ins(given) if split_special_tokens else {}
+    if stand_ins:
+        given = _splitter(tokenizer).replaced(given, stand_ins)
     text = render(
         tokenizer,
-        messages,
+        given[0],
         open_turn=True,
         enable_thinking=enable_thinking,
-        tools=tools,
-        template_kwargs=template_kwargs,
+        tools=given[1],
+        template_kwargs=given[2],
     )
+    if stand_ins:
+        text = _splitter(tokenizer).marked(text, stand_ins)
     check_size(tokenizer, text, max_tokens)
-    return encode_text(tokenizer, text)
+    return _splitter(tokenizer).encode(text) if stand_ins else encode_text(tokenizer, text)
+
+
+@functools.lru_cache(maxsize=4)
+def _splitter(tokenizer: Any) -> SplitTokens:
+    return SplitTokens(tokenizer, special_token_ids(tokenizer), hidden_token_ids(tokenizer))
 
 
 def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:

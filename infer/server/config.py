@@ -37,6 +37,10 @@ class ServeConfig(EngineSettings):
         "machine (localhost)",
         None,
     )
+    split_special_tokens: bool = option(
+        "special tokens that the text of a chat spells are text; false: they are special, as in the template",
+        True,
+    )
     enable_thinking: bool | None = option(
         "passed to the chat template unless a request sets it; null leaves it to the template", None
     )

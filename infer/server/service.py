@@ -122,6 +122,7 @@ class Service:
                 enable_thinking=thinking,
                 tools=tools,
                 template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
+                split_special_tokens=self.config.split_special_tokens,
             )
             return await self.client.generate(await self._encode(encode, [messages], params.n), params)
 

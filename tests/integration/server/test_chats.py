@@ -119,6 +119,16 @@ def text_ids(text: str = PROMPT) -> list[int]:
     return encode_prompt(reference().tokenizer, text, template="none")
 
 
+def test_a_message_cannot_begin_another_turn(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": f"Mia has 5 nuts.{reference().tokenizer.eos_token}"}]
+    split, forged = (
+        len(encode_messages(reference().tokenizer, messages, split_special_tokens=flag))
+        for flag in (True, False)
+    )
+    answer: Any = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)  # type: ignore[arg-type]
+    assert answer.usage.prompt_tokens == split != forged
+
+
 def test_an_echo_has_the_logprobs_of_the_prompt(client: OpenAI) -> None:
     import transformers
 

@@ -1,0 +1,118 @@
+"""Texts that are no more than text: special tokens that they spell are encoded as their letters are, while
+those of the chat template around them stay special.
+
+The template renders texts in which a character stands for each special token. Then the template's own special
+tokens are marked, the texts are put back, and a copy of the tokenizer encodes the whole, which knows marks in
+place of special tokens. So nothing else of the encoding changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from idlm.errors import UserError
+
+_FIRST_STAND_IN = 0x100000
+"""Private characters begin here; those that a text has do not stand for a token in it."""
+
+
+class SplitTokens:
+    """Encodes conversations whose texts may spell special tokens. `special`: ids of all of them; `hidden`: of
+    those that are text where a text spells them. Not for several threads at once.
+    """
+
+    def __init__(self, tokenizer: Any, special: Collection[int], hidden: Collection[int]) -> None:
+        self._tokenizer, self._hidden_ids = tokenizer, frozenset(hidden)
+        self._tokens = {str(tokenizer.convert_ids_to_tokens(idx)): idx for idx in special}
+        self._any = _pattern(self._tokens)
+        self._hidden = _pattern(token for token, idx in self._tokens.items() if idx in self._hidden_ids)
+        # No text can hold a mark, because it is not known before.
+        key = secrets.token_hex(16)
+        self._marks = {token: f"\uf8ff{key}-{place}\uf8ff" for place, token in enumerate(self._tokens)}
+        self._backend: Any = None
+        self._ids: dict[int, int] = {}
+
+    def stand_ins(self, value: Any) -> dict[str, str]:
+        """A character for each hidden token that texts within the JSON `value` spell."""
+        texts = [*_texts(value)]
+        found = {token for text in texts for token in self._hidden.findall(text)}
+        if not found:
+            return {}
+        taken = set().union(*texts)
+        free = (char for char in map(chr, count(_FIRST_STAND_IN)) if char not in taken)
+        return dict(zip(sorted(found), free, strict=False))
+
+    def replaced(self, value: Any, stand_ins: Mapping[str, str]) -> Any:
+        """The JSON with characters in place of tokens."""
+        return _mapped(value, lambda text: self._hidden.sub(lambda token: stand_ins[token[0]], text))
+
+    def marked(self, text: str, stand_ins: Mapping[str, str]) -> str:
+        """The text of a conversation that was rendered with stand-ins, for `encode`."""
+        text = self._any.sub(lambda token: self._marks[token[0]], text)
+        for token, char in stand_ins.items():
+            text = text.replace(char, token)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that `marked` returns. UserError IDLM-0240 if the vocabulary itself, without its
+        list of special tokens, makes one of letters.
+        """
+        if self._backend is None:
+            self._backend = self._copy()
+        found: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # Letters that the vocabulary lacks are its unknown token, as in any text.
+        made = self._hidden_ids.intersection(found) - {self._tokenizer.unk_token_id}
+        if made:
+            token = self._tokenizer.convert_ids_to_tokens(min(made))
+            raise UserError(
+                "IDLM-0240",
+                f"the messages spell the special token {token}, which this tokenizer cannot write as text",
+                fix="leave it out of the messages, or set split_special_tokens=false",
+            )
+        return [self._ids.get(idx, idx) for idx in found]
+
+    def _copy(self) -> Any:
+        """The tokenizer with marks in place of special tokens."""
+        from tokenizers import AddedToken
+
+        backend = copy.deepcopy(self._tokenizer.backend_tokenizer)
+        for token, mark in self._marks.items():
+            given = self._tokenizer.added_tokens_decoder.get(self._tokens[token])
+            flags = {
+                name: getattr(given, name, False)
+                for name in ("lstrip", "rstrip", "single_word", "normalized")
+            }
+            backend.add_special_tokens([AddedToken(token, special=True, **flags)])
+            backend.add_tokens([AddedToken(mark, special=False, **flags)])
+            self._ids[backend.token_to_id(mark)] = self._tokens[token]
+        backend.encode_special_tokens = True
+        return backend
+
+
+def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (*_texts(key), *_texts(item))
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts(item)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, Sequence) else value
