@@ -222,8 +222,10 @@ class GrammarCompiler:
         """The grammar, or what is wrong with it. Raises ValueError."""
         matcher = self._matcher(constraint)
         grammar = Grammar(matcher, self._vocab_size, deque([(0, matcher.deep_copy())]))
-        grammar.notes, unsupported = read_warnings(constraint, matcher.get_grammar_warnings())
-        if problem := grammar.problem or unsupported:
+        if problem := grammar.problem:
+            return problem
+        grammar.notes, problem = read_warnings(constraint, matcher.get_grammar_warnings())
+        if problem:
             return problem
         grammar.charge(grammar.mask_seconds())
         if grammar.problem or not any(grammar.matcher.compute_bitmask()):
