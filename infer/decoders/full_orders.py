@@ -4,7 +4,8 @@
 of tokens in every pass. `maskgit_plus`, `topk_margin`, `entropy` and `origin` are Dream's (arXiv 2508.15487
 and its code), whose passes follow the times 1 .. `FIRST_TIME` of its diffusion.
 Departures: Dream's code averages the number of masks over the batch, here every request counts its own; times
-are fp64, not fp32; a greedy request's scores are under the model's own distribution, without top-k and top-p.
+are fp64, not fp32; a greedy request's scores are under the model's own distribution, without top-k and top-p;
+top-p is the mass among the top-k tokens, where Dream's code cuts the whole distribution by top-p first.
 Exact ties go to the left place.
 Shapes: B sequences, W places of a block, Y rows of a slice.
 """

@@ -107,6 +107,13 @@ def test_draw_follows_the_law_and_never_leaves_its_support() -> None:
     assert counts.tolist() == [0, 1000, 0, 2000, 1000, 0]
 
 
+def test_top_p_counts_the_mass_among_the_top_k() -> None:
+    logits_XV = torch.tensor([[0.86, 0.08, 0.06]], dtype=torch.float64).log()
+    assert _probs(logits_XV, _settings(1, 1.0, 2, 0.9, 0.0)).tolist() == [[1.0, 0.0, 0.0]]
+    assert int(_probs(logits_XV, _settings(1, 1.0, 2, 1.0, 0.0)).count_nonzero()) == 2
+    assert int(_probs(logits_XV, _settings(1, 1.0, 0, 0.9, 0.0)).count_nonzero()) == 2
+
+
 def test_rows_keep_their_own_settings() -> None:
     logits = torch.randn(5, generator=torch.Generator().manual_seed(3)).expand(3, 5)
     temperature = torch.tensor([0.0, 1.0, 2.0]).double()
