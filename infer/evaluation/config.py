@@ -32,6 +32,9 @@ class EvaluateConfig(EngineSettings):
         None,
         is_path=True,
     )
+    num_fewshot: int | None = option(
+        "harness=lm_eval: examples in a prompt, from fewshot_data=; null is the task's own number", None
+    )
     allow_code: bool = option("run programs that the model writes, in a sandbox (humaneval, mbpp)", False)
     level: str = option("level of a generated task", "tiny")
     split: str = option("train, validation or test, of a generated task", "test")

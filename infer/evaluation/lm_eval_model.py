@@ -23,9 +23,11 @@ from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.infer.evaluation.requests import EngineRequests
 
-UNSAFE = re.compile(r"^unsafe_code:\s*true", re.MULTILINE | re.IGNORECASE)
-TASK = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
-INCLUDE = re.compile(r"^include:\s*(\S+)", re.MULTILINE)
+UNSAFE = re.compile(r"^[\"']?unsafe_code[\"']?:\s*true", re.MULTILINE | re.IGNORECASE)
+TASK = re.compile(r"^[\"']?task[\"']?:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
+INCLUDE = re.compile(r"^[\"']?include[\"']?:\s*[\"']?([^\s\"']+)", re.MULTILINE)
+FORMATS = {".parquet": "parquet", ".csv": "csv"}
+"""Builders of `datasets` by the ending of a file; JSON otherwise."""
 
 
 class EngineLM(TemplateLM):
@@ -110,9 +112,36 @@ class LocalTask:
         return results
 
 
-def local_task(name: str, data: str, fewshot_data: str | None, folder: str) -> LocalTask:
-    """Make the task `name` read `data` (and its examples `fewshot_data`; none without it), and build its
-    first request. UserError IDLM-0487 for an unknown task, one that runs code, and a file of another task.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProblemFiles:
+    """Where the problems of a task are, and the examples of its prompts, if they are in a file."""
+
+    data: str
+    fewshot_data: str | None = None
+    num_fewshot: int | None = None
+    """None: the task's own number."""
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Keys of the task's YAML file."""
+        files = {"test": str(Path(self.data).resolve())}
+        if self.fewshot_data is not None:
+            files["train"] = str(Path(self.fewshot_data).resolve())
+        split = None if self.fewshot_data is None else "train"
+        return {
+            "dataset_path": FORMATS.get(Path(self.data).suffix, "json"),
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": files, "cache_dir": str(Path(folder) / "cache")},
+            "validation_split": None,
+            "training_split": split,
+            "fewshot_split": split,
+            "test_split": "test",
+        }
+
+
+def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
+    """Make the task `name` read the `files`, and build its first request. Without a file of examples it has
+    those that it writes itself. UserError IDLM-0487 for an unknown task, one that runs code, files of another
+    task, and examples that no prompt has.
     """
     sources = _sources()
     if name not in sources:
@@ -128,21 +157,11 @@ def local_task(name: str, data: str, fewshot_data: str | None, folder: str) -> L
             f"task={name} of lm-eval runs programs of the model without a sandbox",
             fix="leave harness= out: humaneval and mbpp run in the sandbox of idlm with allow_code=true",
         )
-    files = {"test": str(Path(data).resolve())}
-    if fewshot_data is not None:
-        files["train"] = str(Path(fewshot_data).resolve())
-    settings: dict[str, Any] = {
-        "include": str(source),
-        "task": name,
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": files, "cache_dir": str(Path(folder) / "cache")},
-        "validation_split": None,
-        "training_split": "train" if fewshot_data is not None else None,
-        "fewshot_split": "train" if fewshot_data is not None else None,
-        "test_split": "test",
-    }
-    if fewshot_data is None and not any("fewshot_config:" in text for text in _texts(source)):
+    settings: dict[str, Any] = {"include": str(source), "task": name, **files.settings(folder)}
+    writes_examples = any("fewshot_config:" in text for text in _texts(source))
+    if files.num_fewshot is not None:
+        settings["num_fewshot"] = files.num_fewshot
+    elif files.fewshot_data is None and not writes_examples:
         settings["num_fewshot"] = 0
     path = Path(folder) / f"{name}.yaml"
     # JSON is YAML.
@@ -151,13 +170,26 @@ def local_task(name: str, data: str, fewshot_data: str | None, folder: str) -> L
     try:
         task = TaskManager(include_defaults=False).load([str(path)])["tasks"][name]
         task.build_all_requests(limit=1)
+        num_fewshot = int(task.config.num_fewshot or 0)
     # Templates, filters and `datasets` raise many kinds of errors for fields they do not find.
     except Exception as error:
+        fix = f"install what it names, or give the problems of this task, with the fields of {source}"
+        if "antlr4" in str(error):
+            fix = (
+                "leave harness= out and take task=math500: this task needs another antlr4 runtime than hydra"
+            )
         raise UserError(
             "IDLM-0487",
-            f"task={name} of lm-eval cannot be made from data={data!r}: {type(error).__name__}: {error}",
-            fix=f"install what it names, or give the problems of this task, with the fields of {source}",
+            f"task={name} of lm-eval cannot be made from data={files.data!r}: "
+            f"{type(error).__name__}: {error}",
+            fix=fix,
         ) from error
+    if files.fewshot_data is not None and num_fewshot == 0:
+        raise UserError(
+            "IDLM-0487",
+            f"task={name} of lm-eval has prompts without examples, and fewshot_data={files.fewshot_data!r}",
+            fix="give num_fewshot=5, for example, or leave fewshot_data= out",
+        )
     return LocalTask(name, str(path))
 
 

@@ -35,7 +35,7 @@ class ArmResult:
 def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Run the task and print the table. Status 1 when answers failed. UserError IDLM-0486 without lm-eval."""
     try:
-        from idlm.infer.evaluation.lm_eval_model import local_task
+        from idlm.infer.evaluation.lm_eval_model import ProblemFiles, local_task
     except ModuleNotFoundError as error:
         raise UserError(
             "IDLM-0486",
@@ -50,7 +50,8 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
         )
     # The task's file, and the cache of its problems.
     with tempfile.TemporaryDirectory(prefix="idlm-eval-") as folder:
-        task = local_task(config.task, config.data, config.fewshot_data, folder)
+        files = ProblemFiles(config.data, config.fewshot_data, config.num_fewshot)
+        task = local_task(config.task, files, folder)
 
         def work(engine: Engine, params: SamplingParams) -> ArmResult:
             is_chat = engine.settings.chat_template == "auto" and bool(engine.tokenizer.chat_template)

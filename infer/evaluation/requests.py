@@ -7,6 +7,7 @@ This file knows no harness; `lm_eval_model.py` is the adapter of lm-eval.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,10 +66,18 @@ class EngineRequests:
 
     def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
         """For each (context, continuation), the continuation's log-likelihood in nats under the model's own
-        distribution, and whether greedy decoding writes it. A context that is too long loses its beginning.
+        distribution, and whether greedy decoding writes it. A context that is too long loses its beginning,
+        with a warning.
         """
         longest = self.engine.table.max_length - 1
-        tokens = [[*context, *continuation][-longest:] for context, continuation in pairs]
+        tokens = [[*context, *continuation] for context, continuation in pairs]
+        num_cut = sum(len(ids) > longest for ids in tokens)
+        if num_cut:
+            told = (
+                f"{num_cut} of {len(tokens)} contexts lose their beginning: with the text that is scored they"
+            )
+            warnings.warn(f"{told} have more than {longest} tokens (max_length={longest + 1})", stacklevel=2)
+        tokens = [ids[-longest:] for ids in tokens]
         lines = [self._line(number, ids, SCORE) for number, ids in enumerate(tokens)]
         return [
             _likelihood(done, len(continuation))
@@ -95,6 +104,8 @@ class EngineRequests:
 def _likelihood(done: Completion, num_tokens: int) -> tuple[float, bool]:
     if done.error or done.prompt_logprobs is None:
         return float("-inf"), False
+    if num_tokens == 0:
+        return 0.0, True
     scored = [each for each in done.prompt_logprobs[-num_tokens:] if each is not None]
     is_greedy = all(next(iter(each.top)) == each.token_id for each in scored)
     return sum(each.logprob for each in scored), is_greedy

@@ -96,7 +96,10 @@ def test_a_context_that_is_too_long_loses_its_beginning() -> None:
     assert len(context) > longest
     end = context[-2:]
     kept = context[: len(context) - 2][-(longest - 2) :]
-    assert asked.loglikelihood([(context[:-2], end)]) == asked.loglikelihood([(kept, end)])
+    with pytest.warns(UserWarning, match="1 of 2 contexts lose their beginning: .* more than 159 tokens"):
+        cut, whole = asked.loglikelihood([(context[:-2], end), (kept, end)])
+    assert cut == whole
+    assert asked.loglikelihood([(kept, [])]) == [(0.0, True)]
 
 
 def _sample(doc_id: int, score: Any, kept: str = "none") -> dict[str, Any]:
@@ -141,6 +144,26 @@ def test_lm_eval_refusals(
         run_evaluation([*MODEL, "harness=lm_eval", f"task={task}", f"data={data}"])
     assert caught.value.code == "IDLM-0487"
     assert words in caught.value.message
+
+
+@needs_lm_eval
+def test_examples_without_a_number_and_problems_in_parquet(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    from idlm.infer.evaluation.lm_eval_model import ProblemFiles, local_task
+
+    record = {"question": "1+1?", "subject": "anatomy", "choices": ["1", "2", "3", "4"], "answer": 1}
+    path = str(tmp_path / "test.parquet")
+    Dataset.from_list([record] * 2).to_parquet(path)
+    with pytest.raises(UserError, match="IDLM-0487: .*prompts without examples"):
+        local_task("mmlu_anatomy", ProblemFiles(path, path), str(tmp_path))
+    [sample, _] = local_task("mmlu_anatomy", ProblemFiles(path, path, 1), str(tmp_path)).run(
+        _requests(), None
+    )["samples"]["mmlu_anatomy"]
+    assert sample["arguments"][0][0].count("1+1?") == 2
+    with pytest.raises(UserError, match="IDLM-0487: .*antlr4") as caught:
+        local_task("minerva_math_algebra", ProblemFiles(path), str(tmp_path))
+    assert "task=math500" in caught.value.fix
 
 
 @needs_lm_eval
