@@ -28,7 +28,7 @@ MUTABLE: dict[str, type] = {
     "bytearray": bytearray,
 }
 FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset, "iterator": iter}
-VIEWS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
+VIEWS: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
     "keys": (collections.abc.KeysView, lambda items: dict.fromkeys(items).keys()),
     "values": (collections.abc.ValuesView, lambda items: dict(enumerate(items)).values()),
     "items": (collections.abc.ItemsView, lambda items: dict(items).items()),

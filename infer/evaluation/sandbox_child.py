@@ -79,8 +79,8 @@ class Candidate:
 
 def _exception(wire: Any, reply: dict[str, Any]) -> BaseException:
     """What the candidate raised, with its own words as a note; Lost if it left by an exit."""
-    kinds = [getattr(builtins, str(name), None) for name in reply["kinds"]]
-    kinds = [each for each in kinds if isinstance(each, type) and issubclass(each, Exception)]
+    found = [getattr(builtins, str(name), None) for name in reply["kinds"]]
+    kinds = [each for each in found if isinstance(each, type) and issubclass(each, Exception)]
     told = str(reply["error"])[:MAX_REASON]
     if not kinds:
         return Lost(told)
