@@ -1,7 +1,7 @@
 """The text of a growing answer, which ends before its first stop string.
 
 Stop strings may name tokens that the text does not show, such as `<|im_end|>`, alone or beside text. They do
-not act within the reasoning that begins an answer.
+not act within the reasoning that begins an answer, but one with `</think>` may end the answer there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from idlm.contracts import SamplingParams
 from idlm.text.detokenizer import Detokenizer
 from idlm.text.templates import all_template_text
-from idlm.text.thoughts import CLOSE, OPEN, is_opened
+from idlm.text.thoughts import CLOSE, OPEN, is_opened, num_open
 from idlm.text.tokenizer import hidden_token_ids
 
 FIRST_MARK, NUM_MARKS = 0xD800, 0x800
@@ -56,12 +56,13 @@ class AnswerText:
         if not params.stop:
             return cls(Detokenizer(tokenizer), ())
         ids, acts = sorted(hidden_token_ids(tokenizer)), params.stop_in_reasoning
+        ends = any(CLOSE in stop for stop in params.stop)
         acts = CLOSE not in all_template_text(tokenizer) if acts is None else acts
         return cls(
             Detokenizer(tokenizer),
             params.stop,
             hidden=dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)),
-            thought=None if acts else Thought(is_open=is_opened(tokenizer, prompt_ids)),
+            thought=None if acts else Thought(is_open=is_opened(tokenizer, prompt_ids), ends=ends),
         )
 
     @property
@@ -166,20 +167,21 @@ class _Search:
 class Thought:
     """The reasoning in tags that may begin an answer; `is_open`: the prompt has opened it.
 
-    Line breaks behind it belong to it, so that a stop string of line breaks leaves the answer.
+    Line breaks behind it belong to it, so that a stop string of line breaks leaves the answer. With `ends` a
+    stop string has the closing tag, which is the beginning of the answer then.
     """
 
-    def __init__(self, *, is_open: bool) -> None:
-        self.is_open, self._held = is_open, ""
-        self._is_decided = is_open
+    def __init__(self, *, is_open: bool, ends: bool = False) -> None:
+        self.is_open, self._is_decided, self._ends = is_open, is_open, ends
         self._is_over = False
+        self._held = ""
 
     def split(self, text: str, *, is_last: bool) -> tuple[str, str]:
         """The part of more text that belongs to the reasoning, and the part that does not. What may be the
-        beginning of its tag is held, unless it is the last.
+        beginning of a tag is held, unless it is the last.
         """
+        text, self._held = self._held + text, ""
         if not self._is_decided:
-            text, self._held = self._held + text, ""
             start = text.lstrip()
             if OPEN.startswith(start) and start != OPEN and not is_last:
                 self._held = text
@@ -187,21 +189,21 @@ class Thought:
             self._is_decided, self.is_open = True, start.startswith(OPEN)
             self._is_over = not self.is_open
         if self.is_open:
-            # The tag may have come in parts.
-            num_seen = len(self._held)
-            thought, found, rest = (self._held + text).partition(CLOSE)
+            thought, found, rest = text.partition(CLOSE)
             if not found:
-                self._held = thought[-len(CLOSE) + 1 :]
-                return text, ""
-            self.is_open, self._held = False, ""
-            answer = rest.lstrip("\n")
-            self._is_over = bool(answer)
-            return (thought + found + rest)[num_seen : -len(answer) or None], answer
-        if self._is_over:
-            return "", text
-        answer = text.lstrip("\n")
-        self._is_over = bool(answer)
-        return text[: len(text) - len(answer)], answer
+                kept = text if is_last else text[: len(text) - num_open(text, CLOSE)]
+                self._held = text[len(kept) :]
+                return kept, ""
+            self.is_open = False
+            if self._ends:
+                self._is_over = True
+                return thought, found + rest
+            text, before = rest, thought + found
+        else:
+            before = ""
+        answer = text if self._is_over else text.lstrip("\n")
+        self._is_over = self._is_over or bool(answer)
+        return before + text[: len(text) - len(answer)], answer
 
 
 def _with_marks(stop: str, marks: Mapping[str, str]) -> str:

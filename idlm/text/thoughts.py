@@ -66,6 +66,12 @@ def is_opened(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
     return plain_text(tokenizer, prompt_ids[-LAST_TOKENS:]).rstrip().endswith(OPEN)
 
 
+def num_open(text: str, tag: str) -> int:
+    """Return how many characters at the end of `text`, which has no whole tag, may begin the tag."""
+    longest = min(len(text), len(tag) - 1)
+    return next((num for num in range(longest, 0, -1) if text.endswith(tag[:num])), 0)
+
+
 def is_closed(prefill: str) -> bool:
     """Return whether the prompt leaves no room for a thought."""
     return CLOSE in prefill

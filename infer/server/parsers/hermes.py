@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from idlm.infer.server.parsers.pieces import Piece, num_open
+from idlm.infer.server.parsers.pieces import Piece
 from idlm.infer.structured.schemas import json_rule, literal
+from idlm.text.thoughts import num_open
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)

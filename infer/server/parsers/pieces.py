@@ -13,9 +13,3 @@ class Piece(NamedTuple):
     kind: str
     text: str
     name: str = ""
-
-
-def num_open(text: str, tag: str) -> int:
-    """Number of characters at the end of `text` that the tag may begin with; it is not in the text."""
-    longest = min(len(text), len(tag) - 1)
-    return next((num for num in range(longest, 0, -1) if text.endswith(tag[:num])), 0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from idlm.infer.server.parsers.pieces import Piece, num_open
+from idlm.infer.server.parsers.pieces import Piece
+from idlm.text.thoughts import num_open
 
 BEGIN, END = "<think>", "</think>"
 

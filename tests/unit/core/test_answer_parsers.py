@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
-from idlm.infer.server.parsers.pieces import num_open
+from idlm.text.thoughts import num_open
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<"}}\n</tool_call>'
 CALLED = ("call", "add", '{"a": 1, "b": "é<"}')

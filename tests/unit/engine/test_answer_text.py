@@ -122,6 +122,9 @@ def test_which_stops_act_for_a_checkpoint(tmp_path: Path, special: bool) -> None
         return found.push(tokenizer.encode(answer)) + found.finish()
 
     assert text_of("a<|im_end|>") + text_of("a<|im_end|>c") + text_of("ac</tool_call>") == "aaac"
+    ended = AnswerText.of(tokenizer, [1], SamplingParams(stop=("b", "</think>\n")))
+    pieces = [ended.push([token_id]) for token_id in tokenizer.encode("<think>ab</thc</think>\nd")]
+    assert "".join(pieces) == "<think>ab</thc" and ended.is_stopped
     # The template has the tags.
     assert text_of("<think>b</think>aba") == "<think>b</think>a"
     assert text_of("b</think>aba", "<think>\n") == "b</think>a"
