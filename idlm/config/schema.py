@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal
 
-from idlm.config.suggest import ALIASES, nearest, renamed
+from idlm.config.suggest import ALIASES, absent, nearest, renamed
 from idlm.errors import UserError
 from idlm.files.paths import expand_home
 
@@ -122,6 +122,9 @@ def unknown_key(schema: type, key: str) -> str:
     new = renamed(key)
     if new is not None and lookup(schema, new) is not None:
         return f"unknown key {key!r}; it is now called {new!r}"
+    lacking = absent(key)
+    if lacking is not None:
+        return f"unknown key {key!r}{lacking}"
     match = suggest_key(schema, key)
     hint = f"did you mean {match!r}?" if match else f"top-level keys: {', '.join(fields_of(schema))}"
     return f"unknown key {key!r}; {hint}"

@@ -64,6 +64,27 @@ RENAMED = {
 }
 """Options that had another name in earlier versions: they are refused with the new one."""
 
+_ELSEWHERE_ONLY = {
+    "beam search": "beam_width best_of num_beams use_beam_search",
+    "bans and biases of tokens": "allowed_token_ids bad_words logit_bias no_repeat_ngram_size",
+    "draft models": "draft_model num_speculative_tokens speculative_config speculative_model",
+    "least length of an answer": "min_new_tokens min_tokens",
+    "offloading to the host": "cpu_offload_gb n_gpu_layers swap_space",
+    "penalties": "frequency_penalty length_penalty presence_penalty repeat_penalty repetition_penalty",
+    "pipeline or data parallelism": "data_parallel_size dp_size pipeline_parallel_size pp_size",
+    "remote code": "trust_remote_code",
+    "samplers of this kind": "epsilon_cutoff eta_cutoff mirostat mirostat_eta mirostat_tau tfs_z typical_p",
+}
+"""What idlm does not have, and the names that other engines give to it."""
+ABSENT = {name: what for what, names in _ELSEWHERE_ONLY.items() for name in names.split()}
+"""What a name of other engines stands for, of which idlm has nothing."""
+
+
+def absent(key: str) -> str | None:
+    """The sentence part that follows an unknown key of other engines for what idlm lacks; None for others."""
+    what = ABSENT.get(key.rpartition(".")[2].replace("-", "_").lower())
+    return None if what is None else f"; other engines have it, and idlm has no {what}"
+
 
 def renamed(key: str) -> str | None:
     """The dotted key with the new names of its segments; None if none of them was renamed."""
@@ -86,6 +107,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the sentence part that follows an unknown word: its nearest neighbour, or nothing."""
+    """Return the sentence part that follows an unknown word: that only other engines have it, its nearest
+    neighbour, or nothing.
+    """
+    if isinstance(word, str) and (lacking := absent(word)) is not None:
+        return lacking
     match = nearest(word, known) if isinstance(word, str) else None
     return "" if match is None else f"; did you mean {match!r}?"

@@ -35,6 +35,13 @@ def generate(arguments: list[str]) -> int:
         described = describe_memory if config.describe == "memory" else describe_model
         print(described(config, engine_arguments))
         return 0
+    scored = [name for name in ("logprobs", "prompt_logprobs") if getattr(config.sampling, name) is not None]
+    if scored and config.output is None:
+        raise UserError(
+            "IDLM-0489",
+            f"sampling.{scored[0]}={getattr(config.sampling, scored[0])}, and text that is printed has none",
+            fix=f"give output=FILE, whose records have {scored[0]}, or leave it out",
+        )
     if not _is_one_prompt(config):
         from idlm.infer.cli.batch import answer_batch
 

@@ -132,12 +132,17 @@ class IsdDecoder(Decoder):
                 f"decoder isd at stride {self.stride} needs a mask token id; the checkpoint does not say it",
                 fix="give mask_token_id=..., convert the checkpoint with idlm-train, or use decoder=ar",
             )
+        advice = "this checkpoint is not converted; idlm-train converts it (docs/convert.md)"
         if self.stride > semantics.stride:
+            unconverted = f"; {advice}" if semantics.stride == 1 else ""
             warnings.warn(
                 f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained "
-                "for: the output distribution is the same, but few of the further drafts will be accepted",
+                "for: the output distribution is the same, but few of the further drafts will be accepted"
+                f"{unconverted}",
                 stacklevel=3,
             )
+        elif config.stride is None and self.stride == 1:
+            warnings.warn(f"isd emits one token per forward pass, like ar: {advice}", stacklevel=3)
 
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device

@@ -233,8 +233,13 @@ def checkpoint_directory(path: str | Path) -> Path:
         )
     if not (directory / "config.json").is_file() and not is_adapter(directory):
         what = "is not a directory" if not directory.is_dir() else "has no config.json"
+        format_name = weights.other_format(directory)
+        if format_name is not None:
+            what = f"{what}: it {'has' if directory.is_dir() else 'is'} {format_name}, which is not read"
         raise UserError(
-            "IDLM-0600", f"{directory} {what}", fix="give the directory that holds config.json and weights"
+            "IDLM-0600",
+            f"{directory} {what}",
+            fix="give the directory that holds config.json and weights as safetensors",
         )
     return directory
 

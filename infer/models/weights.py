@@ -19,6 +19,15 @@ from idlm.errors import UserError, some_of
 from idlm.infer.models.dense import WeightTarget
 
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
+OTHER_FORMATS = {
+    ".gguf": "GGUF, the format of llama.cpp",
+    ".ggml": "GGML, a former format of llama.cpp",
+    ".onnx": "ONNX",
+    ".h5": "HDF5, the format of Keras",
+    ".msgpack": "msgpack, the format of Flax",
+    ".npz": "NumPy",
+}
+"""Endings of weights in formats that are not read."""
 FLOATS = ("F", "BF")
 """First letters of floating-point types in a safetensors header."""
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
@@ -48,11 +57,20 @@ def locate(directory: Path) -> dict[str, Path]:
             fix="convert it once with transformers, in a place where you trust the file: "
             f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('<new directory>')",
         )
+    format_name = other_format(directory)
+    has = "" if format_name is None else f"; it has {format_name}, which is not read"
     raise UserError(
         "IDLM-0602",
-        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}",
-        fix="give the directory that holds the weights; a download may be incomplete",
+        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{has}",
+        fix="give the directory that holds the weights as safetensors; a download may be incomplete",
     )
+
+
+def other_format(path: Path) -> str | None:
+    """A file of weights in another format, named with it: `path`, or the first one in that directory."""
+    names = sorted(file.name for file in path.iterdir()) if path.is_dir() else [path.name]
+    formats = ((name, OTHER_FORMATS.get(Path(name).suffix.lower())) for name in names)
+    return next((f"{name} ({kind})" for name, kind in formats if kind is not None), None)
 
 
 def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str]) -> None:

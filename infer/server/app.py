@@ -41,6 +41,7 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
         max_body=config.max_body,
         max_header=config.max_header,
         observe=service.metrics.responded,
+        logs=config.log_requests,
     )
     # Outside of the guard: a browser asks without the key whether it may send it, and refusals are readable.
     return CORSMiddleware(
@@ -81,6 +82,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:
+    @app.get("/")
+    @app.get("/docs", include_in_schema=False)
+    async def root() -> Response:
+        """What this is, and where to go on."""
+        paths = [path for path in app.openapi()["paths"] if path != "/"]
+        about = {"name": "idlm", "version": __version__, "model": service.model_name}
+        return json_response({**about, "status": service.status, "routes": paths, "schema": app.openapi_url})
+
     @app.get("/health")
     async def health() -> Response:
         """Whether the server lives; it lives while it starts an engine again."""
@@ -154,7 +163,7 @@ async def _respond(request: Request, reply: Reply, generation: Generation, *, st
 
 
 def warning_headers(generation: Generation) -> dict[str, str]:
-    """A header that tells what of the request's constraint is not enforced, if anything."""
+    """A header that tells what of the request does not hold, if anything."""
     notes = "; ".join(generation.notes)[:MAX_WARNING]
     # JSON has no line breaks and only ASCII.
     return {"warning": f"299 idlm {json.dumps(notes)}"} if notes else {}

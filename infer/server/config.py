@@ -58,6 +58,7 @@ class ServeConfig(EngineSettings):
     max_prompts: int = option("prompts of a request to /v1/completions", 64)
     max_body: int = option("bytes of a request's body", 4 << 20)
     max_header: int = option("bytes of a request's line and headers", 16 << 10)
+    log_requests: bool = option("print a line for each request: client, route, status, seconds", False)
     drain_seconds: float = option("time for requests under way to finish after SIGTERM or Ctrl-C", 30.0)
     engine_timeout: float = option(
         "seconds without an answer after which an engine that has work is started again; loading does not "

@@ -283,7 +283,7 @@ class Generation:
         self._has_news.set()
         self._error: Exception | None = None
         self.notes: list[str] = []
-        """What of the constraint is not enforced."""
+        """What of the request does not hold: parts of its constraint, or its `max_tokens`."""
         self.sink: Callable[[int, Event], bool] | None = None
         """Takes an event at once, or returns False. First and last events of samples are the reader's."""
         self._start = time.perf_counter()

@@ -78,6 +78,7 @@ def engine_info(engine: Engine) -> EngineInfo:
     return EngineInfo(
         directory=str(engine.model.directory),
         decoder=engine.decoder.name,
+        stride=max(mode.stride for mode in engine.decoder.modes),
         decoder_options=dataclasses.asdict(engine.decoder.config),
         settings=engine.settings.options(),
         exactness=engine.exactness,

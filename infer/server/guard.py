@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import sys
+import time
 import weakref
 from collections.abc import Callable
 
@@ -17,14 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import CLOSE_HEADER, STATUS_PHRASES, H11Protocol
 
 from idlm.infer.server.errors import ApiError
+from idlm.log import get_logger
 
+LOG = get_logger(__name__)
 OPEN_PATHS = frozenset(("/health", "/ready"))
 HEADER_SECONDS, BODY_SECONDS, READ_SECONDS = 30.0, 30.0, 60.0
 """How long a client may take to send its headers and its body, and to read anything of an answer."""
 
 
 class Guard:
-    """ASGI middleware. `observe` gets the status of every response."""
+    """ASGI middleware. `observe` gets the status of every response; `logs` prints a line for each."""
 
     def __init__(
         self,
@@ -34,8 +37,9 @@ class Guard:
         max_body: int,
         max_header: int,
         observe: Callable[[int], None],
+        logs: bool = False,
     ) -> None:
-        self._app, self._observe = app, observe
+        self._app, self._observe, self._logs = app, observe, logs
         self._max_body, self._max_header = max_body, max_header
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
@@ -46,7 +50,15 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await self._guard(scope, receive, self._observed(send))
+            start, statuses = time.perf_counter(), list[int]()
+            try:
+                await self._guard(scope, receive, self._observed(send, statuses))
+            finally:
+                if self._logs:
+                    host, path = (scope["client"] or ("?",))[0], scope["raw_path"].decode("ascii", "replace")
+                    said = (*statuses, "no answer")[0]
+                    seconds = time.perf_counter() - start
+                    LOG.info("%s %s %s: %s in %.2f s", host, scope["method"], path, said, seconds)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -109,9 +121,10 @@ class Guard:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"body: larger than {self._max_body} bytes, the most allowed", param="body")
 
-    def _observed(self, send: Send) -> Send:
+    def _observed(self, send: Send, statuses: list[int]) -> Send:
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
+                statuses.append(message["status"])
                 self._observe(message["status"])
             await send(message)
 

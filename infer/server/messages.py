@@ -45,12 +45,13 @@ MAX_INTEGER = 2**63 - 1
 class EngineInfo:
     """What the front end knows of an engine that is ready.
 
-    `directory` is that of the model, which may have the tokenizer of an adapter. `exactness`: see
-    `Engine.exactness`.
+    `directory` is that of the model, which may have the tokenizer of an adapter. `stride`: most
+    tokens of a pass. `exactness`: see `Engine.exactness`.
     """
 
     directory: str
     decoder: str
+    stride: int
     decoder_options: dict[str, Any]
     settings: dict[str, Any]
     exactness: str

@@ -26,6 +26,14 @@ TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
 MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES = 20, 128, 4096
 
+OTHER_PARTS = {
+    **dict.fromkeys(("image_url", "image", "input_image"), "images"),
+    **dict.fromkeys(("video_url", "video"), "videos"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "sounds"),
+    **dict.fromkeys(("file", "input_file"), "files"),
+}
+"""Types of parts of messages, and what they hold."""
+
 
 class StreamOptions(Body):
     """Where a stream reports usage: in a last chunk, or in every chunk."""
@@ -109,10 +117,20 @@ class Sampling(Body, ConstraintFields):
 
 
 class TextPart(Body):
-    """A part of a message. The server fetches nothing, so parts are text."""
+    """A part of a message. Models here read text alone, and the server fetches nothing."""
 
-    type: Literal["text"]
-    text: Unicode
+    type: Unicode
+    text: Unicode | None = None
+
+    def check(self, place: str) -> None:
+        """Raise ApiError for a part that is no text."""
+        if self.type != "text":
+            what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
+            message = f"{place}.type: {what} are not supported; the model reads text"
+            raise ApiError(400, message, param=f"{place}.type", code="unsupported_parameter")
+        if self.text is None:
+            raise ApiError(400, f"{place}.text: Field required", param=f"{place}.text")
+        self.check_extra(f"{place}.")
 
 
 class ChatMessage(Body):
@@ -128,7 +146,7 @@ class ChatMessage(Body):
     def plain(self, place: str) -> dict[str, Any]:
         """The message for a chat template."""
         parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
         message = {"role": self.role, "content": text}
         named = {key: getattr(self, key) for key in ("name", "reasoning_content", "tool_call_id")}
         message |= {key: value for key, value in named.items() if value is not None}
@@ -139,8 +157,8 @@ class ChatMessage(Body):
     def check(self, place: str) -> None:
         """Raise ApiError for what a message of its role has not, or must have."""
         self.check_extra(f"{place}.")
-        for part in self.content if isinstance(self.content, list) else ():
-            part.check_extra(f"{place}.content.")
+        for number, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            part.check(f"{place}.content.{number}")
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
                 param = f"{place}.{name}"

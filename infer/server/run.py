@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +29,7 @@ from idlm.log import get_logger
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS, CLOSE_SECONDS = 15, 2
+READY_POLL_SECONDS = 0.1
 LOG = get_logger(__name__)
 
 
@@ -73,17 +75,27 @@ class FrontEnd(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         host, port = listener.getsockname()[:2]
         LOG.info("%s is served at http://%s:%d when its engine is ready", self.service.model_name, host, port)
-        engine = asyncio.create_task(self.service.run())
+        address = f"http://{host}:{port}"
+        engine, ready = asyncio.create_task(self.service.run()), asyncio.create_task(self._say_ready(address))
         # An engine that cannot be built ends the server.
         engine.add_done_callback(lambda _: self.stop())
         try:
             await self.serve(sockets=[listener])
         finally:
+            ready.cancel()
             await self.service.close()
             try:
                 await engine
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
+
+    async def _say_ready(self, address: str) -> None:
+        start = time.monotonic()
+        while self.service.status != "ready":
+            await asyncio.sleep(READY_POLL_SECONDS)
+        info, seconds = self.service.info, time.monotonic() - start
+        what = f"decoder {info.decoder}, stride {info.stride}, context {info.max_length}"
+        LOG.info("ready after %.0f s: %s, %s", seconds, what, address)
 
     def stop(self) -> None:
         """End without draining."""

@@ -124,7 +124,7 @@ class Service:
                 template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
                 split_special_tokens=self.config.split_special_tokens,
             )
-            return await self.client.generate(await self._encode(encode, [messages], params.n), params)
+            return await self._generate(await self._encode(encode, [messages], params.n), params)
 
     async def complete(self, body: CompletionRequest) -> Generation:
         """Queue the answers of one or more prompts."""
@@ -132,9 +132,19 @@ class Service:
         with self._checked(body, "prompt"):
             prompts, params = body.prompts, self._admit(body, num_prompts=len(body.prompts))
             if not isinstance(prompts[0], str):
-                return await self.client.generate(prompts, params)
+                return await self._generate(prompts, params)
             encode = functools.partial(encode_prompt, template="none")
-            return await self.client.generate(await self._encode(encode, prompts, params.n), params)
+            return await self._generate(await self._encode(encode, prompts, params.n), params)
+
+    async def _generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+        """Queue prompts. An answer that can be shorter than `max_tokens` says so."""
+        generation = await self.client.generate(prompts, params)
+        context = self.info.max_length
+        room = context - max(map(len, prompts))
+        if params.max_tokens is not None and params.max_tokens > room:
+            said = f"max_tokens={params.max_tokens}, but the context of {context} tokens has room for {room}"
+            generation.notes = [*generation.notes, said]
+        return generation
 
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
         """The parser of one answer to a conversation."""

@@ -145,6 +145,12 @@ def test_bad_decoders_name_the_nearest(code: str, arguments: list[str], words: s
     assert words in error.message
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_printed_text_has_no_logprobs(name: str) -> None:
+    error = _refusal([*BASE, "-p", "Lea has 9 shells.", f"sampling.{name}=2"])
+    assert error.code == "IDLM-0489" and f"sampling.{name}=2" in error.message and "output=" in error.fix
+
+
 def test_a_prompt_the_engine_refuses_is_named_before_any_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -212,6 +212,7 @@ def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(
 
 
 READY = EngineInfo(
+    stride=3,
     **dict.fromkeys(("directory", "decoder", "exactness"), ""),
     **dict.fromkeys(("max_length", "vocab_size", "num_pages", "page_size", "pid"), 0),
     decoder_options={},

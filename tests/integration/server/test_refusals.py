@@ -128,23 +128,44 @@ def test_openai_has_codes_for_models_keys_and_full_queues(server: Running) -> No
     assert (error["code"], error["idlm_code"]) == ("rate_limit_exceeded", "queue_full")
 
 
-def test_an_image_is_not_fetched(server: Running) -> None:
-    part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
-    status, error = server.refusal(CHAT, messages=[{"role": "user", "content": [part]}])
-    assert status == 400 and error["param"].startswith("messages.0.content")
+@pytest.mark.parametrize(
+    ("part", "param", "words"),
+    [
+        (
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}},
+            "type",
+            "images are not supported",
+        ),
+        ({"type": "input_audio", "input_audio": {"data": ""}}, "type", "sounds are not supported"),
+        ({"type": "poem", "text": "a"}, "type", "parts of type 'poem' are not supported"),
+        ({"type": "text"}, "text", "Field required"),
+    ],
+)
+def test_parts_of_messages_are_text(server: Running, part: dict[str, Any], param: str, words: str) -> None:
+    """Nothing is fetched."""
+    content = [{"type": "text", "text": "See: "}, part]
+    status, error = server.refusal(CHAT, messages=[{"role": "user", "content": content}])
+    assert (status, error["param"]) == (400, f"messages.0.content.1.{param}") and words in error["message"]
+
+
+def test_an_answer_with_less_room_than_max_tokens_says_so(server: Running) -> None:
+    for max_tokens, words in ((47, "max_tokens=47, but the context of 48 tokens has room for 44"), (4, None)):
+        answer = server.client.post(COMPLETIONS, json={"prompt": [3] * 4, "max_tokens": max_tokens})
+        assert answer.status_code == 200 and (words or "") in answer.headers.get("warning", "")
+        assert ("warning" in answer.headers) == (words is not None)
+
+
+def test_the_root_says_where_to_go_on(server: Running) -> None:
+    for path in ("/", "/docs"):
+        about = server.client.get(path).json()
+        assert (about["status"], about["schema"]) == ("ready", "/openapi.json")
+        assert {CHAT, COMPLETIONS, "/metrics"} <= {*about["routes"]}
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
-    body = {
-        **VALID[CHAT],
-        **neutral,
-        "user": "me",
-        "metadata": {},
-        "audio": None,
-        "max_tokens": None,
-        "n": None,
-    }
+    absent = dict.fromkeys(("audio", "max_tokens", "n"))
+    body = {**VALID[CHAT], **neutral, **absent, "user": "me", "metadata": {}}
     assert server.client.post(CHAT, json=body).status_code == 200
 
 

@@ -14,6 +14,8 @@ import pytest
 from idlm.cli.help import describe, is_leaf
 from idlm.config import schema as schemas
 from idlm.config.compose import compose, recipes, yaml_text
+from idlm.config.suggest import did_you_mean
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 
 
@@ -296,6 +298,22 @@ def misspell(key: str, rng: random.Random) -> str:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("sampling.frequency_penalty", "penalties"),
+        ("best_of", "beam search"),
+        ("sampling.logit-bias", "bans and biases of tokens"),
+        ("n_gpu_layers", "offloading to the host"),
+    ],
+)
+def test_keys_that_only_other_engines_have_are_said_to_be_theirs(key: str, what: str) -> None:
+    """No key that is spelt alike is suggested."""
+    expected = f"; other engines have it, and idlm has no {what}"
+    assert schemas.unknown_key(SamplingParams, key) == f"unknown key {key!r}{expected}"
+    assert did_you_mean(key, ["top_p", "best"]) == expected
+
+
 def test_misspelt_keys_are_all_refused_and_nearly_all_understood(conf: Path) -> None:
     rng = random.Random(0)
     known = [

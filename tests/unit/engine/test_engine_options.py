@@ -113,8 +113,12 @@ def test_isd_without_a_mask_id_is_refused(tmp_path: Path) -> None:
     error = _refusal(Engine.from_pretrained, plain, "isd", stride=2, **OPTIONS)
     assert error.code == "IDLM-0404"
     assert Engine.from_pretrained(plain, **OPTIONS).decoder.name == "ar"
-    with pytest.warns(UserWarning, match="trained for"):
+    with pytest.warns(UserWarning, match="trained for.*not converted"):
         Engine.from_pretrained(plain, "isd", stride=2, mask_token_id=MASK_ID, **OPTIONS)
+    with pytest.warns(
+        UserWarning, match="one token per forward pass, like ar: this checkpoint is not converted"
+    ):
+        Engine.from_pretrained(plain, "isd", **OPTIONS)
 
 
 def test_a_stride_beyond_the_checkpoint_warns_and_within_does_not(checkpoint: Path) -> None:

@@ -155,6 +155,18 @@ def test_remote_code_in_the_config_is_never_touched(checkpoint: Path, tmp_path: 
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("model.gguf", "GGUF, the format of llama.cpp"), ("Q4.GGUF", "GGUF"), ("m.onnx", "ONNX")],
+)
+def test_other_formats_are_named(checkpoint: Path, name: str, words: str) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / name)
+    refused(checkpoint / name, "IDLM-0600", "is not a directory: it is", words, "safetensors")
+    refused(checkpoint, "IDLM-0602", "neither", words)
+    (checkpoint / "config.json").unlink()
+    refused(checkpoint, "IDLM-0600", "has no config.json: it has", words)
+
+
 def test_pickled_weights_are_refused_with_the_way_to_convert(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     refused(checkpoint, "IDLM-0602", "pytorch_model.bin", "save_pretrained")
