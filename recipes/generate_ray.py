@@ -6,8 +6,10 @@
 cut into parts of `rows_per_part` rows. An engine answers a part as `idlm-generate input= output= resume=true`
 would, into FOLDER/part-00000.jsonl: the records have the same fields, `cat FOLDER/part-*.jsonl` has the order
 of the input, and a job that is started again answers only what is missing. Every row has a random stream of
-its own, made of sampling.seed and its id (a row may give its own seed), so its answer does not depend on the
-engine that gives it nor on restarts; `decoder.adaptive=true` is the exception, as everywhere.
+its own, made of sampling.seed and its id (a row may give its own seed), so its answer depends on the engine
+that gives it and on restarts only as far as another batch rounds otherwise: in bfloat16 some answers differ
+after a worker died, in float32 hardly one, and none with deterministic=true. `decoder.adaptive=true` is the
+exception, as everywhere.
 
 All machines see model, input and output under the same paths. RAY_ADDRESS names a cluster; without it one is
 started on this machine. Tested with ray 2.60.0 (pip install 'ray[data]==2.60.0').
@@ -19,8 +21,10 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +38,12 @@ from idlm.infer.cli.batch import answer_lines, resume_state
 from idlm.infer.cli.config import EngineArguments, GenerateConfig, read_arguments
 from idlm.infer.cli.fingerprint import RunConfig, run_config
 from idlm.infer.cli.output import exclusive_output
-from idlm.infer.cli.progress import Tally
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_line
 
 SUFFIXES = (".jsonl", *(f".jsonl{packing}" for packing in PACKINGS), ".parquet")
 NOT_HERE = ("prompt", "describe", "overwrite", "resume", "system")
 """Options of `idlm-generate` that a job does not have."""
+CONNECT_SECONDS = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,21 +86,21 @@ class PartAnswerer:
             self._refusal = refusal
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Answer one part. `batch` has its fields, each as an array of one element. Returns counts, and the
-        error of a row that the engine refuses, so that the other parts go on, or of the engine.
+        """Answer one part. `batch` has its fields, each as an array of one element. Returns the error of a
+        row that the engine refuses, so that the other parts go on, or of the engine.
         """
         part = Part(**{name: plain_value(values[0]) for name, values in batch.items()})
         config, read = job_of(part, self._config)
-        error, tally = "", Tally()
+        error = ""
         try:
             if self._refusal is not None:
                 raise self._refusal
             with exclusive_output(config.output, overwrite=False, resume=True):
                 earlier = resume_state(config, read, self._common)
-                tally = answer_lines(self._engine, config, read, earlier, self._common)
+                answer_lines(self._engine, config, read, earlier, self._common)
         except UserError as refusal:
             error = str(refusal)
-        return {"num_answers": [tally.num_answers], "num_failed": [tally.num_failed], "error": [error]}
+        return {"error": [error]}
 
 
 def main() -> int:
@@ -122,22 +126,35 @@ def generate(arguments: list[str]) -> int:
     if not missing:
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
-    results = answer_with_ray(missing, config, engine_arguments, common)
-    for error in sorted({result["error"] for result in results} - {""}):
+    num_before, _ = count_answers(config)
+    errors = {result["error"] for result in answer_with_ray(missing, config, engine_arguments, common)} - {""}
+    for error in sorted(errors):
         print(error, file=sys.stderr)
-    num_answers, num_failed = (
-        sum(result[name] for result in results) for name in ("num_answers", "num_failed")
-    )
-    print(f"{num_answers} answers, {num_failed} of them failed, are new in {config.output}", file=sys.stderr)
-    return int(num_failed > 0 or any(result["error"] for result in results))
+    num_now, num_failed = count_answers(config)
+    print(f"{num_now - num_before} answers are new in {config.output}, {num_failed} failed", file=sys.stderr)
+    return int(num_failed > 0 or bool(errors))
+
+
+def count_answers(config: RayConfig) -> tuple[int, int]:
+    """Answers in the folder, and failed ones. A worker that died has answers in it that no result counts."""
+    num_answers = num_failed = 0
+    for path in Path(str(config.output)).glob("part-*.jsonl*"):
+        for line in path.read_bytes().splitlines():
+            # The last line of a file may be cut.
+            with suppress(ValueError):
+                has_failed = json.loads(line).get("error") is not None
+                num_failed += has_failed
+                num_answers += not has_failed
+    return num_answers, num_failed
 
 
 def answer_with_ray(
     parts: list[Part], config: RayConfig, arguments: EngineArguments, common: RunConfig
 ) -> list[dict[str, Any]]:
     """Answer parts on the cluster; returns what `PartAnswerer` returns for each. UserError IDLM-0491 without
-    Ray.
+    Ray, IDLM-0493 where the named cluster does not answer.
     """
+    check_cluster(os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -158,6 +175,21 @@ def answer_with_ray(
     )
     results: list[dict[str, Any]] = answered.take_all()
     return results
+
+
+def check_cluster(address: str) -> None:
+    """UserError IDLM-0493 where `host:port` accepts no connection, for which Ray would wait for ever."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (colon and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            "IDLM-0493",
+            f"no Ray cluster answers at RAY_ADDRESS={address}: {error}",
+            fix="start it there (ray start --head), or unset RAY_ADDRESS to start one on this machine",
+        ) from error
 
 
 def check_job(config: RayConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,15 @@ import pyarrow.parquet
 import pytest
 
 from idlm.conf.recipe import generate_ray
-from idlm.conf.recipe.generate_ray import PartAnswerer, RayConfig, cut, generate, read_part, seed_of
+from idlm.conf.recipe.generate_ray import (
+    PartAnswerer,
+    RayConfig,
+    check_cluster,
+    cut,
+    generate,
+    read_part,
+    seed_of,
+)
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.cli.generate import generate as generate_one
@@ -210,6 +219,43 @@ def test_options_that_a_job_does_not_have(change: str, code: str, source: Path, 
     with pytest.raises(UserError, match=code):
         generate([*SAMPLED, f"input={source}", f"output={tmp_path / 'out'}", change])
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_of_a_worker_that_died_are_counted_once(
+    source: Path,
+    tmp_path: Path,
+    local: Local,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "out"
+    job = [*SAMPLED, f"input={source}", f"output={folder}", "rows_per_part=4"]
+    assert generate(job) == 0
+    assert f"{len(ROWS)} answers are new in {folder}, 0 failed" in capsys.readouterr().err
+    first = folder / "part-00000.jsonl"
+    whole = first.read_text()
+    first.unlink()
+
+    def dies_once(parts: Any, *arguments: Any) -> Any:
+        first.with_suffix(".jsonl.partial").write_text("".join(whole.splitlines(keepends=True)[:3]))
+        return local(parts, *arguments)
+
+    monkeypatch.setattr(generate_ray, "answer_with_ray", dies_once)
+    assert generate(job) == 0
+    assert "4 answers are new" in capsys.readouterr().err and first.read_text() == whole
+
+
+def test_a_cluster_that_does_not_answer_is_named() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        for named in (address, f"ray://{address}"):
+            with pytest.raises(UserError, match=f"IDLM-0493: .*{named}"):
+                check_cluster(named)
+        server.listen()
+        check_cluster(address)
+    for other in ("", "auto", "local"):
+        check_cluster(other)
 
 
 @pytest.mark.parametrize("name", ["in.parquet", "in.jsonl.gz"])
