@@ -31,7 +31,7 @@ TEMPLATE = (
 QUESTION: Any = [{"role": "user", "content": "Which place?"}]
 
 
-class Place(BaseModel):
+class City(BaseModel):
     """A place that the user means."""
 
     model_config = ConfigDict(extra="forbid")
@@ -39,7 +39,7 @@ class Place(BaseModel):
     size: int = Field(ge=0, le=9)
 
 
-class place(Place):
+class place(City):
     """Note a place."""
 
 
@@ -63,7 +63,7 @@ def address(server: Running) -> str:
 
 def check_call(name: str, arguments: str | dict[str, Any]) -> None:
     assert name.lower() == "place"
-    Place.model_validate(json.loads(arguments) if isinstance(arguments, str) else arguments)
+    City.model_validate(json.loads(arguments) if isinstance(arguments, str) else arguments)
 
 
 def message_of(response: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_what_clients_send_is_answered(server: Running, name: str) -> None:
     for call in calls:
         check_call(call["function"]["name"], call["function"]["arguments"])
     if not calls:
-        Place.model_validate_json(content)
+        City.model_validate_json(content)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -132,11 +132,11 @@ def test_openai(address: str) -> None:
     asked: Any = {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude_none=True)]}
     second = client.chat.completions.create(model=NAME, messages=[*QUESTION, asked, result], tools=tools)
     assert second.choices[0].message.tool_calls
-    parsed = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=Place)
-    assert isinstance(parsed.choices[0].message.parsed, Place)
-    both = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, response_format=Place)
+    parsed = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=City)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    both = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, response_format=City)
     message = both.choices[0].message
-    assert message.tool_calls or isinstance(message.parsed, Place)
+    assert message.tool_calls or isinstance(message.parsed, City)
     with client.chat.completions.stream(model=NAME, messages=QUESTION, tools=tools) as stream:
         [call] = stream.get_final_completion().choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, place)
@@ -149,8 +149,8 @@ def test_langchain(address: str) -> None:
 
     model = chats.ChatOpenAI(model=NAME, base_url=address, api_key="unused", temperature=0, max_retries=0)
     for method in ("json_schema", "function_calling"):
-        assert isinstance(model.with_structured_output(Place, method=method).invoke("Which place?"), Place)
-    assert isinstance(model.with_structured_output(Place, strict=True).invoke("Which place?"), Place)
+        assert isinstance(model.with_structured_output(City, method=method).invoke("Which place?"), City)
+    assert isinstance(model.with_structured_output(City, strict=True).invoke("Which place?"), City)
     for options in ({}, {"tool_choice": "any"}, {"strict": True}, {"parallel_tool_calls": False}):
         called = model.bind_tools([place], **options)
         answer = called.invoke("Which place?")
@@ -179,8 +179,8 @@ def test_litellm(address: str) -> None:
         answer = litellm.completion(**settings, tools=tools, tool_choice=choice)
         [call] = answer.choices[0].message.tool_calls
         check_call(call.function.name, call.function.arguments)
-    answer = litellm.completion(**settings, response_format=Place)
-    Place.model_validate_json(answer.choices[0].message.content)
+    answer = litellm.completion(**settings, response_format=City)
+    City.model_validate_json(answer.choices[0].message.content)
     chunks = list(litellm.completion(**settings, tools=tools, tool_choice="required", stream=True))
     [call] = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
     check_call(call.function.name, call.function.arguments)
