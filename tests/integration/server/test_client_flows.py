@@ -1,6 +1,6 @@
 """Tools and structured answers through the clients that people use, on a model with a tokenizer like Qwen's.
 
-The model likes to think, to say something and to call `place`. The clients are not installed for tests: what
+The model likes to think, to say something and to call `town`. The clients are not installed for tests: what
 they send is in `client_bodies.json`, as they wrote it, and the clients themselves run where they are.
 """
 
@@ -22,25 +22,25 @@ from tests.toy import write_chain
 
 BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
 NAME, VOCAB = "qwen-like", 276
-CALL = '\n{"name": "place", "arguments": {"city": "Rome", "size": 1}}\n'
+CALL = '\n{"name": "town", "arguments": {"city": "Rome", "size": 1}}\n'
 ANSWER = ["\n", "<think>", "why", "</think>", "\n\nSo", "<tool_call>", CALL, "</tool_call>", "<|im_end|>"]
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>{name, arguments}</tool_call>"
     "<|im_end|>\n{% endif %}"
 )
-QUESTION: Any = [{"role": "user", "content": "Which place?"}]
+QUESTION: Any = [{"role": "user", "content": "Which town?"}]
 
 
-class City(BaseModel):
-    """A place that the user means."""
+class Town(BaseModel):
+    """A town that the user means."""
 
     model_config = ConfigDict(extra="forbid")
     city: Literal["Zürich", "Rome", "東京"]
     size: int = Field(ge=0, le=9)
 
 
-class place(City):
-    """Note a place."""
+class town(Town):
+    """Note a town."""
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def address(server: Running) -> str:
 
 
 def check_call(name: str, arguments: str | dict[str, Any]) -> None:
-    assert name.lower() == "place"
-    City.model_validate(json.loads(arguments) if isinstance(arguments, str) else arguments)
+    assert name.lower() == "town"
+    Town.model_validate(json.loads(arguments) if isinstance(arguments, str) else arguments)
 
 
 def message_of(response: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_what_clients_send_is_answered(server: Running, name: str) -> None:
     for call in calls:
         check_call(call["function"]["name"], call["function"]["arguments"])
     if not calls:
-        City.model_validate_json(content)
+        Town.model_validate_json(content)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -121,25 +121,25 @@ def test_stops_do_not_act_in_reasoning_and_may_be_tokens(server: Running) -> Non
 @pytest.mark.sweep
 def test_openai(address: str) -> None:
     client = OpenAI(base_url=address, api_key="unused", timeout=PATIENCE, max_retries=0)
-    tools: Any = [pydantic_function_tool(place)]
-    named: Any = {"type": "function", "function": {"name": "place"}}
+    tools: Any = [pydantic_function_tool(town)]
+    named: Any = {"type": "function", "function": {"name": "town"}}
     for options in ({}, {"tool_choice": "required"}, {"tool_choice": named}, {"parallel_tool_calls": False}):
         answer = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, **options)
         [call] = answer.choices[0].message.tool_calls or []
-        assert isinstance(call.function.parsed_arguments, place)
+        assert isinstance(call.function.parsed_arguments, town)
         assert answer.choices[0].finish_reason == "tool_calls"
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "noted"}
     asked: Any = {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude_none=True)]}
     second = client.chat.completions.create(model=NAME, messages=[*QUESTION, asked, result], tools=tools)
     assert second.choices[0].message.tool_calls
-    parsed = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=City)
-    assert isinstance(parsed.choices[0].message.parsed, City)
-    both = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, response_format=City)
+    parsed = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=Town)
+    assert isinstance(parsed.choices[0].message.parsed, Town)
+    both = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, response_format=Town)
     message = both.choices[0].message
-    assert message.tool_calls or isinstance(message.parsed, City)
+    assert message.tool_calls or isinstance(message.parsed, Town)
     with client.chat.completions.stream(model=NAME, messages=QUESTION, tools=tools) as stream:
         [call] = stream.get_final_completion().choices[0].message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, place)
+    assert isinstance(call.function.parsed_arguments, town)
 
 
 @pytest.mark.sweep
@@ -149,16 +149,16 @@ def test_langchain(address: str) -> None:
 
     model = chats.ChatOpenAI(model=NAME, base_url=address, api_key="unused", temperature=0, max_retries=0)
     for method in ("json_schema", "function_calling"):
-        assert isinstance(model.with_structured_output(City, method=method).invoke("Which place?"), City)
-    assert isinstance(model.with_structured_output(City, strict=True).invoke("Which place?"), City)
+        assert isinstance(model.with_structured_output(Town, method=method).invoke("Which town?"), Town)
+    assert isinstance(model.with_structured_output(Town, strict=True).invoke("Which town?"), Town)
     for options in ({}, {"tool_choice": "any"}, {"strict": True}, {"parallel_tool_calls": False}):
-        called = model.bind_tools([place], **options)
-        answer = called.invoke("Which place?")
+        called = model.bind_tools([town], **options)
+        answer = called.invoke("Which town?")
         [call] = answer.tool_calls
         check_call(call["name"], call["args"])
     result = messages.ToolMessage("noted", tool_call_id=call["id"])
-    assert called.invoke([messages.HumanMessage("Which place?"), answer, result]).tool_calls
-    chunks = list(model.bind_tools([place], tool_choice="any").stream("Which place?"))
+    assert called.invoke([messages.HumanMessage("Which town?"), answer, result]).tool_calls
+    chunks = list(model.bind_tools([town], tool_choice="any").stream("Which town?"))
     whole = chunks[0]
     for chunk in chunks[1:]:
         whole = whole + chunk
@@ -174,13 +174,13 @@ def test_litellm(address: str) -> None:
         "api_key": "unused",
         "messages": QUESTION,
     }
-    tools: Any = [pydantic_function_tool(place)]
-    for choice in ("auto", "required", {"type": "function", "function": {"name": "place"}}):
+    tools: Any = [pydantic_function_tool(town)]
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "town"}}):
         answer = litellm.completion(**settings, tools=tools, tool_choice=choice)
         [call] = answer.choices[0].message.tool_calls
         check_call(call.function.name, call.function.arguments)
-    answer = litellm.completion(**settings, response_format=City)
-    City.model_validate_json(answer.choices[0].message.content)
+    answer = litellm.completion(**settings, response_format=Town)
+    Town.model_validate_json(answer.choices[0].message.content)
     chunks = list(litellm.completion(**settings, tools=tools, tool_choice="required", stream=True))
     [call] = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
     check_call(call.function.name, call.function.arguments)
