@@ -194,6 +194,7 @@ def test_an_adapter_on_an_eight_bit_base_answers_as_that_base(
     assert all(done.exactness == "lossy" for done in found)
 
 
+@pytest.mark.sweep
 def test_two_ranks_that_round_their_own_parts_decode_as_one_engine(foreseeing: Path) -> None:
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
     with group_of_threads(2) as group:
@@ -206,6 +207,7 @@ def test_two_ranks_that_round_their_own_parts_decode_as_one_engine(foreseeing: P
         assert isinstance(made[0]._parts.model.trunk.layers[0].o, Fp8Weight)
 
 
+@pytest.mark.sweep
 def test_shared_beginnings_and_preemption_change_no_answer(foreseeing: Path) -> None:
     [system, *tails] = prompts_of([13, 1, 4, 6, 3, 9, 2], vocab_size=CYCLE)
     prompts = [*(system + tail for tail in tails), system[:8], system[:9] + tails[4]]

@@ -121,7 +121,7 @@ def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
         assert _said(engine.generate(prompts, params)) == expected
 
 
-@pytest.mark.sweep_but("ar")
+@pytest.mark.sweep
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages hold NaN from the moment they are free or evicted."""

@@ -141,6 +141,7 @@ def _fail_passes(monkeypatch: pytest.MonkeyPatch, engine: Engine, fails: Any) ->
     return sizes
 
 
+@pytest.mark.sweep
 def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +165,7 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
     assert engine.scheduler._row_budget == 48
 
 
-@pytest.mark.sweep_but(way={"graphs": "on", "num_inflight_steps": 2})
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_modes_that_do_not_fit_into_memory_cost_no_answer(
     checkpoint: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -99,7 +99,7 @@ def test_greedy_answers_of_the_bundled_model(pair: TensorParallelGroup) -> None:
     _check_parity(pair, TINY, DECODERS[::2], mask_token_id=170)
 
 
-@pytest.mark.sweep_but(architecture="Qwen3")
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
 def test_greedy_answers_of_random_models(
@@ -261,6 +261,7 @@ def test_graphs_are_cleared_before_the_ranks_end(foreseeing: Path, monkeypatch: 
         assert kept
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_noticed", [False, True])
 def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
     is_noticed: bool, monkeypatch: pytest.MonkeyPatch

@@ -230,6 +230,7 @@ def test_each_pass_runs_in_the_smallest_captured_shape_or_eagerly(
     assert prompts == {buckets.PROMPT_STEP}, "prompts are hardly padded"
 
 
+@pytest.mark.sweep
 def test_a_shape_that_keeps_coming_is_captured_when_idle_or_after_many_passes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

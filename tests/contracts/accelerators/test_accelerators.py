@@ -167,7 +167,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", sorted(RULES))

@@ -216,7 +216,7 @@ def test_at_full_budget_it_is_exact(toys: dict[bool, Path], shifted: bool, optio
     assert answers == [slow.answer(prompt, sampling(n))[0] for n, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.sweep_but(focus={"importance": "block", "mean": "request"})
+@pytest.mark.sweep
 @pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
 def test_a_sequence_that_loses_its_pages_begins_its_block_again(
     toys: dict[bool, Path],

@@ -159,7 +159,7 @@ def test_batches_static_shapes_and_waiting_change_no_answer(
             assert engine.scheduler.num_preemptions
 
 
-@pytest.mark.sweep_but(stack={"first_half": {}})
+@pytest.mark.sweep
 @pytest.mark.parametrize("stack", [*TOY_STACKS[1:3], *FOCUS], ids=str)
 def test_aborts_and_new_prompts_while_sequences_wait(
     directories: dict[str, Path],

@@ -297,7 +297,7 @@ def test_rows_that_the_host_plans_with() -> None:
     assert whole.num_decoding_rows(100, num_known=60, num_passes=3) == 41
 
 
-@pytest.mark.sweep_but("llada")
+@pytest.mark.sweep
 def test_more_canvases_share_the_passes_between_refreshes(family: tuple[str, Path]) -> None:
     """A budget of one canvas: without a cache each waits for the one before it."""
     _, directory = family

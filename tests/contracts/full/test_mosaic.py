@@ -195,6 +195,7 @@ def shortened(template: Any, name: str) -> None:
     template.__dict__.pop("_ends", None)
 
 
+@pytest.mark.sweep_but(chunks={})
 @pytest.mark.parametrize(
     "name", ["q", "k", "heads", "attention_out", "ffn_in", "gate_up", "head_in", "logits"]
 )

@@ -122,7 +122,7 @@ def test_the_mode_may_change_between_passes(toy: Path, expected: list[Completion
     assert len(observed) <= 4, "times of passes that wait for the host teach nothing about others"
 
 
-@pytest.mark.sweep_but(options={"num_pages": 24, "prefix_cache": False})
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{"num_pages": 24}, {"num_pages": 24, "prefix_cache": False}])
 def test_preempted_answers_do_not_change(toy: Path, options: dict[str, Any]) -> None:
     sampled = _params(temperature=1.0, seed=5)

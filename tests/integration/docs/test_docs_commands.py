@@ -166,6 +166,7 @@ def test_idlm_generate_understands(command: Command, capsys: pytest.CaptureFixtu
     assert f"decoder     {decoder}" in capsys.readouterr().out
 
 
+@pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("command", named("idlm-eval"), ids=shown)
 def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     replaced = ("num=", "sampling.max_tokens=", "decoder.block_length=")

@@ -105,6 +105,7 @@ def test_a_thread_allocates_all_memory_of_saves_before_the_first(
     assert set(names) == {"memory of saves"} and len(names) > 1
 
 
+@pytest.mark.sweep
 def test_a_full_disk_ends_the_run_at_the_next_step(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

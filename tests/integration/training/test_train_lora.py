@@ -152,6 +152,7 @@ def test_a_stopped_run_resumes_bitwise(finished: Path, base: Path, tmp_path: Pat
     assert_same_weights(finished / WEIGHTS_FILE, output / WEIGHTS_FILE)
 
 
+@pytest.mark.sweep
 def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "llama", spare_rows=False)
     output = tmp_path / "out"

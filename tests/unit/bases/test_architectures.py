@@ -76,6 +76,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sweep_but("llama", "gemma3_text")
 @pytest.mark.parametrize("family", LARGE)
 def test_a_large_base_has_a_small_stand_in_with_layers_of_all_kinds(family: str) -> None:
     config = AutoConfig.for_model(family, **LARGE[family])

@@ -96,7 +96,7 @@ BY_SETTINGS: dict[str, tuple[str, Settings, Settings, str, Settings]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep_but(2)
+@pytest.mark.sweep_but("learned positions")
 @pytest.mark.parametrize("name", BY_SETTINGS)
 def test_a_setting_that_is_advised_prepares_the_run(name: str, tmp_path: Path) -> None:
     family, fields, broken, words, fixed = BY_SETTINGS[name]

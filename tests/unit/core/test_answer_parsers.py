@@ -102,6 +102,7 @@ def test_what_is_no_call_stays_content(body: str) -> None:
         assert followed == [("content", "", f"<tool_call>{body}</tool_call>"), CALLED]
 
 
+@pytest.mark.sweep
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     text=st.lists(st.sampled_from(SHARDS) | st.text("<>/thinkc\n ", max_size=4), max_size=8).map("".join),

@@ -98,7 +98,7 @@ def test_raise_at_every_point_leaves_old_or_new(tmp_path: Path, has_exchange: bo
     assert seen[-1] == NEW and (not has_old or OLD in seen)
 
 
-@pytest.mark.sweep_but("True")
+@pytest.mark.sweep
 @pytest.mark.parametrize("has_exchange", [True, False])
 def test_process_death_at_every_point_leaves_old_or_new(tmp_path: Path, has_exchange: bool) -> None:
     seen, status = [], 1

@@ -88,7 +88,7 @@ def test_text_is_unchanged_by_a_round_trip(all_tokenizers: dict[str, Any]) -> No
         assert _streamed(tokenizer, token_ids, dice) == response
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ids_have_the_text_that_transformers_decodes(
     all_tokenizers: dict[str, Any], seed: int

@@ -79,7 +79,7 @@ def test_every_changed_number_is_rejected(settings):
                     assert not verdict.final_answer_correct, changed
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_every_dropped_or_doubled_piece_is_rejected(settings):
     task = make(**settings)

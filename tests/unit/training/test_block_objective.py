@@ -201,6 +201,7 @@ def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
     assert expected == pytest.approx(nelbo, rel=2e-3)
 
 
+@pytest.mark.sweep
 def test_the_draws_have_the_distribution_of_the_estimator() -> None:
     """Weight times frequency of every pattern of a block is the chance that a random order passes through it,
     per token still to reveal; patterns of two blocks are independent.

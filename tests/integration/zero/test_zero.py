@@ -1,6 +1,6 @@
 """Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
 
-`pytest tests/integration/training/test_zero.py -m sweep` adds ZeRO's stages, offload, bfloat16, DDP, deaths,
+`pytest tests/integration/zero/test_zero.py -m sweep` adds ZeRO's stages, offload, bfloat16, DDP, deaths,
 the watchdog and a launcher; `python -m benchmarks.resume` runs the full counts of deaths.
 """
 
@@ -25,7 +25,7 @@ def told_by(part: str) -> dict[str, Any]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="idlm-zero-", dir=memory)
     try:
-        command = [sys.executable, "-m", "tests.integration.training.zero_runs", folder, part]
+        command = [sys.executable, "-m", "tests.integration.zero.zero_runs", folder, part]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Runs of several processes that one test session shares.
 
-`python -m tests.integration.training.zero_runs FOLDER PART` prints what happened as JSON.
+`python -m tests.integration.zero.zero_runs FOLDER PART` prints what happened as JSON.
 
 A process of its own, because it forks: the imports are paid once, and nothing of it reaches other tests.
 """
