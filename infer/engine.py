@@ -34,7 +34,7 @@ from idlm.infer.errors import (
 from idlm.infer.interrupts import uninterrupted
 from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
-from idlm.infer.request import Request, strip_stop_id
+from idlm.infer.request import ANONYMOUS, Request, Turn, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.stride_controller import Load
@@ -181,14 +181,23 @@ class Engine:
                     yield event
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, streams: bool = False
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        streams: bool = False,
+        turn: Turn = ANONYMOUS,
     ) -> None:
-        """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one."""
+        """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
+        Requests of different clients and calls (`turn`) are admitted in turn.
+        """
         self._check_new(request_id)
         samples = self._parts.samples(request_id, prompt, params)
         with uninterrupted():
             for request in samples:
                 self._num_added += 1
+                request.turn = turn
                 self._active.setdefault(request_id, []).append(request)
                 if (request.params.stop or streams) and self.tokenizer is not None:
                     self._texts[request] = AnswerText.of(self.tokenizer, request.prompt_ids, request.params)

@@ -7,7 +7,7 @@ import operator
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.contracts import Completion, SamplingParams, TokenLogprob
 from idlm.errors import UserError
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 
 MAX_RECENT_DRAFTS = 256
+
+
+class Turn(NamedTuple):
+    """Whose a request is. Of one client's requests those with the lowest `priority` come first. `call`: that
+    of the client, which may have several prompts with several answers each.
+    """
+
+    client: str = ""
+    priority: int = 0
+    user: str = ""
+    call: str = ""
+
+
+ANONYMOUS = Turn()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,7 +48,7 @@ class Request:
     `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts are not from masks,
     but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
     second one on, as far as they are known. `grammar` is that of a constraint, after the tokens of the
-    answer.
+    answer. `turn`: whose it is, which decides when it is admitted.
     """
 
     request_id: str
@@ -63,6 +77,7 @@ class Request:
     has_other_drafts: bool = False
     finish_reason: str | None = None
     grammar: Grammar | None = None
+    turn: Turn = ANONYMOUS
 
     @property
     def num_known(self) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from idlm.infer.runtime.graphs.buckets import PROMPT_GRAPHS
 from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
+from idlm.infer.waiting import Waiting
 
 STEPS_TO_RESTORE = 16
 PROMPT_SHARE = 1.25
@@ -57,6 +57,9 @@ class Scheduler:
     for a while, and `costs` in passes that also decode (None: nothing does). `decodes_again`: see
     `Accelerator`. Passes may be scheduled before the results of earlier ones are known: then every sequence
     counts as long as it can be by then, and none is preempted.
+
+    `num_reserved_lanes` are kept for clients (users, calls) that have no lane while others have several:
+    they need not wait until an answer ends.
     """
 
     def __init__(
@@ -78,9 +81,9 @@ class Scheduler:
         self._num_good_passes = 0
         self._num_rows, self._max_emitted = functools.cache(num_rows), max_emitted
         self._num_lanes, self._free_lanes = num_lanes, list(range(num_lanes - 1, -1, -1))
-        self.waiting: deque[Request] = deque()
+        self.waiting = Waiting()
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_reserved_lanes = 0
 
     def slots_needed(self, num_known: int, max_length: int, num_canvases: int = 1) -> int:
         """KV slots of a decoding sequence with `num_known` known tokens, of `max_length` at most, with its
@@ -91,7 +94,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def next(self) -> Schedule | None:
         """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
@@ -117,9 +120,9 @@ class Scheduler:
             else:
                 is_stalled = True
         num_committed = 0
-        while self.waiting and self._free_lanes and not is_stalled and self._budget() > 0:
+        while self._may_admit() and not is_stalled and self._budget() > 0:
             num_committed = self._commit_scheduled_pages(schedule, num_committed)
-            request = self.waiting[0]
+            request = self.waiting.first()
             # The draft buffer of a new lane is empty.
             request.lane, request.has_other_drafts = self._free_lanes.pop(), False
             num_slots = self.slots_needed(request.num_known, request.max_length, request.num_canvases)
@@ -128,7 +131,7 @@ class Scheduler:
                 request.lane = None
                 break
             self.running.append(request)
-            self.waiting.popleft()
+            self.waiting.pop()
             schedule.scheduled_new_requests.append(request)
             self._feed(request, schedule)
         return schedule
@@ -165,8 +168,7 @@ class Scheduler:
         For a pass that failed at an unknown place, this scheduler included: the contents of lanes and pages
         are unknown then, while the requests are intact.
         """
-        # One that was being admitted is in both.
-        self.waiting = deque(dict.fromkeys((*self.running, *self.waiting)))
+        self.waiting.put_back(self.running)
         self.running.clear()
         for request in self.waiting:
             if request.lane is not None:
@@ -202,6 +204,15 @@ class Scheduler:
                 most = self._costs.prompt_rows(len(lengths), sum(lengths))
                 self._num_left = min(self._row_budget, most)
         return self._num_left
+
+    def _may_admit(self) -> bool:
+        """Whether a lane is free for the first request that waits, which a reserved lane chooses."""
+        if not self.waiting or len(self._free_lanes) > self.num_reserved_lanes:
+            return bool(self.waiting)
+        starved = self.waiting.starved(self.running) if self._free_lanes else None
+        if starved is not None:
+            self.waiting.prefer(starved)
+        return starved is not None
 
     def _remaining(self, request: Request) -> int:
         """Known tokens that are to be stored."""

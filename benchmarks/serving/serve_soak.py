@@ -195,7 +195,8 @@ async def _read(port: int, stream: Stream, api_key: str) -> str | None:
 class Server:
     """A server in a process of its own, which says what it holds when it gets a line."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], api_key: str = "") -> None:
+        self._headers = {"connection": "close", "authorization": f"Bearer {api_key}"}
         assert process.stdin is not None and process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.port = int(self._stdout.readline())
@@ -233,7 +234,7 @@ class Server:
         return float(line.rpartition(" ")[2])
 
     def _get(self, path: str) -> str | None:
-        request = urllib.request.Request(f"{self.url}{path}", headers={"connection": "close"})
+        request = urllib.request.Request(f"{self.url}{path}", headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return str(response.read().decode())
@@ -249,15 +250,15 @@ class Server:
 
 
 @contextmanager
-def running_server(path: str, *settings: str) -> Iterator[Server]:
-    """A server on a CPU, ready; it has ended afterwards."""
+def running_server(path: str, *settings: str, api_key: str = "") -> Iterator[Server]:
+    """A server on a CPU, ready; it has ended afterwards. `api_key`: the one that `Server` sends."""
     words = [f"model={path}", "decoder=isd", "mask_token_id=170", "device=cpu", "dtype=float32", *settings]
     program = [sys.executable, "-m", "benchmarks.serve_soak", "host", *words]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         end = threading.Timer(PATIENCE * (NUM_ROUNDS + 2), process.kill)
         end.start()
         try:
-            yield Server(process)
+            yield Server(process, api_key)
         finally:
             end.cancel()
             process.terminate()
@@ -273,7 +274,8 @@ def host(words: list[str]) -> int:
     from idlm.infer.server.config import ServeConfig
     from idlm.infer.server.run import FrontEnd, listen
 
-    front = FrontEnd(*read_arguments("serve", ServeConfig, words))
+    config, arguments = read_arguments("serve", ServeConfig, words)
+    front = FrontEnd(config, arguments, api_key=config.api_key)
 
     def answer() -> None:
         for _ in sys.stdin:

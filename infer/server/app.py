@@ -68,7 +68,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         async with connected(request):
-            generation = await service.chat(body)
+            generation = await service.chat(body, request.state.client)
         parser = functools.partial(service.answer_parser, body, generation.prompts[0])
         reply = ChatReply(body, generation, service.model_name, service.token_texts, parser)
         return await _respond(request, reply, generation, streams=bool(body.stream))
@@ -76,7 +76,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         async with connected(request):
-            generation = await service.complete(body)
+            generation = await service.complete(body, request.state.client)
         reply = CompletionReply(body, generation, service.model_name, service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 

@@ -28,8 +28,8 @@ class ServeConfig(EngineSettings):
     host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")
     port: int = option("port to listen on; 0 takes a free one", 8000)
     api_key: str | None = option(
-        "key that clients send; other users of this machine can read command lines, so prefer the "
-        "environment variable IDLM_API_KEY",
+        "key that clients send, or several with commas between; other users of this machine can read command "
+        "lines, so prefer the environment variable IDLM_API_KEY",
         None,
     )
     allowed_origins: list[str] | None = option(

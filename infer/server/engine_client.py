@@ -19,6 +19,7 @@ from typing import Literal
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
+from idlm.infer.request import ANONYMOUS, Turn
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error, internal_error
 from idlm.infer.server.messages import (
     FAULT,
@@ -69,6 +70,11 @@ class EngineClient:
         """Samples that are not finished."""
         return sum(generation.left[request_id] for request_id, generation in self._open.items())
 
+    def num_open_of(self, client: str) -> int:
+        """Samples of a client that are not finished."""
+        own = {generation for generation in self._open.values() if generation.turn.client == client}
+        return sum(generation.num_open for generation in own)
+
     @property
     def is_closing(self) -> bool:
         """Whether `close` has been called."""
@@ -99,7 +105,9 @@ class EngineClient:
         self._disconnect()
         self._fail_all(engine_unavailable("the server is shutting down"))
 
-    async def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+    async def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn = ANONYMOUS
+    ) -> Generation:
         """Queue prompts; returns when the engine has taken all of them.
 
         Raises UserError if it refuses one, ApiError 503 if there is no engine.
@@ -107,11 +115,12 @@ class EngineClient:
         number = next(self._numbers)
         request_ids = [f"{number}-{place}" for place in range(len(prompts))]
         generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
+        generation.turn = turn._replace(call=str(number))
         self._open |= dict.fromkeys(request_ids, generation)
         try:
             for request_id, prompt in zip(request_ids, prompts, strict=True):
                 message = {"id": request_id, "prompt_ids": prompt, "params": params_message(params)}
-                await self._send({"type": "add", **message})
+                await self._send({"type": "add", "turn": generation.turn, **message})
             for prompt in prompts:
                 await generation.wait_until_added()
                 self._metrics.prompt_tokens.inc(len(prompt))
@@ -272,7 +281,7 @@ class Generation:
     def __init__(
         self, client: EngineClient, metrics: Metrics, prompts: dict[str, list[int]], num_samples: int
     ) -> None:
-        self._client, self._metrics = client, metrics
+        self._client, self._metrics, self.turn = client, metrics, ANONYMOUS
         self.prompts, self.num_samples = list(prompts.values()), num_samples
         self._places = {request_id: place for place, request_id in enumerate(prompts)}
         self.left = dict.fromkeys(prompts, num_samples)

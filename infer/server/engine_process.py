@@ -20,6 +20,7 @@ from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
+from idlm.infer.request import Turn
 from idlm.infer.server.messages import (
     FAULT,
     RECEIVE_BYTES,
@@ -35,6 +36,8 @@ from idlm.infer.structured.grammar import Compiling
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
+FEW_LANES, RESERVE = 16, 32
+"""One lane in so many is kept for clients that have none, if there are not too few."""
 LOOK_MILLISECONDS = 5
 """How often an engine without other work looks whether a grammar is compiled."""
 
@@ -122,6 +125,8 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
         self._engine, self._inbox, self._connection = engine, inbox, connection
+        num_lanes = engine.settings.most_sequences
+        engine.scheduler.num_reserved_lanes = max(num_lanes >= FEW_LANES, num_lanes // RESERVE)
         self._compiling: dict[str, tuple[Compiling, Message]] = {}
 
     def run(self) -> None:
@@ -163,7 +168,8 @@ class EngineLoop:
                 self._compiling[request_id] = grammar, message
                 self._report([])
                 return
-            self._engine.add_request(request_id, prompt_ids, params, streams=True)
+            turn = Turn(*message["turn"])
+            self._engine.add_request(request_id, prompt_ids, params, streams=True, turn=turn)
         except UserError as error:
             self._send({"type": "refused", "id": request_id, **error_message(error)})
         except Exception:

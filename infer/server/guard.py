@@ -26,6 +26,11 @@ HEADER_SECONDS, BODY_SECONDS, READ_SECONDS = 30.0, 30.0, 60.0
 """How long a client may take to send its headers and its body, and to read anything of an answer."""
 
 
+def keys_of(api_key: str | None) -> list[str]:
+    """The keys in a list with commas; none: every request is taken."""
+    return [key for one in (api_key or "").split(",") if (key := one.strip())]
+
+
 class Guard:
     """ASGI middleware. `observe` gets the status of every response; `logs` prints a line for each."""
 
@@ -41,7 +46,7 @@ class Guard:
     ) -> None:
         self._app, self._observe, self._logs = app, observe, logs
         self._max_body, self._max_header = max_body, max_header
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._keys = [f"Bearer {key}".encode() for key in keys_of(api_key)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer what is refused, and hand on what is not."""
@@ -63,7 +68,7 @@ class Guard:
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_size(scope)
-            self._check_key(scope)
+            scope["state"]["client"] = self._client(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
@@ -87,15 +92,18 @@ class Guard:
             message = f"header: line and headers are larger than {self._max_header} bytes, the most allowed"
             raise ApiError(431, message, param="header")
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return
+    def _client(self, scope: Scope) -> str:
+        """Who sends a request: its key, by number, or its address. Raises ApiError 401 without a key."""
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return f"address {scope['client'][0]}" if scope["client"] else ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        # In constant time: how long a refusal takes says nothing about the key. A router that has the key
+        # In constant time: how long a refusal takes says nothing about the keys. A router that has a key
         # sends its own header besides the client's.
-        if not given or not all(hmac.compare_digest(key, self._key) for key in given):
+        found = [[hmac.compare_digest(value, key) for key in self._keys] for value in given]
+        if not given or not all(map(any, found)):
             message = "authorization: a header 'Authorization: Bearer KEY' with the server's key is required"
             raise ApiError(401, message, param="authorization", code="invalid_api_key")
+        return f"key {found[0].index(True)}"
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the client is gone. Raises ApiError 413 or 408."""

@@ -3,7 +3,7 @@
 Nothing is pickled, and no message names code. The front end sends
 
     {"type": "start", "model", "decoder", "settings", "options"}     once, before anything else
-    {"type": "add", "id", "prompt_ids", "params"}                    one request
+    {"type": "add", "id", "prompt_ids", "params", "turn"}            one request
     {"type": "abort", "id"}
 
 and the engine process answers

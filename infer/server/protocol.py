@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from idlm.contracts import Constraint, ConstraintKind, SamplingParams
+from idlm.infer.request import Turn
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.fields.body import Body, Text, Unicode
 from idlm.infer.server.fields.constraints import ConstraintFields
@@ -24,7 +25,7 @@ from idlm.infer.structured.schemas import answer_rules
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
 MAX_STOPS, MAX_STOP_IDS, MAX_STOP_LENGTH = 64, 1024, 1024
-MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES = 20, 128, 4096
+MAX_LOGPROBS, MAX_TOOLS, MAX_MESSAGES, MAX_USER = 20, 128, 4096, 256
 
 OTHER_PARTS = {
     **dict.fromkeys(("image_url", "image", "input_image"), "images"),
@@ -74,6 +75,12 @@ class Sampling(Body, ConstraintFields):
     ) = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    priority: Integer | None = None
+
+    def turn(self, client: str) -> Turn:
+        """Whose turn the request takes; `user` tells users of one client apart."""
+        user = (self.model_extra or {}).get("user")
+        return Turn(client, self.priority or 0, user[:MAX_USER] if isinstance(user, str) else "")
 
     @property
     def has_final_usage(self) -> bool:

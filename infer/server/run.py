@@ -22,7 +22,7 @@ from idlm.infer.cli.config import KEY_VARIABLE, EngineArguments
 from idlm.infer.server.app import create_app
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient
-from idlm.infer.server.guard import TimedProtocol
+from idlm.infer.server.guard import TimedProtocol, keys_of
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.service import Service
 from idlm.log import get_logger
@@ -54,6 +54,7 @@ class FrontEnd(uvicorn.Server):
         metrics = Metrics(model_name)
         client = EngineClient(arguments, metrics, timeout=config.engine_timeout)
         self.service = Service(config, client, metrics, model_name)
+        self.service.num_keys = len(keys_of(api_key))
         super().__init__(
             uvicorn.Config(
                 create_app(self.service, api_key=api_key),
@@ -121,7 +122,7 @@ def check_address(host: str, api_key: str | None) -> None:
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
-    if host != "localhost" and api_key is None:
+    if host != "localhost" and not keys_of(api_key):
         raise UserError(
             "IDLM-0702",
             f"host={host} can be reached from other machines, and there is no API key",

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from idlm import __version__
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.request import Turn
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error
@@ -46,7 +48,8 @@ class Service:
         self.start_time = int(time.time())
         self.is_draining = False
         self._has_tokenizer = False
-        self._num_encoding = 0
+        self.num_keys = 0
+        self._encoding = Counter[str]()
         self._templates: TemplateProcess | None = None
         # One thread, because tokenizers are not made for several at once.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
@@ -68,7 +71,7 @@ class Service:
     @property
     def num_open(self) -> int:
         """Samples that are not finished."""
-        return self.client.num_open + self._num_encoding
+        return self.client.num_open + self._encoding.total()
 
     def describe(self) -> dict[str, Any]:
         """What /server_info says, also before the engine is ready: routers ask once, when they find the
@@ -107,11 +110,11 @@ class Service:
         if self._templates is not None:
             self._templates.close()
 
-    async def chat(self, body: ChatRequest) -> Generation:
-        """Queue the answers of a conversation."""
+    async def chat(self, body: ChatRequest, client: str = "") -> Generation:
+        """Queue the answers of a conversation for a client."""
         body.check()
         with self._checked(body, "messages"):
-            params = self._admit(body, num_prompts=1)
+            params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
             if params.stop and params.stop_in_reasoning is None:
                 params = dataclasses.replace(params, stop_in_reasoning=not self._thinks(body))
             thinking = body.thinking(self.config.enable_thinking)
@@ -124,21 +127,23 @@ class Service:
                 template_kwargs=body.template_kwargs(all_template_text(self.tokenizer)),
                 split_special_tokens=self.config.split_special_tokens,
             )
-            return await self._generate(await self._encode(encode, [messages], params.n), params)
+            token_ids = await self._encode(encode, [messages], params.n, client)
+            return await self._generate(token_ids, params, turn)
 
-    async def complete(self, body: CompletionRequest) -> Generation:
-        """Queue the answers of one or more prompts."""
+    async def complete(self, body: CompletionRequest, client: str = "") -> Generation:
+        """Queue the answers of one or more prompts for a client."""
         body.check()
         with self._checked(body, "prompt"):
-            prompts, params = body.prompts, self._admit(body, num_prompts=len(body.prompts))
-            if not isinstance(prompts[0], str):
-                return await self._generate(prompts, params)
-            encode = functools.partial(encode_prompt, template="none")
-            return await self._generate(await self._encode(encode, prompts, params.n), params)
+            prompts, turn = body.prompts, body.turn(client)
+            params = self._admit(body, client, num_prompts=len(prompts))
+            if isinstance(prompts[0], str):
+                encode = functools.partial(encode_prompt, template="none")
+                prompts = await self._encode(encode, prompts, params.n, client)
+            return await self._generate(prompts, params, turn)
 
-    async def _generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+    async def _generate(self, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn) -> Generation:
         """Queue prompts. An answer that can be shorter than `max_tokens` says so."""
-        generation = await self.client.generate(prompts, params)
+        generation = await self.client.generate(prompts, params, turn)
         context = self.info.max_length
         room = context - max(map(len, prompts))
         if params.max_tokens is not None and params.max_tokens > room:
@@ -187,7 +192,9 @@ class Service:
         except UserError as error:
             raise body.named(from_user_error(error, prompt_field=prompt_field)) from error
 
-    def _admit(self, body: ChatRequest | CompletionRequest, *, num_prompts: int) -> SamplingParams:
+    def _admit(
+        self, body: ChatRequest | CompletionRequest, client: str, *, num_prompts: int
+    ) -> SamplingParams:
         """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
         config, params = self.config, body.params(self.config.sampling)
         for field, num, most in (("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)):
@@ -197,18 +204,20 @@ class Service:
             raise engine_unavailable(f"the engine is {self.status}")
         num_lanes: int = self.info.settings["max_num_seqs"]
         most = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
+        share = max(1, most // max(1, self.num_keys))
         num_answers = params.n * num_prompts
-        if num_answers > most:
+        if num_answers > share:
             field = "n" if params.n > 1 else "prompt"
-            message = f"{field}: the request has {num_answers} answers, at most {most} may be under way"
+            message = f"{field}: the request has {num_answers} answers, at most {share} may be under way"
             raise ApiError(400, message, param=field)
-        if self.num_open + num_answers > most:
-            message = f"{most} answers may be under way, and this one would be more; try again later"
+        num_own = self.client.num_open_of(client) + self._encoding[client]
+        if self.num_open + num_answers > most or num_own + num_answers > share:
+            message = f"{share} answers may be under way, and this one would be more; try again later"
             raise ApiError(429, message, code="queue_full")
         return params
 
     async def _encode(
-        self, encode: Callable[..., list[int]], prompts: Sequence[Any], num_samples: int
+        self, encode: Callable[..., list[int]], prompts: Sequence[Any], num_samples: int, client: str
     ) -> list[list[int]]:
         """Token ids of prompts, which are counted meanwhile."""
         if self.tokenizer is None:
@@ -217,11 +226,12 @@ class Service:
             )
         call = functools.partial(encode, self.tokenizer, max_tokens=self.info.max_length)
         loop, num_encoded = asyncio.get_running_loop(), num_samples * len(prompts)
-        self._num_encoding += num_encoded
+        self._encoding[client] += num_encoded
         try:
             return [await loop.run_in_executor(self._encoder, call, prompt) for prompt in prompts]
         finally:
-            self._num_encoding -= num_encoded
+            self._encoding[client] -= num_encoded
+            self._encoding += Counter()
 
     async def _load_tokenizer(self) -> None:
         """Load the tokenizer of the checkpoint (an adapter may bring its own), else that of its base."""

@@ -287,9 +287,9 @@ class SteadyEngine:
         params = replace(self.load.sampling, max_tokens=max_tokens, ignore_eos=True, seed=self._num_rounds)
         kv_policy = self.engine.decoder.kv_policy
         for number, prompt in enumerate(self._prompts):
-            self.engine.add_request(f"{self._num_rounds}-{number}", prompt, params)
+            self.engine.add_request(name := f"{self._num_rounds}-{number}", prompt, params)
             num_computed = kv_policy.num_computable(len(prompt)) - kv_policy.num_lookahead_tokens
-            self.engine.scheduler.waiting[-1].num_computed = num_computed
+            self.engine._active[name][0].num_computed = num_computed
         self._num_rounds += 1
 
     def abort_all(self) -> None:

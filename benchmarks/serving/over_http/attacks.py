@@ -1,16 +1,18 @@
 """What hostile clients cost the others of `idlm-serve`, on a CPU with the bundled checkpoint.
 
-    python -m benchmarks.attacks [attacks=memory] [seconds=20] [constraints=1000] [path=CHECKPOINT]
+    python -m benchmarks.attacks [attacks=memory,queue,answers] [constraints=1000] [path=CHECKPOINT]
         [record=true]
 
 Rows: `kept_memory` (resident bytes of the engine after so many constraints that it refused, over those
-before; the gate is 200 MB).
+before; the gate is 200 MB), and `first_token` (seconds to the first token of a client's request that comes
+behind 500 of another key, and behind one of 64 x 16 answers; the gate is 3 s), at 64 answers at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,15 @@ from benchmarks.serving.serve_soak import TINY, Server, running_server
 from idlm.cli import command
 
 DEFAULTS = {
-    "attacks": "memory",
-    "seconds": "20",
+    "attacks": "memory,queue,answers",
     "constraints": "1000",
     "path": str(TINY),
     "record": "true",
     "results": str(RESULTS),
 }
-MAX_KEPT = 200e6
+MAX_KEPT, MAX_FIRST = 200e6, 3.0
+NUM_QUEUED, BEFORE = 500, 2.0
+KEYS = ("one", "two")
 SETTINGS = ("max_num_seqs=64", "max_length=256", "decoder.stride=3")
 PROMPT = "Tom has 4 pens. Tom finds 3."
 Row = dict[str, Any]
@@ -45,7 +48,8 @@ def measure(arguments: list[str]) -> int:
     """Run the attacks, each on a server of its own; the status is 1 if one costs others too much."""
     options, rows = parse_options(arguments, DEFAULTS), list[Row]()
     for name in options["attacks"].split(","):
-        with running_server(options["path"], *SETTINGS) as server:
+        settings = (*SETTINGS, f"api_key='{','.join(KEYS)}'") if name == "queue" else SETTINGS
+        with running_server(options["path"], *settings, api_key=KEYS[0]) as server:
             rows += asyncio.run(ATTACKS[name](server, options))
     for row in rows:
         print(f"{row['metric']:16s} {row['value']:10.4g} {row['unit']:9s} {row['case']} {row['gate_passed']}")
@@ -54,9 +58,11 @@ def measure(arguments: list[str]) -> int:
     return int(not all(row["gate_passed"] for row in rows))
 
 
-def _client(server: Server) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=server.url, timeout=600, trust_env=False, limits=limits)
+def _client(server: Server, key: str = KEYS[0]) -> httpx.AsyncClient:
+    limits, headers = httpx.Limits(max_connections=None), {"authorization": f"Bearer {key}"}
+    return httpx.AsyncClient(
+        base_url=server.url, timeout=600, trust_env=False, limits=limits, headers=headers
+    )
 
 
 async def memory(server: Server, options: dict[str, str]) -> list[Row]:
@@ -72,7 +78,41 @@ async def memory(server: Server, options: dict[str, str]) -> list[Row]:
     return [result_row("attacks", case, "kept_memory", kept, "bytes", gate_passed=kept <= MAX_KEPT)]
 
 
-ATTACKS: dict[str, Callable[[Server, dict[str, str]], Coroutine[Any, Any, list[Row]]]] = {"memory": memory}
+async def queue(server: Server, options: dict[str, str]) -> list[Row]:
+    """Requests of one key, and one of another key."""
+    body = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True}
+    return await _first_token(server, "queue", [body] * NUM_QUEUED)
+
+
+async def answers(server: Server, options: dict[str, str]) -> list[Row]:
+    """One request of many answers, and another one."""
+    body = {"prompt": [PROMPT] * 64, "n": 16, "max_tokens": 128, "ignore_eos": True}
+    return await _first_token(server, "answers", [body])
+
+
+async def _first_token(server: Server, attack: str, bodies: list[dict[str, Any]]) -> list[Row]:
+    async with _client(server) as many, _client(server, KEYS[1]) as other:
+        queued = [asyncio.create_task(many.post("/v1/completions", json=body)) for body in bodies]
+        await asyncio.sleep(BEFORE)
+        start = time.perf_counter()
+        body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
+        async with other.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    break
+        seconds, num_left = time.perf_counter() - start, sum(not task.done() for task in queued)
+        assert num_left, "nothing was queued any more"
+        assert {answer.status_code for answer in await asyncio.gather(*queued)} == {200}
+    case, is_fast = {"attack": attack, "left": num_left}, seconds <= MAX_FIRST
+    return [result_row("attacks", case, "first_token", seconds, "s", gate_passed=is_fast)]
+
+
+ATTACKS: dict[str, Callable[[Server, dict[str, str]], Coroutine[Any, Any, list[Row]]]] = {
+    "memory": memory,
+    "queue": queue,
+    "answers": answers,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

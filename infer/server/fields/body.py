@@ -17,7 +17,7 @@ Unicode = Annotated[str, Field(min_length=0)]
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "request_id", "priority", "prediction"),
+        *("prompt_cache_retention", "request_id", "prediction"),
         # Of messages, their parts and their calls: what other servers and clients keep there.
         *("annotations", "cache_control", "provider_specific_fields", "index"),
     )

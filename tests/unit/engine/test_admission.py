@@ -1,0 +1,114 @@
+"""Clients of a server: who they are, and how much of the queue each of them may fill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.infer.request import Turn
+from idlm.infer.server.config import ServeConfig
+from idlm.infer.server.errors import ApiError
+from idlm.infer.server.guard import Guard, keys_of
+from idlm.infer.server.metrics import Metrics
+from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.service import Service
+
+
+def client_of(api_key: str | None, *headers: str) -> tuple[int, str | None]:
+    """Status of a request with these authorizations, and the client that the application sees."""
+    seen: list[str] = []
+    statuses: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["state"]["client"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    lines = [(b"authorization", one.encode()) for one in headers]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "path": "/v1/models",
+        "raw_path": b"/v1/models",
+        "query_string": b"",
+    }
+    scope |= {"headers": lines, "client": ("10.0.0.7", 1), "state": {}}
+    guard = Guard(app, api_key=api_key, max_body=99, max_header=999, observe=lambda status: None)
+    asyncio.run(guard(scope, receive, send))
+    return statuses[0], seen[0] if seen else None
+
+
+def test_a_client_is_its_key_or_its_address() -> None:
+    assert keys_of(" a, b,,") == ["a", "b"] and keys_of(None) == keys_of("") == keys_of(",") == []
+    assert client_of(None) == client_of(",") == (200, "address 10.0.0.7")
+    assert client_of("a,b", "Bearer a") == (200, "key 0")
+    assert client_of("a,b", "Bearer b") == client_of("a,b", "Bearer b", "Bearer a") == (200, "key 1")
+    for wrong in ([], ["Bearer a,b"], ["Bearer c"], ["Bearer "], ["Bearer a", "Bearer c"]):
+        assert client_of("a,b", *wrong) == (401, None), wrong
+
+
+def service(*, num_keys: int, open_: dict[str, int]) -> Service:
+    """A server of 4 lanes, where 4 more answers may wait, with answers under way."""
+    engine = SimpleNamespace(
+        info=SimpleNamespace(settings={"max_num_seqs": 4}),
+        state="ready",
+        num_open=sum(open_.values()),
+        num_open_of=lambda client: open_.get(client, 0),
+    )
+    found = Service(ServeConfig(max_waiting=4), engine, Metrics("m"), "m")  # type: ignore[arg-type]
+    found.num_keys, found._has_tokenizer = num_keys, True
+    return found
+
+
+def admitted(found: Service, client: str, num_answers: int) -> int | None:
+    """The status of a refusal; None: the request is taken."""
+    body = CompletionRequest(prompt="a", n=num_answers)
+    try:
+        assert isinstance(found._admit(body, client, num_prompts=1), SamplingParams)
+    except ApiError as error:
+        return error.status
+    return None
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "open_", "num_answers", "expected"),
+    [
+        (0, {"a": 6}, 2, None),
+        (0, {"a": 6}, 3, 429),
+        (1, {"a": 7}, 1, None),
+        (2, {"a": 4}, 1, 429),
+        (2, {"b": 4}, 4, None),
+        (2, {"b": 4}, 5, 400),
+        (2, {"a": 1, "b": 3}, 4, 429),
+        (2, {"a": 3, "b": 4}, 2, 429),
+        (20, {"a": 0, "b": 1}, 1, None),
+    ],
+)
+def test_each_key_has_a_share_of_the_queue(
+    num_keys: int, open_: dict[str, int], num_answers: int, expected: int | None
+) -> None:
+    assert admitted(service(num_keys=num_keys, open_=open_), "a", num_answers) == expected
+
+
+def test_prompts_that_are_encoded_count() -> None:
+    found = service(num_keys=2, open_={})
+    found._encoding = Counter(a=4)
+    assert (admitted(found, "a", 1), admitted(found, "b", 4)) == (429, None)
+
+
+def test_a_request_says_its_priority_and_user() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert ChatRequest(messages=messages).turn("k") == Turn("k", 0, "")  # type: ignore[arg-type]
+    given = CompletionRequest(prompt="a", priority=-2, user="u" * 999)
+    assert given.turn("k") == Turn("k", -2, "u" * 256)
+    assert CompletionRequest(prompt="a", user={"a": 1}).turn("k").user == ""
