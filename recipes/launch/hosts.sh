@@ -23,5 +23,16 @@ if [ "${DRY:-0}" != 1 ] && [[ $config =~ $special || $PWD =~ [[:space:]] || $PWD
         "without quotes, brackets and other special characters, or use torchrun.sh or slurm.sh" >&2
     exit 2
 fi
+# DeepSpeed gives the other nodes the variables of some prefixes and those of one file, which is looked for in two folders.
+if [ "${DRY:-0}" != 1 ]; then
+    given=${DS_ENV_FILE:-.deepspeed_env}
+    for name in OMP_NUM_THREADS OMP_WAIT_POLICY HF_HUB_OFFLINE TOKENIZERS_PARALLELISM; do
+        echo "$name=${!name}"
+    done > "$config.env"
+    for file in "$HOME/$given" "$given"; do
+        [ ! -f "$file" ] || cat -- "$file" >> "$config.env"
+    done
+    export DS_ENV_FILE=$config.env
+fi
 run "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --master_port "${PORT:-$(free_port)}" \
     --no_local_rank --module idlm.train.cli "config=$config"

@@ -11,6 +11,20 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
+# srun answers SIGTERM with SIGKILL for all its tasks, but passes SIGUSR2 on: slurm_node.sh.
+is_requeued='' is_stopped='' srun=''
+stop_run() {
+    was_interrupted=1 is_stopped=1
+    [ -z "$srun" ] || kill -USR2 "$srun" 2>/dev/null || true
+}
+trap 'is_requeued=1; stop_run' USR1
+trap stop_run TERM
+
+requeue() {
+    echo "the time limit is near: job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+}
+
 # Slurm runs a copy of this file; it knows where the original lies: Command=<path> <arguments>. Else: LAUNCH_FOLDER.
 launch_folder() {
     local command
@@ -29,6 +43,8 @@ here=${LAUNCH_FOLDER:-$(launch_folder)}
 gpus=${GPUS:-${SLURM_GPUS_ON_NODE:?ask for --gpus-per-node, or give GPUS}}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*}
+# srun takes the CPUs of a task from this variable alone.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
 # A job that was put into the queue again goes on, whatever it was told when it began.
 [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || set -- "$@" resume=auto
 config=$(freeze "$@")
@@ -40,20 +56,26 @@ if [ "${DRY:-0}" = 1 ]; then
     exit
 fi
 
-# srun answers SIGTERM with SIGKILL for all its tasks, but passes SIGUSR2 on: slurm_node.sh.
-is_requeued='' srun=''
-stop_run() {
-    was_interrupted=1
-    [ -z "$srun" ] || kill -USR2 "$srun" 2>/dev/null || true
-}
-trap 'is_requeued=1; stop_run' USR1
-trap stop_run TERM
+if [ -n "$is_stopped" ]; then
+    [ -z "$is_requeued" ] || requeue
+    exit 143
+fi
+began=$(mktemp)
 "${command[@]}" &
 srun=$!
+# A signal that came before the line above has not been passed on.
+is_early=$is_stopped
+[ -z "$is_early" ] || stop_run
 status=0
 wait_for "$srun" || status=$?
+# A stopped run has saved. One that crashed in place of that would crash again.
+saved=$(find "$(dirname -- "$(dirname -- "$config")")" -maxdepth 1 -name 'checkpoint-*' -newer "$began")
+rm -f -- "$began"
 if [ -n "$is_requeued" ] && [ "$status" -ne 0 ]; then
-    echo "the time limit is near: job $SLURM_JOB_ID goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
+    if [ -n "$saved$is_early" ]; then
+        requeue
+    else
+        echo "the run ended with status $status and without a new checkpoint: job $SLURM_JOB_ID is not requeued" >&2
+    fi
 fi
 exit "$status"

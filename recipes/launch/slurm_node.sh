@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node's part of slurm.sh: runs COMMAND..., and sends it SIGTERM when this script gets SIGUSR2.
+# One node's part of slurm.sh: runs COMMAND..., sends it SIGTERM when this script gets SIGUSR2 or SIGTERM, and waits.
 # Slurm sends a signal to every process of a job step. Everything under this script ignores SIGUSR2, so that torchrun
 # alone is told to stop and tells its ranks, which save.
 set -euo pipefail
@@ -8,7 +8,7 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 . "$here/common.sh"
 
 child=
-trap 'was_interrupted=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' USR2
-(trap '' USR2 && exec "$@") &
+trap 'was_interrupted=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' USR2 TERM
+(trap '' USR2 && trap - TERM && exec "$@") &
 child=$!
 wait_for "$child"

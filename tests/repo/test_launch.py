@@ -49,6 +49,24 @@ def test_several_nodes(tmp_path: Path) -> None:
         dry("hosts.sh", HOSTFILE=str(tmp_path / "none"))
 
 
+def test_variables_of_the_launchers_reach_other_nodes(tmp_path: Path) -> None:
+    """DeepSpeed's runner reads the file that DS_ENV_FILE names, in the home folder and in this one."""
+    (tmp_path / "hosts.txt").write_text("a slots=8\nb slots=8\n")
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$2" = idlm.train.config.freeze ] && echo "$FROZEN" || cat "$DS_ENV_FILE"\n'
+    )
+    python.chmod(0o755)
+    told = dry(
+        "hosts.sh", DRY="0", PORT="1", PYTHON=str(python), FROZEN=str(tmp_path / "c.yaml"),
+        HOME=str(tmp_path), HOSTFILE=str(tmp_path / "hosts.txt"), OMP_NUM_THREADS="3",
+    )  # fmt: skip
+    lines = dict(line.split("=", 1) for line in told.splitlines())
+    assert (lines["OMP_NUM_THREADS"], lines["OMP_WAIT_POLICY"], lines["MINE"]) == ("3", "passive", "1")
+    assert {"HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"} <= set(lines)
+
+
 @pytest.mark.parametrize("odd", ['it\'s a "b" $HOME `x`', "é (1) #[2]", "a b"])
 def test_paths_arrive_as_they_are_written(tmp_path: Path, odd: str) -> None:
     folder = tmp_path / odd

@@ -18,6 +18,7 @@ LAUNCH = Path(__file__).resolve().parents[2] / "recipes" / "launch"
 SRUN = """#!/usr/bin/env bash
 set -m
 shift
+[ -z "${SRUN_CPUS_PER_TASK:-}" ] || echo "$SRUN_CPUS_PER_TASK CPUs" >> "$LOG"
 trap 'again=1; kill -USR2 -- -$tasks' USR2
 trap 'again=1; kill -KILL -- -$tasks' TERM
 "$@" & tasks=$!
@@ -36,10 +37,14 @@ PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$LOG"
 case $* in
     -c*) echo 29777; exit ;;
-    *idlm.train.config.freeze*) echo /frozen.yaml; exit ;;
+    *idlm.train.config.freeze*)
+        echo "$OUT/launch/c.yaml"
+        [ -z "${FREEZES:-}" ] || { touch "$FREEZES"; sleep 1; }
+        exit ;;
 esac
 [ "${FINISHES:-0}" = 0 ] || exit "${STATUS:-0}"
 save() {
+    [ -n "${CRASHES:-}" ] || mkdir -p "$OUT/checkpoint-3"
     kill -0 $worker && echo "saved within $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> "$LOG"
     kill $worker
     exit 1
@@ -58,6 +63,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log"
         self.log.touch()
+        (folder / "out" / "checkpoint-1").mkdir(parents=True)
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
@@ -68,7 +74,8 @@ class Cluster:
         known = {
             "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "GPUS": "8",
             "SLURM_SUBMIT_DIR": str(self.folder), "PYTHON": "python", "FOLDER": str(LAUNCH),
-            "LOG": str(self.log), "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "LOG": str(self.log), "OUT": str(self.folder / "out"),
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
         }  # fmt: skip
         self.job = subprocess.Popen(
             ["bash", self.script, "recipe=tiny", "resume=never"], cwd=self.folder, text=True,
@@ -102,6 +109,42 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(cluster: Cl
     assert job.returncode == 1
 
 
+def test_a_run_that_crashes_in_place_of_saving_is_not_requeued(cluster: Cluster) -> None:
+    job = cluster.start(CRASHES="1")
+    cluster.signal_when_started(signal.SIGUSR1)
+    told, _ = job.communicate(timeout=60)
+    assert "without a new checkpoint: job 7 is not requeued" in told
+    assert "scontrol requeue 7" not in cluster.lines() and job.returncode == 1
+
+
+@pytest.mark.parametrize(("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_before_the_run_begins_is_not_lost(
+    cluster: Cluster, number: signal.Signals, is_requeued: bool
+) -> None:
+    marker = cluster.folder / "marker"
+    job = cluster.start(FREEZES=str(marker), PORT="29500")
+    while not marker.exists() and job.poll() is None:
+        time.sleep(0.01)
+    job.send_signal(number)
+    told, _ = job.communicate(timeout=60)
+    assert "started" not in cluster.lines() and job.returncode == 143, told
+    assert (cluster.lines()[-1] == "scontrol requeue 7") == is_requeued
+
+
+def test_the_node_script_passes_sigterm_on_and_waits(cluster: Cluster) -> None:
+    environment = os.environ | {"LOG": str(cluster.log), "OUT": str(cluster.folder / "out")}
+    command = ["bash", str(LAUNCH / "slurm_node.sh"), str(cluster.folder / "python")]
+    cluster.job = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
+    cluster.signal_when_started(signal.SIGTERM)
+    assert cluster.job.wait(timeout=60) == 1
+    assert cluster.lines()[-1] == "saved within 840"
+
+
+def test_the_cpus_of_a_task_reach_srun(cluster: Cluster) -> None:
+    cluster.start(FINISHES="1", SLURM_CPUS_PER_TASK="12").communicate(timeout=60)
+    assert "12 CPUs" in cluster.lines()
+
+
 def test_a_terminated_job_saves_and_is_not_requeued(cluster: Cluster) -> None:
     job = cluster.start(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
     cluster.signal_when_started(signal.SIGTERM)
@@ -117,7 +160,9 @@ def test_a_finished_run_is_not_requeued_and_works_from_any_folder(cluster: Clust
     assert freeze == "-m idlm.train.config.freeze recipe=tiny resume=never"
     assert port.startswith("-c import socket")
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint node-1:29777 --rdzv-id 7"
-    assert torchrun.endswith(f"--nproc-per-node 8 {rendezvous} -m idlm.train.cli config=/frozen.yaml")
+    assert torchrun.endswith(
+        f"--nproc-per-node 8 {rendezvous} -m idlm.train.cli config={cluster.folder}/out/launch/c.yaml"
+    )
 
 
 def test_a_run_that_ends_by_its_own_limit_is_left_to_the_next_job(cluster: Cluster) -> None:
