@@ -37,6 +37,8 @@ _EQUAL_CLASSES = {"DreamTokenizer": "Qwen2Tokenizer"}
 """Classes that checkpoints bring as code, and those of transformers that have their rules."""
 MAX_CHARS_PER_TOKEN = 256
 """Largest average number of characters per token of a prompt, unless the vocabulary has longer tokens."""
+USUAL_CHARS_PER_TOKEN, PIECE_CHARS = 16, 1 << 14
+"""Texts with more characters per allowed token are encoded in pieces first, of so many characters."""
 
 _TAKEN_NAMES = frozenset(
     (
@@ -258,18 +260,30 @@ def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
 
     Encoding a text of 100 MB takes minutes and gigabytes. No token holds more characters than the longest of
     the vocabulary, except that a tokenizer may merge a run of unknown characters or of spaces into one token:
-    such tokens may hold `MAX_CHARS_PER_TOKEN` on average.
+    such tokens may hold `MAX_CHARS_PER_TOKEN` on average. A text of few enough characters that are more than
+    usual is counted piece by piece, up to twice the tokens: the ends of pieces add few.
     """
-    if max_tokens is None or len(text) <= max_tokens * MAX_CHARS_PER_TOKEN:
+    if max_tokens is None or len(text) <= max_tokens * USUAL_CHARS_PER_TOKEN:
         return
-    longest = max(MAX_CHARS_PER_TOKEN, *map(len, tokenizer.get_vocab()))
+    longest = MAX_CHARS_PER_TOKEN
     if len(text) > max_tokens * longest:
+        longest = max(longest, *map(len, tokenizer.get_vocab()))
+    if len(text) > max_tokens * longest or _has_more_tokens(tokenizer, text, 2 * max_tokens):
         raise UserError(
             "IDLM-0412",
             f"this model's maximum context length is {max_tokens} tokens, and the prompt has {len(text)} "
             "characters, more than these can hold",
             fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
         )
+
+
+def _has_more_tokens(tokenizer: Any, text: str, most: int) -> bool:
+    """Return whether the pieces of a text have more tokens; reads no further than that."""
+    for start in range(0, len(text), PIECE_CHARS):
+        most -= len(_encode_each(tokenizer, [text[start : start + PIECE_CHARS]])[0]) - 2
+        if most < 0:
+            return True
+    return False
 
 
 def render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -25,7 +26,7 @@ from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
-from idlm.infer.server.templates import TemplateProcess
+from idlm.infer.server.templates import TemplateProcesses
 from idlm.text.templates import all_template_text
 from idlm.text.thoughts import is_opened
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
@@ -36,6 +37,8 @@ LIMITS = (
     *("drain_seconds", "engine_timeout"),
 )
 DRAIN_POLL_SECONDS = 0.05
+LONG_CHARS = 1 << 14
+"""Characters of a prompt from which it is long: it takes some 10 ms to encode."""
 
 
 class Service:
@@ -50,9 +53,11 @@ class Service:
         self._has_tokenizer = False
         self.num_keys = 0
         self._encoding = Counter[str]()
-        self._templates: TemplateProcess | None = None
-        # One thread, because tokenizers are not made for several at once.
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._templates: TemplateProcesses | None = None
+        # Each with a tokenizer of its own, which are not made for several threads. Long texts have the second
+        # one, so that short ones do not wait for them.
+        self._encoders = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "long")]
+        self._tokenizers: tuple[Any, ...] = ()
 
     @property
     def status(self) -> str:
@@ -106,7 +111,8 @@ class Service:
     async def close(self) -> None:
         """End the engine process."""
         await self.client.close()
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for encoder in self._encoders:
+            encoder.shutdown(wait=False, cancel_futures=True)
         if self._templates is not None:
             self._templates.close()
 
@@ -224,11 +230,14 @@ class Service:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
             )
-        call = functools.partial(encode, self.tokenizer, max_tokens=self.info.max_length)
-        loop, num_encoded = asyncio.get_running_loop(), num_samples * len(prompts)
+        loop, num_encoded, token_ids = asyncio.get_running_loop(), num_samples * len(prompts), []
         self._encoding[client] += num_encoded
         try:
-            return [await loop.run_in_executor(self._encoder, call, prompt) for prompt in prompts]
+            for prompt in prompts:
+                place = _num_chars(prompt) > LONG_CHARS
+                call = functools.partial(encode, self._tokenizers[place], max_tokens=self.info.max_length)
+                token_ids.append(await loop.run_in_executor(self._encoders[place], call, prompt))
+            return token_ids
         finally:
             self._encoding[client] -= num_encoded
             self._encoding += Counter()
@@ -237,19 +246,26 @@ class Service:
         """Load the tokenizer of the checkpoint (an adapter may bring its own), else that of its base."""
         path = self.config.model
         assert path is not None
-        loop = asyncio.get_running_loop()
-        self.tokenizer = await loop.run_in_executor(self._encoder, load_tokenizer, path)
+        loop, encoder = asyncio.get_running_loop(), self._encoders[0]
+        self.tokenizer = await loop.run_in_executor(encoder, load_tokenizer, path)
         while self.client.info is None and self.client.state == "loading":
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if self.tokenizer is None and self.client.info is not None and not self.client.is_closing:
             directory = self.client.info.directory
-            self.tokenizer = await loop.run_in_executor(self._encoder, load_tokenizer, directory)
+            self.tokenizer = await loop.run_in_executor(encoder, load_tokenizer, directory)
         if self.tokenizer is not None and not self.client.is_closing:
-            self._templates = TemplateProcess(self.tokenizer)
+            copied = await loop.run_in_executor(encoder, copy.deepcopy, self.tokenizer)
+            self._templates, self._tokenizers = TemplateProcesses(self.tokenizer), (self.tokenizer, copied)
             # A template of the checkpoint must not stop this process.
-            self.tokenizer.apply_chat_template = self._templates.apply
+            for tokenizer in self._tokenizers:
+                tokenizer.apply_chat_template = self._templates.apply
         self.token_texts = TokenTexts(self.tokenizer)
         # As in the engine process: looking at all libraries would stop every stream for a tenth of a second.
         gc.collect()
         gc.freeze()
         self._has_tokenizer = True
+
+
+def _num_chars(prompt: Any) -> int:
+    """Characters of a text, or of a conversation."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(one.get("content") or "") for one in prompt)

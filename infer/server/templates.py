@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ MAX_TEXT, MAX_ERROR = 1 << 24, 2000
 """Characters of a rendered conversation, and of the message of one that fails."""
 START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 120.0, 60.0, 5.0
 """Longest waits in seconds of real time, which may be long on a machine that is busy."""
+NUM_PROCESSES, LOOK_SECONDS = 2, 0.05
 REHEARSAL = (
     r"{% macro m(a) %}{{ '\\n\u00e9' ~ a | trim | tojson }}{% endmacro %}{% set n = namespace(a=m(1)) %}",
     r"{% generation %}{{ n.a | pprint ~ lipsum(1) ~ strftime_now('%d %b %Y') }}{% endgeneration %}",
@@ -65,6 +68,14 @@ class TemplateProcess:
         if "error" in answer:
             raise ValueError(answer["error"])
         return str(answer["text"])
+
+    def is_ready(self) -> bool:
+        """Whether it has started and can be asked, or has ended, which the next question finds."""
+        if self._is_ready or self._is_closed:
+            return True
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """End the process; a thread that waits for it gets an error."""
@@ -111,6 +122,43 @@ class TemplateProcess:
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
+
+
+class TemplateProcesses:
+    """Processes that several threads share. One of them is ready while another starts again, or is slow."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._idle = [TemplateProcess(tokenizer) for _ in range(NUM_PROCESSES)]
+        self._all, self._change = tuple(self._idle), threading.Condition()
+
+    def apply(self, *given: Any, **names: Any) -> str:
+        """See `TemplateProcess`."""
+        with self._change:
+            process = self._ready()
+            self._idle.remove(process)
+        try:
+            return process.apply(*given, **names)
+        finally:
+            with self._change:
+                self._idle.append(process)
+                self._change.notify()
+
+    def close(self) -> None:
+        """End the processes; threads that wait for them get an error."""
+        for process in self._all:
+            process.close()
+
+    def _ready(self) -> TemplateProcess:
+        """An idle process that can be asked; after a time one that has not started."""
+        num_looks = int(START_SECONDS / LOOK_SECONDS)
+        while True:
+            found = next((process for process in self._idle if process.is_ready()), None)
+            if found is None and self._idle and num_looks <= 0:
+                found = self._idle[0]
+            if found is not None:
+                return found
+            num_looks -= 1
+            self._change.wait(LOOK_SECONDS)
 
 
 def main() -> None:

@@ -316,6 +316,9 @@ def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> Non
         def get_vocab(self) -> dict[str, int]:
             return {"x" * 1000: 0, "y": 1}
 
+        def __call__(self, texts: list[str], **settings: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[0] * (len(text) // 1000) for text in texts]}
+
     tokens.check_size(Vocabulary(), "x" * 3000, 3)
     with pytest.raises(UserError, match="IDLM-0412: .* is 3 tokens, and the prompt has 3001 characters"):
         tokens.check_size(Vocabulary(), "x" * 3001, 3)

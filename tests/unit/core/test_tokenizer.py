@@ -316,3 +316,21 @@ def test_nothing_heavy_is_imported():
 def test_template_separator_is_one_token(task_tokenizer):
     assert task_tokenizer.chat_template == CHAT_TEMPLATE
     assert task_tokenizer.decode(tokens.encode_prompt(task_tokenizer, "Lea has 9.")[-1:]) == "\n\n"
+
+
+def test_a_text_of_too_many_tokens_is_refused_after_a_few_of_its_pieces(monkeypatch):
+    """Each character is a token, and the allowed tokens could hold as many characters if they were long."""
+    lengths = []
+
+    def tokenizer(texts, **_):
+        lengths.extend(map(len, texts))
+        return {"input_ids": [[0] * len(text) for text in texts]}
+
+    with pytest.raises(UserError, match="IDLM-0412"):
+        tokens.check_size(tokenizer, "x" * 2_000_000, 8192)
+    assert lengths == [tokens.PIECE_CHARS] * 2
+    lengths.clear()
+    tokens.check_size(tokenizer, "x" * 131_072, 8192)
+    assert not lengths, "usual lengths are encoded once"
+    monkeypatch.setattr(tokens, "_encode_each", lambda _, texts: [[0] * (len(texts[0]) // 200)])
+    tokens.check_size(tokenizer, " " * 1_600_000, 8192)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Turn
+from idlm.infer.server import templates
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.guard import Guard, keys_of
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
-from idlm.infer.server.service import Service
+from idlm.infer.server.service import LONG_CHARS, Service
 
 
 def client_of(api_key: str | None, *headers: str) -> tuple[int, str | None]:
@@ -112,3 +114,58 @@ def test_a_request_says_its_priority_and_user() -> None:
     given = CompletionRequest(prompt="a", priority=-2, user="u" * 999)
     assert given.turn("k") == Turn("k", -2, "u" * 256)
     assert CompletionRequest(prompt="a", user={"a": 1}).turn("k").user == ""
+
+
+def test_long_texts_have_a_thread_of_their_own() -> None:
+    """A short one is encoded while a long one is under way."""
+    found, may_go_on, order = service(num_keys=0, open_={}), threading.Event(), list[int]()
+    found.tokenizer, found._tokenizers = "short", ("short", "long")
+    found.client.info.max_length = 99
+
+    def encode(tokenizer: str, prompt: str, *, max_tokens: int) -> list[int]:
+        assert tokenizer == ("long" if len(prompt) > 1 else "short")
+        assert len(prompt) == 1 or may_go_on.wait(60)
+        order.append(len(prompt))
+        return [len(prompt)]
+
+    async def both() -> None:
+        long = asyncio.create_task(found._encode(encode, ["a" * (LONG_CHARS + 1)], 2, "a"))
+        await asyncio.sleep(0)
+        assert await found._encode(encode, ["a"], 1, "b") == [[1]]
+        assert found._encoding == Counter(a=2)
+        may_go_on.set()
+        assert await long == [[LONG_CHARS + 1]]
+
+    asyncio.run(both())
+    assert order == [1, LONG_CHARS + 1] and not found._encoding
+
+
+class Process:
+    """Stands for a process of templates."""
+
+    made: ClassVar[list[Process]] = []
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.is_started, self.num_asked = False, 0
+        self.made.append(self)
+
+    def is_ready(self) -> bool:
+        return self.is_started
+
+    def apply(self, text: str) -> str:
+        self.num_asked += 1
+        return text
+
+    def close(self) -> None: ...
+
+
+def test_a_process_that_is_ready_renders_while_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "TemplateProcess", Process)
+    monkeypatch.setattr(Process, "made", [])
+    found = templates.TemplateProcesses(None)
+    first, second = Process.made
+    second.is_started = True
+    assert [found.apply(text) for text in "abc"] == ["a", "b", "c"]
+    assert (first.num_asked, second.num_asked) == (0, 3)
+    first.is_started, second.is_started = True, False
+    assert found.apply("d") == "d" and first.num_asked == 1
