@@ -7,6 +7,7 @@ with `harness=lm_eval`, since lm-eval is in the extra `eval`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
+from datasets import load_dataset
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError
+from idlm.errors import UserError, some_of
 from idlm.infer.evaluation.requests import EngineRequests
 
 UNSAFE = re.compile(r"^[\"']?unsafe_code[\"']?:\s*true", re.MULTILINE | re.IGNORECASE)
@@ -93,23 +95,38 @@ class EngineLM(TemplateLM):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalTask:
-    """A task of lm-eval whose problems come from files."""
+    """Tasks of lm-eval whose problems come from files: one, or one for each subject of MMLU."""
 
     name: str
-    path: str
-    """The YAML file that includes lm-eval's own."""
+    paths: dict[str, str]
+    """By the name of each task, the YAML file that includes lm-eval's own."""
 
     def run(self, requests: EngineRequests, num: int | None) -> dict[str, Any]:
         """lm-eval's results, every sample included."""
         results: dict[str, Any] = simple_evaluate(
             model=EngineLM(requests),
-            tasks=[self.path],
+            tasks=list(self.paths.values()),
             limit=num,
             bootstrap_iters=1000,
             apply_chat_template=requests.is_chat,
             task_manager=TaskManager(include_defaults=False),
         )
         return results
+
+    def combined(self, results: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Samples and metrics of lm-eval's results; those of several tasks together, every problem alike."""
+        if len(self.paths) == 1:
+            return results["samples"][self.name], results["results"][self.name]
+        pairs = [(name, sample) for name in self.paths for sample in results["samples"][name]]
+        samples = [{**sample, "task": name, "doc_id": place} for place, (name, sample) in enumerate(pairs)]
+        sizes = {name: len(results["samples"][name]) for name in self.paths}
+        figures = results["results"][next(iter(self.paths))]
+        means = {
+            key: sum(results["results"][name][key] * size for name, size in sizes.items()) / len(samples)
+            for key, value in figures.items()
+            if isinstance(value, float) and "_stderr" not in key
+        }
+        return samples, means
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,6 +153,48 @@ class ProblemFiles:
             "fewshot_split": split,
             "test_split": "test",
         }
+
+
+def local_tasks(name: str, files: ProblemFiles, folder: str) -> LocalTask:
+    """As `local_task`; `mmlu` is the tasks of all subjects of its file, which have a field `subject`."""
+    if name != "mmlu":
+        return local_task(name, files, folder)
+    problems = _by_subject(files.data, folder, "test")
+    examples = {} if files.fewshot_data is None else _by_subject(files.fewshot_data, folder, "dev")
+    lacking = sorted(set(problems) - set(examples)) if examples else []
+    if lacking:
+        raise UserError(
+            "IDLM-0487",
+            f"fewshot_data={files.fewshot_data!r} has no examples of {some_of(lacking)}",
+            fix="give the file of all subjects",
+        )
+    paths: dict[str, str] = {}
+    for subject, path in problems.items():
+        own = ProblemFiles(path, examples.get(subject), files.num_fewshot)
+        paths |= local_task(f"mmlu_{subject}", own, folder).paths
+    return LocalTask(name, paths)
+
+
+def _by_subject(data: str, folder: str, split: str) -> dict[str, str]:
+    """Files of the problems of each subject."""
+    kind, cache = FORMATS.get(Path(data).suffix, "json"), str(Path(folder) / "cache")
+    try:
+        rows = load_dataset(kind, data_files=str(Path(data).resolve()), split="train", cache_dir=cache)
+        subjects = sorted(set(rows["subject"]))
+    # `datasets` raises many kinds of errors for files that it cannot read.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0487",
+            f"{data!r} is not a file of MMLU's problems: {type(error).__name__}: {error}",
+            fix="give subject, question, choices and answer, or one subject's file with task=mmlu_SUBJECT",
+        ) from error
+    found: dict[str, list[str]] = {subject: [] for subject in subjects}
+    for row in rows:
+        found[row["subject"]].append(json.dumps(row))
+    paths = {subject: Path(folder) / f"{split}-{place}.jsonl" for place, subject in enumerate(found)}
+    for subject, path in paths.items():
+        path.write_text("\n".join(found[subject]), encoding="utf-8")
+    return {subject: str(path) for subject, path in paths.items()}
 
 
 def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
@@ -190,7 +249,7 @@ def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
             f"task={name} of lm-eval has prompts without examples, and fewshot_data={files.fewshot_data!r}",
             fix="give num_fewshot=5, for example, or leave fewshot_data= out",
         )
-    return LocalTask(name, str(path))
+    return LocalTask(name, {name: str(path)})
 
 
 def _stay_offline() -> None:
@@ -206,6 +265,7 @@ def _stay_offline() -> None:
     nltk.download = refuse
 
 
+@functools.cache
 def _sources() -> dict[str, Path]:
     """The files of lm-eval's tasks by name. Its own index parses all of them, which takes half a minute."""
     folder = Path(str(lm_eval.tasks.__file__)).parent

@@ -35,7 +35,7 @@ class ArmResult:
 def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Run the task and print the table. Status 1 when answers failed. UserError IDLM-0486 without lm-eval."""
     try:
-        from idlm.infer.evaluation.lm_eval_model import ProblemFiles, local_task
+        from idlm.infer.evaluation.lm_eval_model import ProblemFiles, local_tasks
     except ModuleNotFoundError as error:
         raise UserError(
             "IDLM-0486",
@@ -51,15 +51,14 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
     # The task's file, and the cache of its problems.
     with tempfile.TemporaryDirectory(prefix="idlm-eval-") as folder:
         files = ProblemFiles(config.data, config.fewshot_data, config.num_fewshot)
-        task = local_task(config.task, files, folder)
+        task = local_tasks(config.task, files, folder)
 
         def work(engine: Engine, params: SamplingParams) -> ArmResult:
             is_chat = engine.settings.chat_template == "auto" and bool(engine.tokenizer.chat_template)
             requests, start = EngineRequests(engine, params, is_chat=is_chat), time.perf_counter()
             results = task.run(requests, config.num)
             seconds = time.perf_counter() - start
-            samples, metrics = results["samples"][task.name], results["results"][task.name]
-            return ArmResult(samples, metrics, requests.completions, seconds)
+            return ArmResult(*task.combined(results), requests.completions, seconds)
 
         results = run_arms(arguments, config.sampling, work, baseline=config.baseline, compare=config.compare)
     print(table(results))

@@ -97,7 +97,7 @@ def test_log_likelihoods_are_those_of_transformers(tmp_path: Path, name: str, is
     ours = task.run(asked, None)
     theirs = lm_eval.simple_evaluate(
         model=HFLM(pretrained=str(TINY), dtype="float32", device="cpu", batch_size=4),
-        tasks=[task.path],
+        tasks=[task.paths[name]],
         bootstrap_iters=0,
         apply_chat_template=is_chat,
         task_manager=TaskManager(include_defaults=False),

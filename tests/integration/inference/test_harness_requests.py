@@ -167,6 +167,31 @@ def test_examples_without_a_number_and_problems_in_parquet(tmp_path: Path) -> No
 
 
 @needs_lm_eval
+def test_mmlu_is_all_subjects_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    subjects = ["anatomy", "astronomy", "anatomy"]
+    records = [
+        {"question": f"{subject} {place}?", "subject": subject, "choices": [*"1234"], "answer": place}
+        for place, subject in enumerate(subjects)
+    ]
+    data, output = tmp_path / "all.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = [*MODEL, "decoder=ar", "baseline=null", "harness=lm_eval", "task=mmlu", f"data={data}"]
+    assert run_evaluation([*arguments, f"output={output}", "chat_template=none"]) == 0
+    found = read_lines(output)
+    assert [record["doc"]["question"] for record in found] == ["anatomy 0?", "anatomy 2?", "astronomy 1?"]
+    assert [record["doc_id"] for record in found] == [0, 1, 2]
+    accuracy = sum(record["acc"] for record in found) / 3
+    assert f"acc,none {accuracy:>30.3f}".split() == capsys.readouterr().out.splitlines()[1].split()[1:3]
+    examples = tmp_path / "dev.jsonl"
+    examples.write_text(json.dumps(records[0]) + "\n")
+    with pytest.raises(UserError, match="IDLM-0487: .*no examples of astronomy"):
+        run_evaluation([*arguments, f"fewshot_data={examples}", "num_fewshot=1"])
+    examples.write_text(json.dumps({"question": "a"}) + "\n")
+    with pytest.raises(UserError, match="IDLM-0487: .*not a file of MMLU's problems"):
+        run_evaluation([*arguments, f"fewshot_data={examples}", "num_fewshot=1"])
+
+
+@needs_lm_eval
 def test_tasks_of_lm_eval_run_with_both_decoders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, output = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
     lines = [{"question": text, "answer": f"#### {number}"} for number, text in enumerate(PROMPTS[:3])]
