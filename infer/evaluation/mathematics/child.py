@@ -25,7 +25,7 @@ NUMBER_AS_TEXT = re.compile(
     r"\\(?:text|textbf|mbox|mathrm)\s*\{\s*(-?\\?\$?\d[\d.,]*(?:\s+[A-Za-z. ]+)?)\s*\}"
 )
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
-UNIT = re.compile(r"(?<=[\d}])\s+([A-Za-z]{3,}[A-Za-z .]*)$")
+UNIT = re.compile(r"(?<=[\d}])\s+([A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+)$")
 SUBSCRIPT = re.compile(r"\d\s*_\s*\{?\s*(\w+)")
 SIGNS = str.maketrans({"€": "", "£": "", "¥": "", "°": "^\\circ"})
 
@@ -34,7 +34,7 @@ def expressions(answer: str) -> list[Any]:
     """What math-verify reads in an answer, after what it does not read: words are no products of letters, the
     unit of a number may be any word, spaces group digits, and a percent sign stands outside of the formula.
     """
-    text = re.sub(r"(?<!\\)\\ ", " ", answer.strip().removesuffix(".")).translate(SIGNS)
+    text = re.sub(r"(?<!\\)\\ |(?<!\\)~", " ", answer.strip().removesuffix(".")).translate(SIGNS)
     text = SPACE_IN_NUMBER.sub("", text)
     if number := NUMBER_AS_TEXT.fullmatch(text):
         text = number[1]
