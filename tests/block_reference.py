@@ -64,6 +64,8 @@ class SlowBlocks:
         import transformers
 
         self.rules, self.allows_ties = rules, allows_ties
+        self.logprobs: dict[int, float] = {}
+        """By position, of the last token decided there."""
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -122,9 +124,9 @@ class SlowBlocks:
         prompt_places = range(len(known) - start)
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
-            work[0] = self._draw(
-                self._logits(known)[-1], sampling, uniform(sampling.seed, 0, number << 16, 0)
-            )
+            row = self._logits(known)[-1]
+            work[0] = self._draw(row, sampling, uniform(sampling.seed, 0, number << 16, 0))
+            self.logprobs[start] = math.log(softmax(row)[work[0]])
         num_passes = num_clean = 0
         self.whole_part = -1
         while None in work or rules.edit is not None:
@@ -139,6 +141,9 @@ class SlowBlocks:
             decided = {} if began_clean else self._decide(masked, sampling, number, num_passes)
             for place, token in decided.items():
                 work[place] = token
+            for place, token in (decided | edits).items():
+                if token is not None:
+                    self.logprobs[start + place] = math.log(softmax(rows[place])[token])
             work = [edits.get(place, token) for place, token in enumerate(work)]
             self.num_edits += len(edits)
             num_passes += 1

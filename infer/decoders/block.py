@@ -34,6 +34,7 @@ from idlm.infer.decoders.block_config import (
 )
 from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, plan_blocks, without_dropped
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.runtime.decided_logprobs import MAX_TOP, DecidedScores
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
@@ -110,9 +111,13 @@ class BlockDecoder(Decoder):
         self._strategy = strategy()
         self._edits = config.sure_edit < NO_EDITS
         self.modes = (StrideMode(stride=size, strategy=config.strategy),)
-        fused_commit = config.fused_commit and not semantics.logit_shift
         self.kv_policy = KVWritePolicy(
-            kind="block", block_size=size, fused_commit=fused_commit, feeds_parts=config.dual_cache
+            kind="block",
+            block_size=size,
+            fused_commit=config.fused_commit and not semantics.logit_shift,
+            feeds_parts=config.dual_cache,
+            # Edits that move tokens would have to move their numbers too.
+            max_logprobs=None if semantics.edit_token_ids else MAX_TOP,
         )
         self._edit_token_ids = semantics.edit_token_ids
         self._resizing: Resizing | None = None
@@ -149,6 +154,7 @@ class BlockDecoder(Decoder):
     ) -> None:
         """One block per lane."""
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
+        self._scores = DecidedScores(self.blocks, self.shape, vocab_size)
         self.options = LaneOptions.empty(num_lanes, device)
         if self._edit_token_ids:
             ids, most = self._edit_token_ids, self.config.max_edit_passes
@@ -184,7 +190,12 @@ class BlockDecoder(Decoder):
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES and self._resizing is None
         decide = self._decide_by_kernel if has_kernel else self._decide
+        before = logprobs = None
+        if batch.num_top is not None:
+            before = self._scores.before(table, plan, self._is_read(table, plan))
         emitted_BW, num_emitted_B = decide(table, plan, proposed)
+        if before is not None and (num_top := batch.num_top) is not None:
+            logprobs = self._scores.note(before, plan, logits_XV, proposed, num_emitted_B, num_top=num_top)
         none_B = torch.zeros_like(num_emitted_B)
         return StepOutcome(
             token_ids_BJ=emitted_BW,
@@ -192,6 +203,7 @@ class BlockDecoder(Decoder):
             num_accepted_B=none_B,
             num_tested_B=none_B,
             nonfinite_B=nonfinite_B,
+            logprobs=logprobs,
         )
 
     def _quota(self, plan: StepPlan) -> Tensor | None:

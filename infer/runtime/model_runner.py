@@ -91,8 +91,8 @@ class Step:
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
         counts = (outcome.nonfinite_B, *_room(batch, plan), outcome.num_emitted_B, *drafts)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
-        scored = prompt_scored = None
-        if batch.num_top is not None:
+        scored, prompt_scored = None if outcome.logprobs is None else Logprobs(*outcome.logprobs), None
+        if batch.num_top is not None and scored is None:
             scored = emitted_logprobs(wanted.logits(), plan, outcome, num_top=batch.num_top)
         if prompt_rows is not None:
             prompt_scored = prompt_logprobs(wanted, plan, self.table, prompt_rows)

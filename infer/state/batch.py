@@ -290,8 +290,9 @@ class StepOutcome:
     """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them were
-    accepted. Wanted row first_logit_B[b] + j predicted token j of sequence b, if the decoder reports
-    log-probabilities. `nonfinite_B`: 1 where tokens were drawn from logits that are not finite, so that they
+    accepted. `logprobs`: those of the tokens, if the batch asks for them: chosen [B, J], ids and numbers of
+    the likeliest [B, J, K]; None: wanted row first_logit_B[b] + j predicted token j of sequence b, and its
+    logits tell them. `nonfinite_B`: 1 where tokens were drawn from logits that are not finite, so that they
     mean nothing; more where only the next drafts were: then nothing can follow the tokens. All int64.
     """
 
@@ -300,6 +301,7 @@ class StepOutcome:
     num_accepted_B: Tensor
     num_tested_B: Tensor
     nonfinite_B: Tensor
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -53,7 +53,8 @@ class KVWritePolicy:
 
     `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else it
     takes the place of a sequence's decoding rows. `feeds_parts`: a pass may feed some rows of a block and not
-    the others. `has_drafts`: drafts are tested, which `tau` relaxes.
+    the others. `has_drafts`: drafts are tested, which `tau` relaxes. `max_logprobs`: alternatives of a token
+    at most that a decoder can report which does not append; None: no log-probabilities.
     """
 
     kind: KVKind = "append"
@@ -61,6 +62,7 @@ class KVWritePolicy:
     fused_commit: bool = True
     feeds_parts: bool = False
     has_drafts: bool = False
+    max_logprobs: int | None = None
     reuse: CanvasReuse | None = None
 
     @property
@@ -128,12 +130,18 @@ class KVWritePolicy:
             )
         if self.kind == "append":
             return
-        if params.logprobs is not None:
+        if params.logprobs is not None and self.max_logprobs is None:
             raise UserError(
                 "IDLM-0449",
-                f"logprobs={params.logprobs}: diffusion cannot report log-probabilities, because a token is "
-                "emitted some passes after it was drawn, when its distribution is gone",
+                f"logprobs={params.logprobs}: this decoder cannot report log-probabilities, because a token "
+                "is emitted some passes after it was drawn, when its distribution is gone",
                 fix="leave logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
+            )
+        if params.logprobs is not None and params.logprobs > (self.max_logprobs or 0):
+            raise UserError(
+                "IDLM-0449",
+                f"logprobs={params.logprobs}: this decoder keeps {self.max_logprobs} alternatives at most",
+                fix=f"give logprobs <= {self.max_logprobs}",
             )
         if params.prompt_logprobs is not None:
             raise UserError(

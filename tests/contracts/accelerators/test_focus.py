@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,19 @@ def test_a_sequence_that_loses_its_pages_begins_its_block_again(
         assert list(answer.token_ids) == right
         assert watch.counts[names[number]] == len(slow.passes)
     assert_idle(engine)
+
+
+@pytest.mark.sweep
+def test_tokens_that_are_decoded_again_have_their_log_probabilities_once(toys: dict[bool, Path]) -> None:
+    shifted, options, focus = CASES[0]
+    engine = build_engine(
+        toys[shifted], "block", accelerators={"focus": focus}, num_pages=26, max_num_seqs=5, **options
+    )
+    found = engine.generate(PROMPTS, [dataclasses.replace(one, logprobs=1) for one in params()])
+    assert engine.scheduler.num_preemptions
+    for answer in found:
+        assert answer.logprobs is not None
+        assert [token.token_id for token in answer.logprobs] == [*answer.token_ids]
 
 
 @pytest.mark.sweep

@@ -391,7 +391,7 @@ def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
     engine = Engine.from_pretrained(toys[False], device="cpu", max_length=64)
     assert engine.decoder.name == "block"
     with pytest.raises(UserError, match="IDLM-0449"):
-        engine.generate([[1]], SamplingParams(logprobs=1))
+        engine.generate([[1]], SamplingParams(prompt_logprobs=1))
     for causal in ("ar", "isd"):
         with pytest.raises(UserError, match="IDLM-0452"):
             build_engine(toys[False], causal)

@@ -1,0 +1,92 @@
+"""Log-probabilities of decided tokens: a token is emitted some passes after it was decided, so the numbers of
+the pass that decided it are kept.
+
+Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.infer.decoders.block_rows import BlockPlan
+from idlm.infer.runtime.logprobs import Logprobs, token_logprobs
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.kernels.block_step import BlockLanes, BlockShape, Proposed
+
+MAX_TOP = 20
+"""Alternatives of a token that are kept at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """The active blocks [B, W] before a pass decides: their tokens, which are decided, and whose proposals
+    the pass may use; `num_fixed_B` positions hold known tokens.
+    """
+
+    tokens_BW: Tensor
+    decided_BW: Tensor
+    is_read_BW: Tensor
+    num_fixed_B: Tensor
+
+
+class DecidedScores:
+    """Per lane, those of the tokens [Z, W] of the active block, and of the likeliest ones [Z, W, K]."""
+
+    def __init__(self, blocks: BlockLanes, shape: BlockShape, vocab_size: int) -> None:
+        self._blocks, self._shape = blocks, shape
+        places, most = (*blocks.tokens_ZW.shape,), min(MAX_TOP, vocab_size)
+        self._kept = Logprobs(
+            blocks.tokens_ZW.new_zeros(places, dtype=torch.float64),
+            blocks.tokens_ZW.new_zeros((*places, most)),
+            blocks.tokens_ZW.new_zeros((*places, most), dtype=torch.float64),
+        )
+
+    def before(self, table: SequenceState, plan: BlockPlan, is_read_BW: Tensor) -> Before:
+        """What `note` compares with."""
+        return Before(
+            tokens_BW=self._blocks.tokens_ZW[plan.lanes_B],
+            decided_BW=self._blocks.is_decided_ZW[plan.lanes_B],
+            is_read_BW=is_read_BW,
+            num_fixed_B=table.num_known_Z[plan.lanes_B] % self._shape.size,
+        )
+
+    def note(
+        self,
+        before: Before,
+        plan: BlockPlan,
+        logits_XV: Tensor,
+        proposed: Proposed,
+        num_emitted_B: Tensor,
+        *,
+        num_top: int,
+    ) -> Logprobs:
+        """Keep the numbers of what the pass has decided or rewritten; returns those of the emitted tokens."""
+        lanes_B, blocks, wanted = plan.lanes_B, self._blocks, plan.wanted
+        tokens_BW = blocks.tokens_ZW[lanes_B]
+        decided_BW = blocks.is_decided_ZW[lanes_B] | (num_emitted_B > 0)[:, None]
+        is_new_BW = decided_BW & (~before.decided_BW | (tokens_BW != before.tokens_BW)) & before.is_read_BW
+        # The MASK is never predicted.
+        logits_XV = logits_XV.clone()
+        logits_XV[:, self._shape.mask_token_id] = -math.inf
+        ids_X = proposed.token_ids_BW.flatten()[wanted.places_X]
+        scored = token_logprobs(logits_XV, ids_X, num_top=self._kept.top.shape[-1])
+        number_BW = wanted.number_BW.clamp(min=0)
+        for kept, values in zip(self._kept, scored, strict=True):
+            is_new = is_new_BW if kept.ndim == 2 else is_new_BW[..., None]
+            kept[lanes_B] = torch.where(is_new, values[number_BW], kept[lanes_B])
+        return self._emitted(before, lanes_B, num_top=num_top)
+
+    def _emitted(self, before: Before, lanes_B: Tensor, *, num_top: int) -> Logprobs:
+        """Those of the tokens after the fixed ones, [B, W]."""
+        size = self._shape.size
+        place_W = torch.arange(size, device=lanes_B.device)
+        places_BW = (place_W + before.num_fixed_B[:, None]).clamp(max=size - 1)
+        chosen_BW = self._kept.chosen[lanes_B].gather(1, places_BW)
+        places_BW1 = places_BW[..., None]
+        ids_BWK = torch.take_along_dim(self._kept.top_ids[lanes_B], places_BW1, dim=1)
+        top_BWK = torch.take_along_dim(self._kept.top[lanes_B], places_BW1, dim=1)
+        return Logprobs(chosen_BW, ids_BWK[..., :num_top], top_BWK[..., :num_top])
