@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,16 @@ def test_20_every_extra_that_a_message_or_a_page_names_exists() -> None:
     assert found <= set(PROJECT["optional-dependencies"])
 
 
-def test_16_a_fix_installs_an_extra_from_the_clone_or_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grading_and_configuration_need_the_same_antlr() -> None:
+    [own] = [line for line in PROJECT["optional-dependencies"]["math"] if line.startswith("antlr4")]
+    wanted = [line for line in metadata.requires("hydra-core") or () if line.startswith("antlr4")]
+    installed = metadata.version("antlr4-python3-runtime")
+    assert wanted and all(Requirement(line).specifier.contains(installed) for line in [own, *wanted])
+    [harness] = [line for line in PROJECT["optional-dependencies"]["eval"] if line.startswith("lm-eval")]
+    assert "math" not in Requirement(harness).extras, "it needs another version"
+
+
+def test_a_fix_installs_an_extra_from_the_clone_or_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors.install_command("serve") == f"pip install -e '{ROOT}[serve]'"
     lines = [
         f"{line.partition(';')[0]}; {line.partition(';')[2] or 'True'} and extra == {extra!r}".replace(
