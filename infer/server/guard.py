@@ -68,7 +68,7 @@ class Guard:
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_size(scope)
-            scope["state"]["client"] = self._client(scope)
+            scope.setdefault("state", {})["client"] = self._client(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
