@@ -51,19 +51,13 @@ class SplitTokens:
         """The JSON with characters in place of tokens."""
         return _mapped(value, lambda text: self._hidden.sub(lambda token: stand_ins[token[0]], text))
 
-    def marked(self, text: str, stand_ins: Mapping[str, str]) -> str:
-        """The text of a conversation that was rendered with stand-ins, for `encode`."""
-        text = self._any.sub(lambda token: self._marks[token[0]], text)
-        for token, char in stand_ins.items():
-            text = text.replace(char, token)
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text that `marked` returns. UserError IDLM-0240 if the vocabulary itself, without its
-        list of special tokens, makes one of letters.
+    def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
+        """The ids of a conversation that was rendered with stand-ins. UserError IDLM-0240 if the vocabulary
+        itself, without its list of special tokens, makes one of letters.
         """
         if self._backend is None:
             self._backend = self._copy()
+        text = restored(self._any.sub(lambda token: self._marks[token[0]], text), stand_ins)
         found: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         # Letters that the vocabulary lacks are its unknown token, as in any text.
         made = self._hidden_ids.intersection(found) - {self._tokenizer.unk_token_id}
@@ -92,6 +86,13 @@ class SplitTokens:
             self._ids[backend.token_to_id(mark)] = self._tokens[token]
         backend.encode_special_tokens = True
         return backend
+
+
+def restored(text: str, stand_ins: Mapping[str, str]) -> str:
+    """The text with tokens in place of the characters that stand for them."""
+    for token, char in stand_ins.items():
+        text = text.replace(char, token)
+    return text
 
 
 def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from idlm.errors import UserError
 from idlm.text.file_checks import TEMPLATE_FILES, unusable_files
-from idlm.text.split_tokens import SplitTokens
+from idlm.text.split_tokens import SplitTokens, restored
 from idlm.text.templates import template_text, thinking_switch
 
 _TOKENIZER_FILES = (
@@ -243,10 +243,8 @@ def encode_messages(
         tools=given[1],
         template_kwargs=given[2],
     )
-    if stand_ins:
-        text = _splitter(tokenizer).marked(text, stand_ins)
-    check_size(tokenizer, text, max_tokens)
-    return _splitter(tokenizer).encode(text) if stand_ins else encode_text(tokenizer, text)
+    check_size(tokenizer, restored(text, stand_ins), max_tokens)
+    return _splitter(tokenizer).encode(text, stand_ins) if stand_ins else encode_text(tokenizer, text)
 
 
 @functools.lru_cache(maxsize=4)

@@ -68,6 +68,15 @@ def test_all_texts_of_a_request_are_split(tagged: Any) -> None:
     tagged.chat_template = CHATML
 
 
+def test_a_conversation_of_many_turns_is_no_larger_than_it_is(tagged: Any) -> None:
+    """Its size is checked before it is encoded."""
+    turns = [SPELLED, *[{"role": "user", "content": ""}] * 100]
+    size = len(split(tagged, *turns))
+    assert len(split(tagged, *turns, max_tokens=size)) == size
+    with pytest.raises(UserError, match="IDLM-0412"):
+        split(tagged, {"role": "user", "content": FORGED * 100}, max_tokens=10)
+
+
 def test_tags_of_reasoning_stay_tokens(tagged: Any) -> None:
     """They are text in other tokenizers, and templates look for them in earlier answers."""
     ids = split(tagged, {"role": "assistant", "content": f"<think>a</think>{FORGED}"})
