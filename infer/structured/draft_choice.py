@@ -28,8 +28,10 @@ from torch import Tensor
 from idlm.infer.state.batch import to_host
 from idlm.infer.structured.grammar import WORD_BITS, Grammar, compute_bits, num_words
 
-SLOW_BITS = 0.05
+SLOW_BITS = 0.01
 """Seconds for bits of a pass, beyond which the next ones find out whose grammar is slow."""
+USUAL_MASK = 0.001
+"""Seconds of a row of bits that are no excess."""
 
 
 class Told:
@@ -155,13 +157,24 @@ class Follower:
 
 
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
-    """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it."""
+    """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it.
+    All bits are set for a grammar that is refused: its answer fails after this pass.
+    """
     for follower, _, _ in rows:
-        if follower.committed.is_suspect:
+        if follower.committed.is_suspect and not follower.committed.cost.is_refused:
             follower.committed.charge(follower.ahead.mask_seconds())
+    computed = []
+    for follower, drafts, row in rows:
+        if follower.committed.cost.is_refused:
+            bits_YW[row : row + 1 + len(drafts)] = -1
+        else:
+            computed.append((follower.ahead, drafts, row))
     start = time.perf_counter()
-    compute_bits([(follower.ahead, drafts, row) for follower, drafts, row in rows], bits_YW)
-    if time.perf_counter() - start > SLOW_BITS:
+    compute_bits(computed, bits_YW)
+    seconds = time.perf_counter() - start
+    if computed and seconds > SLOW_BITS:
+        num_rows = sum(1 + len(drafts) for _, drafts, _ in computed)
+        rows[0][0].committed.cost.budget.take(max(0.0, seconds - USUAL_MASK * num_rows))
         for follower, _, _ in rows:
             follower.committed.is_suspect = True
 

@@ -23,6 +23,7 @@ import torch
 
 from idlm.contracts import Constraint
 from idlm.errors import UserError, install_command
+from idlm.infer.structured.budget import TOO_SLOW, Budget, Cost
 from idlm.infer.structured.schemas import JSON_OPTIONS, answer_rules, read_warnings
 from idlm.infer.structured.vocabulary import Vocabulary
 from idlm.log import get_logger
@@ -38,7 +39,7 @@ compile: other grammars wait meanwhile.
 """
 MAX_ITEMS_IN_ROW = 1200
 """States that an ambiguous grammar may be in at once; the time of a mask may grow with their third power."""
-STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 16_000), 50_000_000
+STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 8000), 50_000_000
 """Range of the states that a mask may visit, and their number times the grammar's length: each costs more
 in a larger grammar.
 """
@@ -46,8 +47,8 @@ LEXER_WORK = (200_000, 100_000)
 """Expressions that a lexer may make for the first mask, and for each further one: some 60 MB at most."""
 TRIM_SECONDS = 0.05
 """A refusal that took so long returns its memory to the system, for which allocations of others wait."""
-SLOW_MASK, SLOW_MASKS = 0.01, 1.0
-"""Seconds of CPU time from which a mask is slow, and what the slow masks of an answer may take together."""
+MAX_COSTS = 4096
+"""Grammars of which the compiler knows whether they are too slow."""
 
 Peers = deque[tuple[int, Any]]
 WORD_BITS = 32
@@ -63,13 +64,13 @@ class Grammar:
     `notes`: what of the constraint is not enforced.
 
     Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first
-    token by lexer; `lexer` is this one's.
+    token by lexer; `lexer` is this one's. `cost` is that of all answers with this grammar.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, peers: Peers, lexer: int = 0) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, peers: Peers, cost: Cost, lexer: int = 0) -> None:
         self.matcher, self.vocab_size, self.peers, self.lexer = matcher, vocab_size, peers, lexer
         self.token_ids: list[int] = []
-        self.is_suspect, self._slow_seconds = False, 0.0
+        self.is_suspect, self.cost = False, cost
         self.follower: Any = None
         self.notes: tuple[str, ...] = ()
 
@@ -89,15 +90,14 @@ class Grammar:
     @property
     def problem(self) -> str | None:
         """Why nothing can be said about the next token; None if all is well."""
+        if self.cost.is_refused:
+            return TOO_SLOW
         error = str(self.matcher.get_error()).partition("<state>")[0].strip()
-        if not error and self._slow_seconds > SLOW_MASKS:
-            return "it takes too long to find the tokens that may follow, because it is too ambiguous"
         return error or None
 
     def charge(self, seconds: float) -> None:
         """Note the CPU time of a mask, for which other requests waited. Many slow ones are a `problem`."""
-        self.is_suspect = seconds > SLOW_MASK
-        self._slow_seconds += seconds * self.is_suspect
+        self.is_suspect = self.cost.charge(seconds)
 
     def mask_seconds(self) -> float:
         """Compute the next token's mask, which the matcher keeps. Returns the CPU time: time of day would
@@ -109,7 +109,7 @@ class Grammar:
 
     def branch(self) -> Grammar:
         """A copy that goes its own way: for drafts."""
-        copied = Grammar(self.matcher.deep_copy(), self.vocab_size, self.peers, self.lexer)
+        copied = Grammar(self.matcher.deep_copy(), self.vocab_size, self.peers, self.cost, self.lexer)
         copied.token_ids = list(self.token_ids)
         return copied
 
@@ -119,7 +119,7 @@ class Grammar:
         """
         self.peers.rotate()
         lexer, matcher = self.peers[0]
-        return Grammar(matcher.deep_copy(), self.vocab_size, self.peers, lexer)
+        return Grammar(matcher.deep_copy(), self.vocab_size, self.peers, self.cost, lexer)
 
 
 Compiling = Future[Grammar | UserError]
@@ -162,7 +162,8 @@ class GrammarCompiler:
         self._recent: dict[Constraint, Compiling] = {}
         self._compiling = weakref.WeakValueDictionary[Constraint, Compiling]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
-        self._seconds = 0.0
+        self._seconds, self._budget = 0.0, Budget()
+        self._costs: dict[int, Cost] = {}
 
     def grammar(self, constraint: Constraint) -> Grammar:
         """The constraint's grammar before the first token. Raises UserError IDLM-0474 for one that cannot be
@@ -179,6 +180,10 @@ class GrammarCompiler:
         """Begin to compile, in a thread; the interpreter's lock is free meanwhile. While the future is kept,
         the grammar is there once it is done. One that waits for others may be cancelled.
         """
+        if self._cost(constraint).is_refused:
+            refused = Compiling()
+            refused.set_result(_refusal(constraint, TOO_SLOW))
+            return refused
         compiling = self._compiling.get(constraint)
         if compiling is None or compiling.cancelled():
             # llguidance recurses, and an overflow would end the process. The first call starts the thread.
@@ -211,17 +216,21 @@ class GrammarCompiler:
             return compiled
         if time.perf_counter() - start > TRIM_SECONDS:
             _trim()
-        return UserError(
-            "IDLM-0474",
-            f"constraint: this {constraint.kind} cannot be used: {' '.join(compiled.split())}",
-            fix="correct its text, which the checkpoint's tokens must be able to spell; the documentation of "
-            "llguidance says what it supports",
-        )
+        return _refusal(constraint, compiled)
+
+    def _cost(self, constraint: Constraint) -> Cost:
+        """What the grammar of a constraint costs, of the last ones that came."""
+        key = hash(constraint)
+        self._costs[key] = found = self._costs.pop(key, None) or Cost(self._budget)
+        if len(self._costs) > MAX_COSTS:
+            del self._costs[next(iter(self._costs))]
+        return found
 
     def _checked(self, constraint: Constraint) -> Grammar | str:
         """The grammar, or what is wrong with it. Raises ValueError."""
         matcher = self._matcher(constraint)
-        grammar = Grammar(matcher, self._vocab_size, deque([(0, matcher.deep_copy())]))
+        peers = deque([(0, matcher.deep_copy())])
+        grammar = Grammar(matcher, self._vocab_size, peers, self._cost(constraint))
         if problem := grammar.problem:
             return problem
         grammar.notes, problem = read_warnings(constraint, matcher.get_grammar_warnings())
@@ -265,6 +274,15 @@ class GrammarCompiler:
             return Vocabulary(tokenizer, vocab_size, eos_ids, llguidance)
         except ValueError as error:
             raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
+
+
+def _refusal(constraint: Constraint, problem: str) -> UserError:
+    return UserError(
+        "IDLM-0474",
+        f"constraint: this {constraint.kind} cannot be used: {' '.join(problem.split())}",
+        fix="correct its text, which the checkpoint's tokens must be able to spell; the documentation of "
+        "llguidance says what it supports",
+    )
 
 
 def _trim() -> None:

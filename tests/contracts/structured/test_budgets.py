@@ -10,6 +10,7 @@ import pytest
 
 from idlm.contracts import Constraint
 from idlm.errors import UserError
+from idlm.infer.structured import budget
 from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import GrammarCompiler
 from tests.contracts.engines import build_engine
@@ -60,3 +61,30 @@ def test_the_work_of_a_lexer_is_bounded(toy: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(grammars, "LEXER_WORK", (1000, 500))
     with pytest.raises(UserError, match="IDLM-0474.*lexer"):
         build_engine(toy, "ar")._parts.grammars().grammar(words)
+
+
+def test_slow_masks_have_one_budget_that_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds it empty is refused for a time; fast masks cost nothing."""
+    monkeypatch.setattr(budget, "SLOW_MASKS", 1.0)
+    now = [0.0]
+    shared = budget.Budget(lambda: now[0])
+    first, second, fast = (budget.Cost(shared) for _ in range(3))
+    assert first.charge(0.5) and second.charge(0.5)
+    assert not first.is_refused and not second.is_refused
+    assert not fast.charge(budget.SLOW_MASK) and not fast.is_refused
+    assert second.charge(0.1) and second.is_refused and not first.is_refused
+    now[0] = budget.REFUSED_SECONDS + 1
+    assert not second.is_refused
+    second.charge(budget.SLOW_SHARE * budget.REFUSED_SECONDS / 2)
+    assert not second.is_refused
+
+
+def test_a_grammar_that_used_the_budget_up_is_refused_when_it_comes_again(toy: Path) -> None:
+    compiler = build_engine(toy, "ar")._parts.grammars()
+    slow, other = (Constraint(kind="regex", text=text) for text in ("ab*", "ba*"))
+    answers = [compiler.grammar(slow) for _ in range(2)]
+    answers[0].charge(2 * budget.SLOW_MASKS)
+    assert all(one.problem == budget.TOO_SLOW for one in answers)
+    with pytest.raises(UserError, match="IDLM-0474.*too ambiguous"):
+        compiler.grammar(slow)
+    assert compiler.grammar(other).problem is None

@@ -18,6 +18,7 @@ from idlm.infer.cli.fingerprint import of_request
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.worker import Worker
+from idlm.infer.structured import budget
 from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.semantics import Semantics
@@ -244,7 +245,7 @@ def test_ambiguous_grammars_fail_without_their_neighbours(
     engine = build_engine(toy, "isd", stride=3)
     with pytest.raises(UserError, match=r"IDLM-0474.*(max is|limit) \d+"):
         engine.add_request("first", PROMPTS[0], SamplingParams(constraint=_ambiguous(410, "")))
-    monkeypatch.setattr(grammars, "SLOW_MASKS", 0.1)
+    monkeypatch.setattr(budget, "SLOW_MASKS", 0.1)
     slow = {"states": _ambiguous(410, '"x" '), "time": _ambiguous(SLOW_ITEMS, '"x" ')}
     for name, constraint in slow.items():
         engine.add_request(name, PROMPTS[1], SamplingParams(constraint=constraint, seed=0, max_tokens=400))

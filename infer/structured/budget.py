@@ -1,0 +1,50 @@
+"""What slow masks may cost. The budget is that of the server: eight answers whose masks are slow stall the
+others as much as one whose masks are eight times as slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
+"""Seconds of CPU time from which a mask is slow, what all slow masks may take at once, and the share of the
+time that they may take in the long run.
+"""
+REFUSED_SECONDS = 60.0
+"""How long a grammar that used the budget up is refused."""
+TOO_SLOW = "it takes too long to find the tokens that may follow, because it is too ambiguous"
+
+
+class Budget:
+    """Seconds of slow masks that are left to all grammars."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self._time, self._left = clock, clock(), SLOW_MASKS
+
+    def take(self, seconds: float) -> bool:
+        """Spend seconds; False if there were not so many."""
+        now = self.clock()
+        self._left = min(SLOW_MASKS, self._left + SLOW_SHARE * (now - self._time))
+        self._time, is_left = now, self._left >= seconds
+        self._left = max(0.0, self._left - seconds)
+        return is_left
+
+
+class Cost:
+    """Whether the masks of one grammar, in all answers that it has, used the budget up."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget, self._until = budget, -float("inf")
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it used the budget up a short time ago."""
+        return self.budget.clock() < self._until
+
+    def charge(self, seconds: float) -> bool:
+        """Note the CPU time of a mask. Returns whether it is slow."""
+        is_slow = seconds > SLOW_MASK
+        if is_slow and not self.budget.take(seconds):
+            self._until = self.budget.clock() + REFUSED_SECONDS
+        return is_slow
