@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from idlm.errors import UserError
+from idlm.errors import UserError, printable
 
 HELP_FLAGS = frozenset({"-h", "--help", "--version"})
 USER_ERROR_STATUS = 2
@@ -37,7 +37,7 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
         sys.stdout.flush()
         return status
     except UserError as error:
-        print(f"error {error}", file=sys.stderr)
+        print(f"error {printable(str(error))}", file=sys.stderr)
         return USER_ERROR_STATUS
     except KeyboardInterrupt as signalled:
         is_terminated, cause = isinstance(signalled, Terminated), signalled.__cause__
@@ -62,4 +62,4 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Print only warnings for the user, without the position in the code."""
     if issubclass(category, UserWarning):
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {printable(str(message))}", file=sys.stderr)

@@ -91,7 +91,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"body: not valid JSON ({errors[0]['ctx']['error']})", param="body")
     fields = [_field(error) for error in errors]
     same = [number for number, field in enumerate(fields) if field[:1] == fields[0][:1]]
-    chosen = max(same, key=lambda number: len(fields[number]))
+    # An alternative of another type fails as deep as one whose rule is broken.
+    chosen = max(same, key=lambda at: (len(fields[at]), not errors[at]["type"].endswith("_type")))
     param = ".".join(fields[chosen]) or "body"
     message = errors[chosen]["msg"] if fields[0] else "give a JSON object, with content-type application/json"
     return ApiError(400, f"{param}: {message}", param=param)

@@ -64,7 +64,7 @@ def test_the_work_of_a_lexer_is_bounded(toy: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_slow_masks_have_one_budget_that_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds it empty is refused for a time; fast masks cost nothing."""
+    """A grammar that finds it empty is refused for a time; fast masks cost nothing."""
     monkeypatch.setattr(budget, "SLOW_MASKS", 1.0)
     now = [0.0]
     shared = budget.Budget(lambda: now[0])
