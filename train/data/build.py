@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,13 @@ def _encoded_by_workers(
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "IDLM-0241",
+                "a process that tokenises the data was killed, often because memory is short",
+                fix="start the same command again, which goes on after the last finished part; if memory is "
+                "short, give fewer processes: data.workers=1",
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

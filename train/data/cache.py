@@ -237,8 +237,12 @@ class CachedSource:
         return part, index - int(self._first[part])
 
     def _map(self, part: int, name: str) -> np.ndarray:
-        if (part, name) not in self._maps:
-            path, dtype = part_folder(self.directory, part) / name, DTYPES[name]
+        path, dtype = part_folder(self.directory, part) / name, DTYPES[name]
+        known = self._maps.get((part, name))
+        # What is cut from a file that is mapped would end the process with a signal.
+        if known is not None and path.exists() and path.stat().st_size < known.nbytes:
+            raise _damaged(path, "is shorter than when it was opened")
+        if known is None:
             # An empty file cannot be mapped.
             is_empty = not path.stat().st_size
             self._maps[part, name] = np.zeros(0, dtype) if is_empty else np.memmap(path, dtype, mode="r")
@@ -255,15 +259,18 @@ class CachedSource:
                 continue
             content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
             if hashlib.sha256(content.data).hexdigest() != self._blocks[part][block]:
-                folder = part_folder(self.directory, part)
-                raise UserError(
-                    "IDLM-0236",
-                    f"the data cache is damaged: {folder / TOKENS}, block {block} of {BLOCK_TOKENS} tokens, "
-                    "differs from its hash",
-                    fix=f"delete the folder {folder}; the next start builds it again from the data",
-                )
+                path = part_folder(self.directory, part) / TOKENS
+                raise _damaged(path, f"block {block} of {BLOCK_TOKENS} tokens, differs from its hash")
             self._checked.add((part, block))
         return np.array(tokens[start:stop])
+
+
+def _damaged(path: Path, problem: str) -> UserError:
+    return UserError(
+        "IDLM-0236",
+        f"the data cache is damaged: {path}, {problem}",
+        fix=f"delete the folder {path.parent}; the next start builds it again from the data",
+    )
 
 
 def open_cache(directory: Path) -> CachedSource | None:

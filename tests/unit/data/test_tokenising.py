@@ -7,6 +7,8 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -340,3 +342,18 @@ def test_a_rank_whose_own_work_is_done_counts_the_progress_of_others(monkeypatch
     monkeypatch.setattr(waiting, "highest", lambda value: next(counts))
     waiting.while_others_wait(lambda: None)
     assert progress_count() - before == 3
+
+
+def test_a_killed_worker_is_an_error_that_says_so(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, num_workers: int, **settings: Any) -> None:
+            super().__init__(1)
+
+        def submit(self, *work: Any) -> Any:
+            done: Future[Any] = Future()
+            done.set_exception(BrokenProcessPool("killed"))
+            return done
+
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Pool)
+    with pytest.raises(UserError, match="IDLM-0241.*was killed"):
+        list(build._encoded_by_workers(iter([None]), encoder, 2))  # type: ignore[list-item]

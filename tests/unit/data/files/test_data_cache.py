@@ -361,3 +361,13 @@ def test_few_rows_that_make_many_epochs_are_warned_about() -> None:
     config = TrainConfig(train=LoopConfig(stages=stages, epochs=2, batch_size=32))
     with pytest.warns(UserWarning, match="the 3 steps are 96 epochs"):
         make_curriculum(config, world_size=1, rows_per_epoch=1)
+
+
+def test_a_file_that_is_cut_while_it_is_mapped_is_refused(tmp_path: Path, tokenizer) -> None:
+    """Reading beyond its end would end the process with SIGBUS. What is removed stays mapped."""
+    source = read(config_of(write(tmp_path / "a.jsonl", 20)), encoder_of(tokenizer))
+    source.sample(0)
+    tokens = source.directory / "000000" / "tokens.bin"
+    os.truncate(tokens, 0)
+    with pytest.raises(UserError, match="IDLM-0236.*tokens.bin, is shorter than when it was opened"):
+        source.sample(0)
