@@ -18,7 +18,7 @@ from idlm.errors import UserError
 DISK_CODE = "IDLM-0301"
 """Code of the UserError for a disk that refuses a file."""
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-TORCH_TEXTS = ("PytorchStreamWriter failed writing", "inline_container.cc")
+TORCH_TEXTS = ("PytorchStreamWriter failed writing", "inline_container.cc", "iostream error")
 FULL_BYTES = 1 << 20
 """A disk with less free than that right after a failed write is full."""
 MANIFEST = "manifest.json"

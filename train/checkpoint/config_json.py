@@ -42,7 +42,8 @@ def for_all_versions(written: Mapping[str, Any], base: Mapping[str, Any]) -> dic
         if str(config.get("model_type")).startswith(family):
             both = config | older
             older |= {name: both[newer] for newer, name in names.items() if newer in both}
-    return older | {key: base[key] for key in OLDER_KEYS if key in base} | config
+    # Releases of transformers 5 may leave an older key as it was beside `rope_parameters`.
+    return config | older | {key: base[key] for key in OLDER_KEYS if key in base}
 
 
 def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:

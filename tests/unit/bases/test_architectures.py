@@ -38,7 +38,7 @@ FAMILIES = {
     "t5": ({}, "an encoder and a decoder"),
     "vit": ({}, "no causal language model"),
     "gemma3": ({}, "reads more than text .vision_config"),
-    "gptj": ({"rotary_dim": 64}, "does not run by itself: config.json may be wrong"),
+    "gptj": ({"rotary_dim": 64}, "does not (run by itself: config.json may be|let its attention be chosen)"),
 }
 
 
