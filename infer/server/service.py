@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ LIMITS = (
     *("drain_seconds", "engine_timeout"),
 )
 DRAIN_POLL_SECONDS = 0.05
+SLOW_SECONDS = 60.0
+"""How long a client whose conversation took the template too long shares the thread of long prompts."""
 LONG_CHARS = 1 << 14
 """Characters of a prompt from which it is long: it takes some 10 ms to encode."""
 
@@ -53,6 +56,9 @@ class Service:
         self._has_tokenizer = False
         self.num_keys = 0
         self._encoding = Counter[str]()
+        self._slow: dict[str, float] = {}
+        # Of one client, one short text at a time is encoded.
+        self._locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._templates: TemplateProcesses | None = None
         # Each with a tokenizer of its own, which are not made for several threads. Long texts have the second
         # one, so that short ones do not wait for them.
@@ -234,10 +240,22 @@ class Service:
         self._encoding[client] += num_encoded
         try:
             for prompt in prompts:
-                place = _num_chars(prompt) > LONG_CHARS
-                call = functools.partial(encode, self._tokenizers[place], max_tokens=self.info.max_length)
-                token_ids.append(await loop.run_in_executor(self._encoders[place], call, prompt))
+                is_long, lock = (
+                    _num_chars(prompt) > LONG_CHARS,
+                    self._locks.setdefault(client, asyncio.Lock()),
+                )
+                async with contextlib.nullcontext() if is_long else lock:
+                    place = is_long or time.monotonic() < self._slow.get(client, 0.0)
+                    call = functools.partial(encode, self._tokenizers[place], max_tokens=self.info.max_length)
+                    token_ids.append(await loop.run_in_executor(self._encoders[place], call, prompt))
             return token_ids
+        except UserError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                # Further conversations of this client wait for each other, and others do not wait for them.
+                now = time.monotonic()
+                self._slow = {name: end for name, end in self._slow.items() if end > now}
+                self._slow[client] = now + SLOW_SECONDS
+            raise
         finally:
             self._encoding[client] -= num_encoded
             self._encoding += Counter()

@@ -60,7 +60,7 @@ def measure(arguments: list[str]) -> int:
     """Run the attacks, each on a server of its own; the status is 1 if one costs others too much."""
     options, rows = parse_options(arguments, DEFAULTS), list[Row]()
     for name in options["attacks"].split(","):
-        settings = (*SETTINGS, f"api_key='{','.join(KEYS)}'") if name == "queue" else SETTINGS
+        settings = (*SETTINGS, f"api_key='{','.join(KEYS)}'") if name != "answers" else SETTINGS
         with contextlib.ExitStack() as stack:
             path = options["path"]
             if name == "template":
@@ -165,7 +165,7 @@ async def _slower(
 async def _median(server: Server, seconds: float) -> float:
     """Seconds of a short chat, sent one after another."""
     times, end = list[float](), time.perf_counter() + seconds
-    async with _client(server) as client:
+    async with _client(server, KEYS[1]) as client:
         while time.perf_counter() < end or not times:
             start = time.perf_counter()
             answer = await client.post("/v1/chat/completions", json=_chat(PROMPT))

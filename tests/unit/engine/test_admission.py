@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from idlm.contracts import SamplingParams
+from idlm.errors import UserError
 from idlm.infer.request import Turn
 from idlm.infer.server import templates
 from idlm.infer.server.config import ServeConfig
@@ -139,6 +141,29 @@ def test_long_texts_have_a_thread_of_their_own() -> None:
 
     asyncio.run(both())
     assert order == [1, LONG_CHARS + 1] and not found._encoding
+
+
+def test_a_client_with_a_slow_conversation_keeps_to_the_other_thread() -> None:
+    found, used = service(num_keys=0, open_={}), list[str]()
+    found.tokenizer, found._tokenizers = "short", ("short", "long")
+    found.client.info.max_length = 99
+
+    def encode(tokenizer: str, prompt: str, *, max_tokens: int) -> list[int]:
+        used.append(tokenizer)
+        if prompt == "slow":
+            raise UserError("IDLM-0217", "slow", fix="none") from TimeoutError()
+        return [1]
+
+    async def ask(client: str, prompt: str) -> None:
+        with contextlib.suppress(UserError):
+            await found._encode(encode, [prompt], 1, client)
+
+    async def run() -> None:
+        for client, prompt in (("a", "slow"), ("a", "fast"), ("b", "fast")):
+            await ask(client, prompt)
+
+    asyncio.run(run())
+    assert used == ["short", "long", "short"]
 
 
 class Process:
