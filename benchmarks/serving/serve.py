@@ -355,7 +355,8 @@ def _start_contexts(bench: Bench, engine: Engine, concurrency: int) -> None:
         prompt = [dice.choice(bench.ids) for _ in range(REGRET_PROMPT // bench.scale)]
         engine.add_request(f"regret-{number}", prompt, params)
         num_computed = kv_policy.num_computable(len(prompt)) - kv_policy.num_lookahead_tokens
-        engine.scheduler.waiting[-1].num_computed = num_computed
+        [request] = (one for one in engine.scheduler.waiting if one.request_id == f"regret-{number}")
+        request.num_computed = num_computed
 
 
 def _abort_all(engine: Engine) -> None:

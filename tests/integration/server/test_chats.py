@@ -220,10 +220,9 @@ def test_reasoning_is_apart_from_content(
 
 
 def test_reasoning_that_the_prompt_begins(
-    client: OpenAI, script: Callable[..., None], server: Running, monkeypatch: pytest.MonkeyPatch
+    client: OpenAI, script: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = server.front.service
-    monkeypatch.setattr(service.token_texts, "whole", lambda token_ids: "<|assistant|>\n<think>\n")
+    monkeypatch.setattr("idlm.infer.server.service.is_opened", lambda tokenizer, prompt_ids: True)
     script("hm</think>5", "stop")
     expected = {"content": "5", "reasoning_content": "hm", "tool_calls": []}
     assert whole(chat(client)) == streamed(client) == (expected, "stop")
