@@ -59,13 +59,13 @@ class SlowBlocks:
     num_edits = 0
     num_rows = 0
     allows_ties = False
+    logprobs: dict[int, float]
+    """By position, of the last token decided there in the last answer."""
 
     def __init__(self, directory: Path, rules: Rules, *, allows_ties: bool = False) -> None:
         import transformers
 
         self.rules, self.allows_ties = rules, allows_ties
-        self.logprobs: dict[int, float] = {}
-        """By position, of the last token decided there."""
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -73,6 +73,7 @@ class SlowBlocks:
     def answer(self, prompt: list[int], sampling: Sampling) -> tuple[list[int], int]:
         """Emitted tokens, cut at a stop or the limit, and the denoising passes that took."""
         known, num_passes = list(prompt), 0
+        self.logprobs = {}
         while True:
             block, used = self._block(known, sampling)
             num_passes += used
