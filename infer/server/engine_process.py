@@ -70,6 +70,8 @@ def run(connection: socket.socket) -> int:
     # What is loaded lives as long as the process: garbage collection need not look at it in every pass.
     gc.collect()
     gc.freeze()
+    num_lanes = engine.settings.most_sequences
+    engine.scheduler.num_reserved_lanes = max(num_lanes >= FEW_LANES, num_lanes // RESERVE)
     with contextlib.closing(engine), contextlib.suppress(ConnectionError):
         connection.sendall(pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
         EngineLoop(engine, inbox, connection).run()
@@ -125,8 +127,6 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
         self._engine, self._inbox, self._connection = engine, inbox, connection
-        num_lanes = engine.settings.most_sequences
-        engine.scheduler.num_reserved_lanes = max(num_lanes >= FEW_LANES, num_lanes // RESERVE)
         self._compiling: dict[str, tuple[Compiling, Message]] = {}
 
     def run(self) -> None:

@@ -17,6 +17,7 @@ from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
+from idlm.infer.request import Turn
 
 MODULE = "benchmarks.stand_in"
 TOKEN_IDS, TEXT = (17, 23, 31, 47), " nuts"
@@ -86,7 +87,7 @@ class StandIn:
         return bool(self._left)
 
     def add_request(
-        self, request_id: str, prompt: list[int], params: SamplingParams, *, streams: bool
+        self, request_id: str, prompt: list[int], params: SamplingParams, *, streams: bool, turn: Turn
     ) -> None:
         """Queue a request."""
         self._left[request_id] = self._asked[request_id] = params.max_tokens or 1
