@@ -70,8 +70,6 @@ def run(connection: socket.socket) -> int:
     # What is loaded lives as long as the process: garbage collection need not look at it in every pass.
     gc.collect()
     gc.freeze()
-    num_lanes = engine.settings.most_sequences
-    engine.scheduler.num_reserved_lanes = max(num_lanes >= FEW_LANES, num_lanes // RESERVE)
     with contextlib.closing(engine), contextlib.suppress(ConnectionError):
         connection.sendall(pack({"type": "ready", **dataclasses.asdict(engine_info(engine))}))
         EngineLoop(engine, inbox, connection).run()
@@ -131,6 +129,8 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until the front end is gone."""
+        num_lanes = self._engine.settings.most_sequences
+        self._engine.scheduler.num_reserved_lanes = max(num_lanes >= FEW_LANES, num_lanes // RESERVE)
         while self._inbox.is_open:
             is_busy = self._engine.has_work or (not self._compiling and self._engine.capture_missed())
             wait = 0 if is_busy else LOOK_MILLISECONDS if self._compiling else None

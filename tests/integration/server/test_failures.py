@@ -24,6 +24,7 @@ from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
+from idlm.infer.request import ANONYMOUS
 from idlm.infer.server import engine_client, engine_process
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import RETRY_SECONDS, ApiError
@@ -344,6 +345,9 @@ class StubClient:
 
 def test_a_mistake_of_ours_while_a_request_is_queued_costs_only_that_request() -> None:
     class Faulty:
+        def begin_grammar(self, params: SamplingParams) -> None:
+            """None is needed."""
+
         def add_request(self, *arguments: Any, **options: Any) -> None:
             raise TypeError("a secret")
 
@@ -351,7 +355,7 @@ def test_a_mistake_of_ours_while_a_request_is_queued_costs_only_that_request() -
     with ours, theirs:
         engine: Any = Faulty()
         loop = engine_process.EngineLoop(engine, engine_process.Inbox(theirs), theirs)
-        loop._handle({"type": "add", "id": "0-0", "prompt_ids": [1], "params": {}})
+        loop._handle({"type": "add", "id": "0-0", "prompt_ids": [1], "params": {}, "turn": ANONYMOUS})
         messages = unpacker()
         messages.feed(ours.recv(1000))
     [answer] = messages

@@ -14,6 +14,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from idlm.infer.engine import Engine
+from idlm.infer.request import ANONYMOUS
 from idlm.infer.server.engine_process import EngineLoop, Inbox
 from idlm.infer.server.messages import RECEIVE_BYTES, Stats, pack, read_event, unpacker
 from tests.integration.server.servers import PATIENCE, SETTINGS, Running, running
@@ -193,7 +194,8 @@ def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch:
             for name, text in wanted.items():
                 params = {"max_tokens": 4, "constraint": text and {"kind": "regex", "text": text}, "n": 2}
                 prompt_ids = [5, 6] * (1000 if name == "long" else 1)
-                ours.sendall(pack({"type": "add", "id": name, "prompt_ids": prompt_ids, "params": params}))
+                fields = {"prompt_ids": prompt_ids, "params": params, "turn": ANONYMOUS}
+                ours.sendall(pack({"type": "add", "id": name} | fields))
             for name in ("gone", "alone"):
                 ours.sendall(pack({"type": "abort", "id": name}))
             read_until(("done", "plain"))
