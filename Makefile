@@ -56,7 +56,7 @@ types:
 run-tests:
 	$(PYTEST) -m "$(FIRST)"
 
-test-all: test $(VENV)/.transformers4-$(KEY)
+test-all: test $(VENV)/.sweep-$(KEY)
 	$(PYTEST) -m "$(SWEEPS)"
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and not gpu and not multigpu" $(DECIDES)
 
@@ -92,8 +92,9 @@ $(VENV)/.test-$(KEY): | $(VENV)/bin/python
 	@$(PIP) $(call cpu_index) -e '.[dev]'
 	@touch $(VENV)/.demo-$(KEY) $@
 
-# Beside the packages above, for the tests that load exports in an older version.
-$(VENV)/.transformers4-$(KEY): | $(VENV)/.test-$(KEY)
+# The older transformers, in which tests load exports, lies beside the packages.
+$(VENV)/.sweep-$(KEY): | $(VENV)/.test-$(KEY)
+	@$(PIP) $(call cpu_index) -e '.[sweep]'
 	@$(PIP) --upgrade --target $(IDLM_TRANSFORMERS4) --no-deps 'transformers==4.57.*' 'huggingface_hub<1' 'tokenizers==0.22.*'
 	@touch $@
 

@@ -105,7 +105,7 @@ def packages(extra: str | None) -> set[str]:
 
 
 def test_20_every_extra_installs_for_code_that_exists() -> None:
-    extras = {"gpu", "flash-attn", "serve", "structured", "math", "eval", "docs", "dev"}
+    extras = {"gpu", "flash-attn", "serve", "structured", "math", "eval", "docs", "dev", "sweep"}
     assert set(PROJECT["optional-dependencies"]) == extras
 
 

@@ -85,7 +85,7 @@ def test_a_mixed_step(tunables: Launch) -> None:
     check(build(MIXED, SMALL), tunables)
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("usual_rows", [1, 4])
 def test_sequences_with_more_rows_than_is_usual_take_more_tiles(usual_rows: int) -> None:
     case = build(MIXED, SMALL)
@@ -140,7 +140,7 @@ def test_without_prompts_beside_them_or_with_fixed_splits_sequences_walk_togethe
     assert isinstance(fixed, TritonPlan) and fixed.others is None
 
 
-@pytest.mark.sweep_but("1.0")
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
 def test_parts_in_half_precision(size: float) -> None:
     """The error is relative to the largest part, for values of any size and 1,000 times smaller ones."""
@@ -168,13 +168,14 @@ def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     check(build([tree(50), causal(20, 5)], shape, page_size=16))
 
 
+@pytest.mark.sweep
 def test_rows_at_the_edges_of_blocks() -> None:
     sequences = [causal(start, 2) for start in (13, 14, 15, 16)]
     sequences += [steady(start) for start in (9, 10, 25)] + [far_branch(32), far_branch(47)]
     check(build(sequences, SMALL), TINY)
 
 
-@pytest.mark.sweep_but("3")
+@pytest.mark.sweep
 @pytest.mark.parametrize("page_size", [3, 64])
 def test_page_sizes(page_size: int) -> None:
     check(build([steady(33), causal(0, 17)], SMALL, page_size=page_size), TINY)
@@ -191,7 +192,7 @@ def test_random_steps(seed: int) -> None:
     check(case, (None, TINY, FIXED)[seed % 3])
 
 
-@pytest.mark.sweep_but("40")
+@pytest.mark.sweep
 @pytest.mark.parametrize("programs_per_sm", [0, 1, 40])
 def test_any_number_of_splits(programs_per_sm: int) -> None:
     case = build([causal(130, 2)], SMALL)
@@ -287,6 +288,7 @@ def fixed_content(case: Case, b: int) -> Case:
     return case
 
 
+@pytest.mark.sweep
 def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitwise equality alone, among its own rows, in a chunk, in a full batch, and without room for parts."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_row_by_row)
@@ -323,7 +325,7 @@ def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
     check(case, replace(FIXED, max_parts=9))
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("longest", [0, 90, 300])
 def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
     """One of them has most of the slots, and would be split; the bound on slots decides."""

@@ -100,6 +100,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(alone.masses_XC[0], together.masses_XC[row])
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_sampled_bracket_of_a_smooth_row() -> None:
     tuning = Tuning(chunk=32, capacity=32, group=8, sample=64, step=64)

@@ -52,7 +52,7 @@ def test_splits_of_a_linear_with_an_adapter(variant: int, shift: int) -> None:
     check_linear_lora(Draw(seed, "cpu", dtype, largest=800), variant)
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [3, 200])
 def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     rows: int, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     assert splits == [alone.splits] * 2
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_at_any_number_of_rows_and_either_way_of_adding_splits(gated: bool) -> None:
     generator = torch.Generator().manual_seed(0)

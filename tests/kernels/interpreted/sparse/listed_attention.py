@@ -78,7 +78,7 @@ def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     check(build_listed(sequences, SMALL, num_listed=40 if is_tiny else 21, full=is_tiny), tunables)
 
 
-@pytest.mark.sweep_but(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_listed", [0, 21])
 def test_blocks_walk_apart_from_a_prompt(num_listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short blocks, and tall tiles of a prompt and of a block with more clean rows before it."""
@@ -105,6 +105,7 @@ def test_sums_end_where_the_block_begins(start: int) -> None:
         check(build_listed(sequences, SMALL, num_listed=1), tunables)
 
 
+@pytest.mark.sweep
 def test_a_list_and_its_block_are_incomplete_blocks_of_slots() -> None:
     """One slot and one row are two blocks of the walk, though all slots are fewer than one."""
     listed = build_listed([Work(start=1, places=(0,), size=1)], SMALL, num_listed=3, full=True)
