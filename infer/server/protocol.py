@@ -213,11 +213,16 @@ class ChatRequest(Sampling):
         """Whether the answer is calls from its first token on."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def _given(self) -> list[tuple[str, ConstraintKind, Any]]:
-        """Also the grammar of calls, if they are forced in any way, or if the rest is constrained."""
-        given, tools, has_many = super()._given(), self.callable_tools, self.parallel_tool_calls is not False
+    @property
+    def _constrains_calls(self) -> bool:
+        tools, has_many = self.callable_tools, self.parallel_tool_calls is not False
         is_strict = any(tool.function.strict for tool in tools)
-        if not tools or len(given) > 1 or not (self.must_call or is_strict or not has_many or given):
+        return bool(tools) and (self.must_call or is_strict or not has_many)
+
+    def _composed(self) -> list[tuple[str, ConstraintKind, Any]]:
+        """Also the grammar of calls, if they are forced in any way, or if the rest is constrained."""
+        given, tools, has_many = self._given(), self.callable_tools, self.parallel_tool_calls is not False
+        if not tools or len(given) > 1 or not (self._constrains_calls or given):
             return given
         if isinstance(self.tool_choice, NamedTool):
             name, has_many = self.tool_choice.function.name, False

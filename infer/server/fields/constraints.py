@@ -60,7 +60,7 @@ class ConstraintFields(BaseModel):
         """What the answer must match; None: nothing. Raises ApiError for more than one constraint, and
         UserError IDLM-0474.
         """
-        found = self._given()
+        found = self._composed()
         if len(found) > 1:
             names = " and ".join(name for name, _, _ in found)
             raise ApiError(
@@ -71,18 +71,27 @@ class ConstraintFields(BaseModel):
     @property
     def has_whole_constraint(self) -> bool:
         """Whether the whole answer must match something."""
-        return any(field != "tools" for field, _, _ in self._given())
+        return bool(self._given())
 
     def named(self, error: ApiError) -> ApiError:
         """An error about the constraint with the field that has it."""
-        found = self._given()
-        if error.param != "constraint" or not found:
+        fields = [*(field for field, _, _ in self._given()), *(["tools"] if self._constrains_calls else [])]
+        if error.param != "constraint" or not fields:
             return error
         message = error.message.removeprefix("constraint: ").removeprefix("constraint: ")
-        return ApiError(error.status, f"{found[0][0]}: {message}", param=found[0][0], code=error.code)
+        return ApiError(error.status, f"{fields[0]}: {message}", param=fields[0], code=error.code)
+
+    @property
+    def _constrains_calls(self) -> bool:
+        """Whether calls must follow a grammar, whatever else is given."""
+        return False
+
+    def _composed(self) -> list[tuple[str, ConstraintKind, Any]]:
+        """The constraints that act: of those given, and of calls. Raises UserError IDLM-0474."""
+        return self._given()
 
     def _given(self) -> list[tuple[str, ConstraintKind, Any]]:
-        """Field, kind and text of every constraint."""
+        """Field, kind and text of every constraint in a field, unchecked."""
         outputs = self.structured_outputs or StructuredOutputs()
         given: list[tuple[str, ConstraintKind, Any]] = [
             ("structured_outputs.json", "json_schema", outputs.json_),

@@ -105,6 +105,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": tool(name="g")}, "tool_choice.function.name"),
     (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": tool(names="f")}, "tool_choice.function.names"),
     (CHAT, {**VALID[CHAT], "tools": [tool()], "tool_choice": "required", "guided_regex": "1"}, "tools"),
+    (CHAT, {**VALID[CHAT], "tools": [tool()], "guided_json": "no json"}, "guided_json"),
     (CHAT, {**VALID[CHAT], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
     (CHAT, {**VALID[CHAT], "response_format": {"type": "yaml"}}, "response_format.type"),
