@@ -15,10 +15,14 @@ from idlm.contracts import Constraint
 
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "lenient": True}
 """Without a bound, a model that is not sure how to go on may write blanks for ever."""
+ANY_OBJECT = {"type": "object"}
 OPTIONS_KEY = "x-guidance"
+_NOT_LENIENT = {"$comment": "not lenient"}
+"""Marks a schema within a grammar that does not itself ask for the leniency that `json_rule` adds."""
 LEFT_OUT = {"uniqueItems": "uniqueItems is not enforced"}
 """Keywords without which a schema still tells what answers look like."""
 _FORMAT, _KEYS, _ONE_OF = "Unknown format: ", "Unimplemented keys: ", "oneOf "
+_TIMES = re.compile(r" \(\d+ times\)$")
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -32,7 +36,7 @@ class Warnings(NamedTuple):
 def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> Warnings:
     """What llguidance's warnings mean, which name what it leaves out of the constraint's schemas."""
     notes, problem, is_lenient = dict[str, None](), "", _asks_for_leniency(constraint)
-    for warning in map(str.strip, warnings):
+    for warning in (_TIMES.sub("", each.strip()) for each in warnings):
         if warning.startswith(_FORMAT):
             notes[f"format {warning.removeprefix(_FORMAT)!r} is not enforced"] = None
         elif warning.startswith(_ONE_OF):
@@ -49,18 +53,24 @@ def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> Warnings:
 
 
 def _asks_for_leniency(constraint: Constraint) -> bool:
-    options = constraint.kind == "json_schema" and json.loads(constraint.text).get(OPTIONS_KEY)
-    return isinstance(options, dict) and options.get("lenient") is True
+    """Of a grammar, whether each schema does: a warning does not tell which one it is about."""
+    if constraint.kind == "grammar":
+        # Of a grammar that a user writes, llguidance refuses what other schemas have.
+        return json.dumps(_NOT_LENIENT)[1:-1] not in constraint.text
+    is_schema = constraint.kind == "json_schema"
+    return is_schema and _own_options(json.loads(constraint.text)).get("lenient") is True
+
+
+def _own_options(schema: dict[str, Any]) -> dict[str, Any]:
+    options = schema.get(OPTIONS_KEY)
+    return options if isinstance(options, dict) else {}
 
 
 def answer_rules(constraint: Constraint) -> list[str]:
     """Lines of Lark that define the rule `answer`; the constraint is no grammar itself."""
     text = constraint.text
     if constraint.kind in ("json_schema", "json_object"):
-        schema = json.loads(text or '{"type": "object"}')
-        given = schema.get(OPTIONS_KEY)
-        options = {**JSON_OPTIONS, **(given if isinstance(given, dict) else {})}
-        return [f"answer: {json_rule({**schema, OPTIONS_KEY: options})}"]
+        return [f"answer: {json_rule(json.loads(text) if text else ANY_OBJECT)}"]
     if constraint.kind == "choice":
         # One terminal: alternatives of a rule are limited to 2,000.
         return ["answer: ANSWER", f"ANSWER: {' | '.join(map(literal, json.loads(text)))}"]
@@ -69,8 +79,12 @@ def answer_rules(constraint: Constraint) -> list[str]:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """A schema within a rule of Lark."""
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    """A schema within a rule of Lark, with the options that it does not set itself."""
+    own = _own_options(schema)
+    # An object of any kind leaves nothing out.
+    mark = {} if own.get("lenient") is True or schema == ANY_OBJECT else _NOT_LENIENT
+    whole = {**schema, **mark, OPTIONS_KEY: {**JSON_OPTIONS, **own}}
+    return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 
 def literal(text: str) -> str:

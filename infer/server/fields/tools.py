@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from idlm.infer.server.errors import ApiError
 from idlm.infer.server.fields.body import Body, Text, Unicode, is_json
-from idlm.infer.structured.schemas import JSON_OPTIONS, OPTIONS_KEY
+from idlm.infer.structured.schemas import ANY_OBJECT
 
 
 class CalledFunction(Body):
@@ -71,11 +71,11 @@ class Tool(Body):
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
         if is_free and not self.function.strict:
-            return {OPTIONS_KEY: JSON_OPTIONS, "type": "object"}
+            return ANY_OBJECT
         # No parameters are an empty list of them.
         empty = {"properties": {}, "additionalProperties": False}
         given = empty if self.function.parameters is None else self.function.parameters
-        return {OPTIONS_KEY: JSON_OPTIONS, **given, "type": "object"}
+        return {**given, "type": "object"}
 
 
 class NamedFunction(Body):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from idlm.contracts import Constraint
+from idlm.contracts import MAX_CONSTRAINT, Constraint
 from idlm.errors import UserError
-from idlm.infer.server.errors import ApiError
+from idlm.infer.server.errors import ApiError, from_user_error
 from idlm.infer.server.protocol import ChatRequest
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import load_tokenizer
@@ -47,6 +47,7 @@ def chat(**fields: Any) -> ChatRequest:
     [
         (UNIQUE, '["x", "y"]', ["format 'é'", "uniqueItems"]),
         (OVERLAPPING, "1", ["oneOf"]),
+        ({"prefixItems": [UNIQUE, UNIQUE], **UNIQUE}, '[["x"], ["y"]]', ["format 'é'", "uniqueItems"]),
         ({"type": "string", "format": "date", "contentMediaType": "a", "title": "b"}, '"2024-02-29"', []),
         ({"not": {"type": "string"}, "type": "integer", "x-guidance": {"lenient": True}}, "1", ["not"]),
     ],
@@ -99,3 +100,58 @@ def test_calls_beside_what_has_no_rule_are_refused() -> None:
         chat(tools=TOOLS, tool_choice="required", response_format=SCHEMA).constraint()
     alone = chat(tools=TOOLS, tool_choice="none", guided_grammar='start: "a"').constraint()
     assert alone == Constraint(kind="grammar", text='start: "a"')
+
+
+LENIENT: Any = {"lenient": True}
+ODD: Any = {"type": "object", "not": {"required": ["b"]}}
+
+
+@pytest.mark.parametrize(
+    ("of_answer", "of_tool", "is_strict", "is_taken"),
+    [
+        (LENIENT, {}, False, True),
+        ({}, LENIENT, False, False),
+        (LENIENT, LENIENT, True, True),
+        (LENIENT, {}, True, False),
+        ({}, LENIENT, True, False),
+    ],
+)
+def test_leniency_holds_beside_tools_whose_schemas_ask_for_it_too(
+    compiler: GrammarCompiler, of_answer: Any, of_tool: Any, is_strict: bool, is_taken: bool
+) -> None:
+    function = {"name": "f", "parameters": {**ODD, "x-guidance": of_tool}, "strict": is_strict}
+    tools = [{"type": "function", "function": function}]
+    constraint = chat(tools=tools, guided_json={**ODD, "x-guidance": of_answer}).constraint()
+    assert constraint is not None
+    if is_taken:
+        assert takes(compiler, constraint, '{"a": 1}') and takes(compiler, constraint, CALL)
+        compiled = compiler.begin(constraint).result()
+        assert isinstance(compiled, Grammar) and compiled.notes == ('Unimplemented keys: ["not"]',)
+    else:
+        with pytest.raises(UserError, match=r"IDLM-0474.*Unimplemented keys"):
+            compiler.grammar(constraint)
+
+
+def test_leniency_of_a_schema_in_a_grammar_holds(compiler: GrammarCompiler) -> None:
+    text = f"start: %json {json.dumps({**ODD, 'x-guidance': LENIENT})}"
+    assert takes(compiler, Constraint(kind="grammar", text=text), '{"a": 1}')
+    with pytest.raises(UserError, match=r"IDLM-0474.*Unimplemented keys"):
+        compiler.grammar(Constraint(kind="grammar", text=f"start: %json {json.dumps(ODD)}"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"guided_json": "no json"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"structured_outputs": {"json": "{"}, "parallel_tool_calls": False}, "structured_outputs.json"),
+        ({"guided_regex": "a" * (MAX_CONSTRAINT + 1)}, "guided_regex"),
+    ],
+)
+def test_text_that_is_wrong_names_its_field_beside_tools(fields: dict[str, Any], name: str) -> None:
+    body = chat(tools=TOOLS, **fields)
+    with pytest.raises(UserError, match="IDLM-0474") as found:
+        body.constraint()
+    error = body.named(from_user_error(found.value, prompt_field="messages"))
+    assert (error.status, error.param, error.code) == (400, name, "IDLM-0474")
+    assert error.message.startswith(f"{name}: ") and body.has_whole_constraint
