@@ -62,7 +62,8 @@ class Server:
         self, url: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 600.0
     ) -> None:
         base = url.rstrip("/").removesuffix("/v1")
-        key = api_key or os.environ.get(KEY_VARIABLE)
+        # The variable may hold all keys of a server.
+        key = api_key or os.environ.get(KEY_VARIABLE, "").partition(",")[0].strip()
         self.place, self.timeout = urlsplit(base).netloc or base, timeout
         # A proxy of the environment does not lead to this machine.
         trusts = urlsplit(base).hostname not in LOOPBACK

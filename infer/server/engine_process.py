@@ -36,8 +36,8 @@ from idlm.infer.structured.grammar import Compiling
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
-FEW_LANES, RESERVE = 16, 32
-"""One lane in so many is kept for clients that have none, if there are not too few."""
+RESERVE = 32
+"""One lane in so many is kept for clients that have none."""
 LOOK_MILLISECONDS = 5
 """How often an engine without other work looks whether a grammar is compiled."""
 
@@ -129,8 +129,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until the front end is gone."""
-        num_lanes = self._engine.settings.most_sequences
-        self._engine.scheduler.num_reserved_lanes = max(num_lanes >= FEW_LANES, num_lanes // RESERVE)
+        self._engine.scheduler.num_reserved_lanes = self._engine.settings.most_sequences // RESERVE
         while self._inbox.is_open:
             is_busy = self._engine.has_work or (not self._compiling and self._engine.capture_missed())
             wait = 0 if is_busy else LOOK_MILLISECONDS if self._compiling else None

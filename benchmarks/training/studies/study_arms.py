@@ -261,7 +261,8 @@ def planned_flops(arguments: list[str]) -> float:
     # Any rate will do: FLOPs are asked for, not seconds.
     config.plan.tflops = 1.0
     tokenizer = prepare_tokenizer(config)
-    model = meta_model(config, tokenizer)
+    # An adapter needs a stored base, FLOPs its shape alone.
+    model = meta_model(replace(config, adapter=None), tokenizer)
     mask_token_id, *_ = mask_choice(config, model, tokenizer)
     prepare_adapter(config, model, None)
     objective = make_objective(config, model, tokenizer, mask_token_id)

@@ -37,11 +37,17 @@ class MathVerify:
                 self._stop()
             process = self._process or self._start()
             assert process.stdin is not None
-            process.stdin.write(json.dumps([given, expected]).encode() + b"\n")
-            process.stdin.flush()
-            reply = _line(process, SECONDS)
-            if not reply:
-                self._stop()
+            reply = b""
+            try:
+                process.stdin.write(json.dumps([given, expected]).encode() + b"\n")
+                process.stdin.flush()
+                reply = _line(process, SECONDS)
+            except BrokenPipeError:
+                pass
+            finally:
+                # A reply left unread, by an interrupt too, would be taken for that of the next comparison.
+                if not reply:
+                    self._stop()
             return reply == b"true\n"
 
     def close(self) -> None:

@@ -88,3 +88,16 @@ def test_a_grammar_that_used_the_budget_up_is_refused_when_it_comes_again(toy: P
     with pytest.raises(UserError, match="IDLM-0474.*too ambiguous"):
         compiler.grammar(slow)
     assert compiler.grammar(other).problem is None
+
+
+def test_a_refusal_for_its_time_is_for_a_while(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first mask of this one is slow while the budget is empty."""
+    compiler = build_engine(toy, "ar")._parts.grammars()
+    one = Constraint(kind="regex", text="ab*")
+    with monkeypatch.context() as patch:
+        patch.setattr(budget.Budget, "take", lambda self, seconds: False)
+        patch.setattr(grammars.Grammar, "mask_seconds", lambda self: 2 * budget.SLOW_MASK)
+        with pytest.raises(UserError, match="IDLM-0474"):
+            compiler.grammar(one)
+    compiler._cost(one)._until = -float("inf")
+    assert compiler.grammar(one).problem is None
