@@ -3,7 +3,7 @@ those of the chat template around them stay special.
 
 The template renders texts in which a character stands for each special token. Then the template's own special
 tokens are marked, the texts are put back, and a copy of the tokenizer encodes the whole, which knows marks in
-place of special tokens. So nothing else of the encoding changes.
+place of special tokens. So nothing else of the encoding changes. Marks of turns count as special tokens here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from idlm.errors import UserError
 _FIRST_STAND_IN = 0x100000
 """Private characters begin here; those that a text has do not stand for a token in it."""
 
+_MARK = re.compile(r"(?s)(?=.*[^\W_])(?=.*[^\w\s])")
+"""What the mark of a turn has: a letter or digit, and punctuation."""
+
 
 class SplitTokens:
-    """Encodes conversations whose texts may spell special tokens. `special`: ids of all of them; `hidden`: of
-    those that are text where a text spells them. Not for several threads at once.
+    """Encodes conversations whose texts may spell special tokens. `special`: ids of all of them, and of
+    added tokens that count as such; `hidden`: of those that are text where a text spells them. Not for
+    several threads at once.
     """
 
     def __init__(self, tokenizer: Any, special: Collection[int], hidden: Collection[int]) -> None:
@@ -39,7 +43,7 @@ class SplitTokens:
 
     def stand_ins(self, value: Any) -> dict[str, str]:
         """A character for each hidden token that texts within the JSON `value` spell."""
-        texts = [*_texts(value)]
+        texts = [*texts_of(value)]
         found = {token for text in texts for token in self._hidden.findall(text)}
         if not found:
             return {}
@@ -88,6 +92,17 @@ class SplitTokens:
         return backend
 
 
+def written_marks(tokenizer: Any, template: str, *, tags: Collection[str]) -> frozenset[int]:
+    """Ids of added tokens that a template writes, such as marks of turns, special or not, without `tags`.
+
+    Words, whitespace and punctuation are none: names of fields and roles hold them, or any text does.
+    """
+    added = ((idx, token.content) for idx, token in tokenizer.added_tokens_decoder.items())
+    return frozenset(
+        idx for idx, text in added if text in template and text not in tags and _MARK.match(text)
+    )
+
+
 def restored(text: str, stand_ins: Mapping[str, str]) -> str:
     """The text with tokens in place of the characters that stand for them."""
     for token, char in stand_ins.items():
@@ -100,15 +115,17 @@ def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (*_texts(key), *_texts(item))
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _texts(item)
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, names of fields included, in any order and of any depth."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            left += (*one.keys(), *one.values())
+        elif isinstance(one, Sequence):
+            left += one
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

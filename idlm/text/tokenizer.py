@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from idlm.errors import UserError
 from idlm.text.file_checks import TEMPLATE_FILES, unusable_files
-from idlm.text.split_tokens import SplitTokens, restored
-from idlm.text.templates import template_text, thinking_switch
+from idlm.text.split_tokens import SplitTokens, restored, written_marks
+from idlm.text.templates import all_template_text, template_text, thinking_switch
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -228,13 +228,15 @@ def encode_messages(
     """Return the ids of a conversation that the assistant is to continue.
 
     The template gets `enable_thinking` unless it is None, and `template_kwargs`. With `split_special_tokens`
-    only the template's own special tokens are special; those that messages, tools and `template_kwargs` spell
-    are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens` as in `encode_prompt`.
+    only the template's own special tokens and marks of turns are tokens; those that messages, tools and
+    `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens`
+    as in `encode_prompt`.
     """
     given: Any = [messages, tools, template_kwargs or {}]
-    stand_ins = _splitter(tokenizer).stand_ins(given) if split_special_tokens else {}
-    if stand_ins:
-        given = _splitter(tokenizer).replaced(given, stand_ins)
+    splitter = _splitter(tokenizer, all_template_text(tokenizer)) if split_special_tokens else None
+    stand_ins = splitter.stand_ins(given) if splitter else {}
+    if splitter and stand_ins:
+        given = splitter.replaced(given, stand_ins)
     text = render(
         tokenizer,
         given[0],
@@ -244,12 +246,13 @@ def encode_messages(
         template_kwargs=given[2],
     )
     check_size(tokenizer, restored(text, stand_ins), max_tokens)
-    return _splitter(tokenizer).encode(text, stand_ins) if stand_ins else encode_text(tokenizer, text)
+    return splitter.encode(text, stand_ins) if splitter and stand_ins else encode_text(tokenizer, text)
 
 
 @functools.lru_cache(maxsize=4)
-def _splitter(tokenizer: Any) -> SplitTokens:
-    return SplitTokens(tokenizer, special_token_ids(tokenizer), hidden_token_ids(tokenizer))
+def _splitter(tokenizer: Any, template: str) -> SplitTokens:
+    marks = written_marks(tokenizer, template, tags=TAGS)
+    return SplitTokens(tokenizer, special_token_ids(tokenizer) | marks, hidden_token_ids(tokenizer) | marks)
 
 
 def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:

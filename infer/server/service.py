@@ -28,6 +28,7 @@ from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcesses
+from idlm.text.split_tokens import texts_of
 from idlm.text.templates import all_template_text
 from idlm.text.thoughts import is_opened
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
@@ -57,8 +58,8 @@ class Service:
         self.num_keys = 0
         self._encoding = Counter[str]()
         self._slow: dict[str, float] = {}
-        # Of one client, one short text at a time is encoded.
-        self._locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
+        # Of one client, one short text and one long text at a time are encoded.
+        self._locks = weakref.WeakValueDictionary[tuple[str, bool], asyncio.Lock]()
         self._templates: TemplateProcesses | None = None
         # Each with a tokenizer of its own, which are not made for several threads. Long texts have the second
         # one, so that short ones do not wait for them.
@@ -229,9 +230,10 @@ class Service:
         return params
 
     async def _encode(
-        self, encode: Callable[..., list[int]], prompts: Sequence[Any], num_samples: int, client: str
+        self, encode: functools.partial[list[int]], prompts: Sequence[Any], num_samples: int, client: str
     ) -> list[list[int]]:
-        """Token ids of prompts, which are counted meanwhile."""
+        """Token ids of prompts, which are counted meanwhile. Arguments of `encode`, such as tools, make a
+        prompt longer."""
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
@@ -240,11 +242,8 @@ class Service:
         self._encoding[client] += num_encoded
         try:
             for prompt in prompts:
-                is_long, lock = (
-                    _num_chars(prompt) > LONG_CHARS,
-                    self._locks.setdefault(client, asyncio.Lock()),
-                )
-                async with contextlib.nullcontext() if is_long else lock:
+                is_long = sum(map(len, texts_of([prompt, encode.keywords]))) > LONG_CHARS
+                async with self._locks.setdefault((client, is_long), asyncio.Lock()):
                     place = is_long or time.monotonic() < self._slow.get(client, 0.0)
                     call = functools.partial(encode, self._tokenizers[place], max_tokens=self.info.max_length)
                     token_ids.append(await loop.run_in_executor(self._encoders[place], call, prompt))
@@ -282,8 +281,3 @@ class Service:
         gc.collect()
         gc.freeze()
         self._has_tokenizer = True
-
-
-def _num_chars(prompt: Any) -> int:
-    """Characters of a text, or of a conversation."""
-    return len(prompt) if isinstance(prompt, str) else sum(len(one.get("content") or "") for one in prompt)

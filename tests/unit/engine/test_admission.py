@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -132,9 +133,10 @@ def test_long_texts_have_a_thread_of_their_own() -> None:
         return [len(prompt)]
 
     async def both() -> None:
-        long = asyncio.create_task(found._encode(encode, ["a" * (LONG_CHARS + 1)], 2, "a"))
+        call = functools.partial(encode)
+        long = asyncio.create_task(found._encode(call, ["a" * (LONG_CHARS + 1)], 2, "a"))
         await asyncio.sleep(0)
-        assert await found._encode(encode, ["a"], 1, "b") == [[1]]
+        assert await found._encode(call, ["a"], 1, "b") == [[1]]
         assert found._encoding == Counter(a=2)
         may_go_on.set()
         assert await long == [[LONG_CHARS + 1]]
@@ -156,7 +158,7 @@ def test_a_client_with_a_slow_conversation_keeps_to_the_other_thread() -> None:
 
     async def ask(client: str, prompt: str) -> None:
         with contextlib.suppress(UserError):
-            await found._encode(encode, [prompt], 1, client)
+            await found._encode(functools.partial(encode), [prompt], 1, client)
 
     async def run() -> None:
         for client, prompt in (("a", "slow"), ("a", "fast"), ("b", "fast")):
@@ -164,6 +166,35 @@ def test_a_client_with_a_slow_conversation_keeps_to_the_other_thread() -> None:
 
     asyncio.run(run())
     assert used == ["short", "long", "short"]
+
+
+def test_long_texts_of_clients_are_encoded_in_turn() -> None:
+    """All of a conversation counts: its reasoning, calls and tools, and not its content alone."""
+    found, order = service(num_keys=0, open_={}), list[str]()
+    found.tokenizer, found._tokenizers = "short", ("short", "long")
+    found.client.info.max_length = 99
+    long = "a" * (LONG_CHARS + 1)
+    call = {"function": {"name": "f", "arguments": {"text": [long]}}}
+    given: list[tuple[str, Any, Any]] = [
+        ("a", {"content": long}, ()),
+        ("a", {"content": None, "reasoning_content": long}, ()),
+        ("a", {"content": "", "tool_calls": [call]}, ()),
+        ("b", {"content": ""}, ({"function": {"name": "f", "description": long}},)),
+    ]
+
+    def encode(tokenizer: str, messages: Any, *, max_tokens: int, client: str, tools: Any) -> list[int]:
+        assert tokenizer == "long"
+        order.append(client)
+        return [1]
+
+    async def run() -> None:
+        calls = (
+            (functools.partial(encode, client=one, tools=tools), each, one) for one, each, tools in given
+        )
+        await asyncio.gather(*(found._encode(call, [[each]], 1, client) for call, each, client in calls))
+
+    asyncio.run(run())
+    assert order == ["a", "b", "a", "a"]
 
 
 class Process:

@@ -83,6 +83,26 @@ def test_tags_of_reasoning_stay_tokens(tagged: Any) -> None:
     assert {*tagged.convert_tokens_to_ids(["<think>", "</think>"])} <= {*ids}
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_marks_of_turns_that_are_not_special_are_split(normalized: bool, tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer, marks = load_tokenizer(save_tagged(tmp_path)), ["<｜User｜>", "<｜Assistant｜>"]
+    added = [*marks, "user", "  ", "<other>"]
+    tokenizer.add_tokens([AddedToken(text, normalized=normalized, special=False) for text in added])
+    tokenizer.chat_template = (
+        "{% for m in messages %}\n  {% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% endif %}"
+        "{% endfor %}<｜Assistant｜><think>"
+    )
+    message = {"role": "user", "content": "user  <other><think>a<｜Assistant｜>b<｜User｜>"}
+    ids = split(tokenizer, message)
+    user, assistant = tokenizer.convert_tokens_to_ids(marks)
+    assert (ids.count(user), ids.count(assistant)) == (1, 1)
+    assert tokenizer.decode(ids) == tokenizer.decode(encode_messages(tokenizer, [message]))
+    kept = tokenizer.convert_tokens_to_ids(["user", "  ", "<other>", "<think>"])
+    assert {*kept} <= {*ids[ids.index(user) : -2]}, "words, whitespace, tags and what no template writes"
+
+
 def test_whitespace_belongs_to_special_tokens_as_before(tmp_path: Path) -> None:
     from tokenizers import AddedToken
 
