@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from idlm.infer.server.parsers import hermes, think
 from idlm.infer.server.parsers.pieces import Piece
+from idlm.text.thoughts import CLOSE
 
 
 class AnswerParser:
@@ -28,7 +29,7 @@ class AnswerParser:
 
 def parses_reasoning(parser: str, template: str) -> bool:
     """Whether answers are parsed for reasoning; auto: if the template knows the tags."""
-    return parser == "think" or (parser == "auto" and think.END in template)
+    return parser == "think" or (parser == "auto" and CLOSE in template)
 
 
 def parses_calls(parser: str, template: str) -> bool:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from idlm.infer.server.parsers.pieces import Piece
-from idlm.text.thoughts import num_open
-
-BEGIN, END = "<think>", "</think>"
+from idlm.text.thoughts import CLOSE, OPEN, num_open
 
 
 class ThinkParser:
@@ -32,10 +30,10 @@ class ThinkParser:
 
     def _begin(self, is_last: bool) -> list[Piece]:
         start = self._held.lstrip()
-        if start.startswith(BEGIN):
-            self._held, self._read = start.removeprefix(BEGIN), self._reason
+        if start.startswith(OPEN):
+            self._held, self._read = start.removeprefix(OPEN), self._reason
             return self._reason(is_last)
-        if BEGIN.startswith(start) and not is_last:
+        if OPEN.startswith(start) and not is_last:
             return []
         self._is_blank, self._read = False, self._answer
         return self._answer(is_last)
@@ -43,12 +41,12 @@ class ThinkParser:
     def _reason(self, is_last: bool) -> list[Piece]:
         if self._is_blank:
             self._held = self._held.lstrip("\n")
-        text, end, rest = self._held.partition(END)
+        text, end, rest = self._held.partition(CLOSE)
         if end:
             self._held, self._is_blank, self._read = rest, True, self._answer
             return [Piece("reasoning", text.rstrip("\n")), *self._answer(is_last)]
         # Line breaks are held until something follows them.
-        kept = text if is_last else text[: len(text) - num_open(text, END)]
+        kept = text if is_last else text[: len(text) - num_open(text, CLOSE)]
         kept = kept.rstrip("\n")
         self._held, self._is_blank = text[len(kept) :], self._is_blank and not kept
         return [Piece("reasoning", kept)]
