@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -34,14 +35,7 @@ def save_byte_level(directory: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS[:2] * 3, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "chat_template": CHATML,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
+    return _save_chatml(tokenizer, directory)
 
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -59,6 +53,10 @@ def save_tagged(directory: Path, *, special: bool = False, words: Sequence[str] 
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("<|fim_pad|>", *words)])
+    return _save_chatml(tokenizer, directory)
+
+
+def _save_chatml(tokenizer: Any, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
