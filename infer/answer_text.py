@@ -24,7 +24,7 @@ FIRST_MARK, NUM_MARKS = 0xD800, 0x800
 class AnswerText:
     """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out.
 
-    `hidden`: names of tokens that the text does not show. `thought`: the reasoning that may begin the answer,
+    `hidden`: names of tokens that the text does not show. `reasoning`: what may begin the answer,
     in which stop strings do not act; None: they always do.
     """
 
@@ -34,9 +34,9 @@ class AnswerText:
         stop: Sequence[str],
         *,
         hidden: Mapping[int, str] | None = None,
-        thought: Thought | None = None,
+        reasoning: LeadingReasoning | None = None,
     ) -> None:
-        self._detokenizer, self.has_stops, self._thought = detokenizer, bool(stop), thought
+        self._detokenizer, self.has_stops, self._reasoning = detokenizer, bool(stop), reasoning
         named = [(idx, name) for idx, name in (hidden or {}).items() if any(name in each for each in stop)]
         marks = {name: chr(FIRST_MARK + place) for place, (_, name) in enumerate(named[:NUM_MARKS])}
         self._marks = {idx: marks[name] for idx, name in named[:NUM_MARKS]}
@@ -62,7 +62,7 @@ class AnswerText:
             Detokenizer(tokenizer),
             params.stop,
             hidden=dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)),
-            thought=None if acts else Thought(is_open=is_opened(tokenizer, prompt_ids), ends=ends),
+            reasoning=None if acts else LeadingReasoning(is_open=is_opened(tokenizer, prompt_ids), ends=ends),
         )
 
     @property
@@ -88,20 +88,20 @@ class AnswerText:
         if self.is_stopped:
             return ""
         before = ""
-        if self._thought is not None:
-            before, text = self._thought.split(text, is_last=is_last)
+        if self._reasoning is not None:
+            before, text = self._reasoning.split(text, is_last=is_last)
         released = before + (self._search(text, text, is_last=is_last) if self.has_stops else text)
         self._released.append(released)
         return released
 
     def _mark(self, mark: str) -> str:
         """Append a token that stop strings name."""
-        if self.is_stopped or (self._thought is not None and self._thought.is_open):
+        if self.is_stopped or (self._reasoning is not None and self._reasoning.is_open):
             return ""
         released = ""
-        if self._thought is not None:
+        if self._reasoning is not None:
             # No reasoning begins behind such a token.
-            before, text = self._thought.split("", is_last=True)
+            before, text = self._reasoning.split("", is_last=True)
             released = before + self._search(text, text, is_last=False)
         self._places.append(self._marked.length)
         released += self._search("", mark, is_last=False)
@@ -164,7 +164,7 @@ class _Search:
         return len(self._held)
 
 
-class Thought:
+class LeadingReasoning:
     """The reasoning in tags that may begin an answer; `is_open`: the prompt has opened it.
 
     Line breaks behind it belong to it, so that a stop string of line breaks leaves the answer. With `ends` a
@@ -189,7 +189,7 @@ class Thought:
             self._is_decided, self.is_open = True, start.startswith(OPEN)
             self._is_over = not self.is_open
         if self.is_open:
-            thought, found, rest = text.partition(CLOSE)
+            reasoning, found, rest = text.partition(CLOSE)
             if not found:
                 kept = text if is_last else text[: len(text) - num_open(text, CLOSE)]
                 self._held = text[len(kept) :]
@@ -197,8 +197,8 @@ class Thought:
             self.is_open = False
             if self._ends:
                 self._is_over = True
-                return thought, found + rest
-            text, before = rest, thought + found
+                return reasoning, found + rest
+            text, before = rest, reasoning + found
         else:
             before = ""
         answer = text if self._is_over else text.lstrip("\n")
