@@ -18,7 +18,6 @@ from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
 from idlm.devices import memory_bytes, require_gpu
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.memory.base import (
@@ -35,10 +34,10 @@ from idlm.infer.memory.base import (
 from idlm.infer.models import fp8, moe
 from idlm.infer.models.loader import LoadedModel, load_outline, make_trunk, read_outline, slot_share
 from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.mosaic.canvas import canvas_shape
+from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
-from idlm.infer.planning.canvas import canvas_shape
-from idlm.infer.runtime.canvas_runner import CanvasRunner
 from idlm.infer.runtime.deterministic import request_strict_products, set_deterministic
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, most_stored_rows
@@ -53,10 +52,10 @@ from idlm.infer.runtime.model_runner import (
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import PassCosts, Scheduler
 from idlm.infer.settings import EngineSettings
+from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
 from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy
-from idlm.infer.state.page_pool import PagePool
-from idlm.infer.state.prefix_cache import PrefixCache
+from idlm.infer.state.page_pool import PagePool, PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.kernels.paged_attention import problems as attention_problems

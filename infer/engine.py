@@ -36,10 +36,10 @@ from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import ANONYMOUS, Request, Turn, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
+from idlm.infer.sparse.head_rows import Asked, RowCounts, RowRooms
 from idlm.infer.structured.grammar import Compiling
 
 

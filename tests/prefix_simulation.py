@@ -21,8 +21,7 @@ from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import Schedule, lane_of
-from idlm.infer.state.page_pool import PagePool
-from idlm.infer.state.prefix_cache import PrefixCache
+from idlm.infer.state.page_pool import PagePool, PrefixCache
 
 VOCAB = 3
 STOP_ID = 2

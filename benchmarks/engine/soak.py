@@ -39,10 +39,10 @@ from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import build as parts_builder
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings
+from idlm.infer.sparse.accelerator import ACCELERATORS
 
 STRIDE = 4
 MAX_LENGTH, PAGE_SIZE = 192, 8

@@ -19,10 +19,10 @@ from benchmarks.engine.block_profile import pass_cost
 from benchmarks.engine.decoding.harness import Load, slot_bytes, weights_of
 from benchmarks.engine.decoding.trace import Trace
 from benchmarks.engine.kernel_profile import KernelTime
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.accelerators.prefix import EVERYTHING
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.models.moe import Experts
+from idlm.infer.sparse.accelerator import ACCELERATORS
 
 SPARSE = ("mage", "quest", "sparsed")
 ARMS = ("exact", "exact_unsplit", *SPARSE)

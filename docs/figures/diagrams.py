@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from docs.figures.style import Theme, arrow, box, canvas
-from idlm.infer.decoders.layout import DraftBuffer, RowLayout
-from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.decoders.rejection import STRATEGIES, DraftBuffer, RowLayout
 from idlm.kernels.step_rows import MASK
 
 CELL = (58, 34)

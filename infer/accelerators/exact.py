@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator
 from idlm.infer.sparse.view import PassView
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.infer.sparse.view import PassView
 
 

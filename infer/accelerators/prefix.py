@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from idlm.devices import memory_bytes
-from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
+from idlm.infer.sparse.accelerator import BlockMemory, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.sparse.view import NOT_LISTED, PassView
 from idlm.infer.state.batch import to_device
 from idlm.kernels.paged_attention import BeforeBlock

@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.infer.sparse.view import PassView
 
 ROUNDING = 1e-9

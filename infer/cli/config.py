@@ -148,7 +148,7 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
     """Engine keywords with the options of accelerators; UserError IDLM-0461 for options of one not chosen."""
     if not options:
         return settings
-    from idlm.infer.accelerators.base import ACCELERATORS
+    from idlm.infer.sparse.accelerator import ACCELERATORS
 
     chosen: dict[str, dict[str, Any]] = settings["accelerators"]
     idle = [name for name in options if name not in chosen]

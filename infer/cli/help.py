@@ -211,9 +211,9 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     """
     from idlm.contracts import SamplingParams
     from idlm.infer.build import resolve_device
-    from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
-    from idlm.infer.planning.chunking import plan_forward, trunk_forward
-    from idlm.infer.planning.describe import describe_plan
+    from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
+    from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
+    from idlm.infer.mosaic.describe import describe_plan
     from idlm.kernels.masked_logits import has_fused
 
     outline, _, decoder = _read(config, arguments)

@@ -14,11 +14,9 @@ from typing import Any, ClassVar
 import torch
 
 from idlm.infer.decoders.base import DECODERS, Decoder, check_causal, plan_rows
-from idlm.infer.decoders.layout import DraftLayout
-from idlm.infer.decoders.rejection import layouts
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
+from idlm.infer.decoders.rejection import DraftLayout, layouts
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import draw, nonfinite
 from idlm.semantics import Semantics
 

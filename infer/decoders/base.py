@@ -20,11 +20,10 @@ from idlm.config import schema
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.layout import DraftLayout
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
+from idlm.infer.decoders.rejection import DraftLayout
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.step_rows import pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics

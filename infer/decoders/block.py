@@ -35,10 +35,9 @@ from idlm.infer.decoders.block_config import (
 from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, plan_blocks, without_dropped
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.runtime.decided_logprobs import MAX_TOP, DecidedScores
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, to_device
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import (
     RULES,

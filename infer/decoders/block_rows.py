@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.block_unmask import first_part
-from idlm.infer.state.batch import ActiveBlocks, Batch, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, Batch, DroppedRows, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels import block_step
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedBlocks, WantedPlaces

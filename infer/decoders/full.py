@@ -50,10 +50,9 @@ from idlm.infer.decoders.full_rows import (
     wanted_places,
     whole_canvases,
 )
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.block_step import PASSES_BITS
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms
 from idlm.semantics import Semantics

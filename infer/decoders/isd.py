@@ -20,12 +20,10 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
-from idlm.infer.decoders.layout import NO_ROW, DraftLayout
-from idlm.infer.decoders.rejection import layouts, strategy_of
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
+from idlm.infer.decoders.rejection import NO_ROW, DraftLayout, layouts, strategy_of
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import (
     Probs,
     Verdict,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from idlm.errors import UserError
-from idlm.infer.planning.trunk import TrunkShape
+from idlm.infer.mosaic.trunk import TrunkShape
 from idlm.registry import Registry
 
 LOGITS = "logits"

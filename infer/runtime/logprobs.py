@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import PromptRows, StepOutcome, StepPlan, to_device
+from idlm.infer.state.batch import PromptRows, StepOutcome, StepPlan, WantedRows, to_device
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 
 ROWS_AT_ONCE = 64
 """Rows of prompts whose logits exist together: their fp64 copies are the largest tensors of such a pass (78

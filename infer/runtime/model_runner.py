@@ -25,11 +25,19 @@ from idlm.infer.runtime.logprobs import Logprobs, emitted_logprobs, prompt_logpr
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.sparse.view import AttentionLists
-from idlm.infer.state.batch import Batch, PromptRows, RowRoom, Schedule, StepPlan, to_device
+from idlm.infer.state.batch import (
+    Batch,
+    DroppedRows,
+    PromptRows,
+    RowRoom,
+    Schedule,
+    StepPlan,
+    WantedRows,
+    to_device,
+)
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
 from idlm.infer.structured.masks import with_grammars
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots

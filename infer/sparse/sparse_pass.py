@@ -1,6 +1,6 @@
 """A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
-The runner's side of `accelerators/base.py`. The rest of the engine knows rows as the decoder laid them out;
+The runner's side of `sparse/accelerator.py`. The rest of the engine knows rows as the decoder laid them out;
 here they get new numbers when some are dropped. The host has chosen all shapes before the pass (`RowRoom`),
 so nothing waits for the device. The rows that are left end with padding. A sequence whose rows find no room
 decides nothing in this pass and has room first in the next. Only with graphs=off the host reads how many rows
@@ -19,10 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
+from idlm.infer.sparse.accelerator import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
-from idlm.infer.state.batch import StepPlan
-from idlm.infer.state.wanted_rows import DroppedRows
+from idlm.infer.state.batch import DroppedRows, StepPlan
 from idlm.kernels.paged_attention import Plan
 from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, keep_wanted
 

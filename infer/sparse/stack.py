@@ -12,7 +12,13 @@ from torch import Tensor
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS, Accelerator, EngineSpec, KVAccelerator, RowsAccelerator
+from idlm.infer.sparse.accelerator import (
+    ACCELERATORS,
+    Accelerator,
+    EngineSpec,
+    KVAccelerator,
+    RowsAccelerator,
+)
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import StepPlan

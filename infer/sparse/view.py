@@ -17,7 +17,7 @@ from torch import Tensor
 
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.slots import read_slots
+from idlm.kernels.backend import read_slots
 
 NOT_LISTED = -1
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from idlm.kernels.backend import FP8, read_slots
 from idlm.kernels.block_eviction.types import BlockKeys, Candidates, Selected
-from idlm.kernels.slots import FP8, read_slots
 
 
 def block_importance(

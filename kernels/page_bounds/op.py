@@ -11,9 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import runs_kernels
+from idlm.kernels.backend import FP8, read_slots, runs_kernels
 from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
-from idlm.kernels.slots import FP8, read_slots
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from idlm.kernels.backend import FP8, gathered
 from idlm.kernels.paged_attention.sparse import (
     Block,
     ListedRows,
@@ -22,7 +23,6 @@ from idlm.kernels.paged_attention.sparse import (
     sums_before,
 )
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
-from idlm.kernels.slots import FP8, gathered
 
 FEW_ROWS = 16
 FEW_SLOTS = 512

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from idlm.kernels.backend import gathered
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock
-from idlm.kernels.slots import gathered
 
 LOG2_E = 1.4426950408889634
 

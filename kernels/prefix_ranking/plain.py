@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from idlm.kernels.backend import read_slots
 from idlm.kernels.prefix_ranking.types import RankingPass
-from idlm.kernels.slots import read_slots
 
 LOG2_E = 1.4426950408889634
 MAX_NUMBERS = 1 << 26

@@ -19,7 +19,7 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
-from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
+from idlm.infer.state.batch import DroppedRows, WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
 from tests.toy import write_toy_checkpoint

@@ -24,8 +24,7 @@ from idlm.infer.models import dense, fp8
 from idlm.infer.models.loader import load_model
 from idlm.infer.models.shards import Shards
 from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.batch import StepPlan
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.kernels.linear import Fp8Weight, dequantised, quantise_fp8
 from tests.adapters import write_adapter
 from tests.contracts.engines import (

@@ -15,8 +15,7 @@ from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.batch import StepPlan
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.kernels.gated_lora import gated_lora_reference
 from tests.adapters import write_adapter
 from tests.contracts.engines import (

@@ -7,8 +7,17 @@ import random
 import pytest
 import torch
 
-from idlm.infer.decoders.layout import MASK, NO_ROW, DraftBuffer, DraftLayout, RowLayout, draft_buffers
-from idlm.infer.decoders.rejection import STRATEGIES, layouts, strategy_of
+from idlm.infer.decoders.rejection import (
+    MASK,
+    NO_ROW,
+    STRATEGIES,
+    DraftBuffer,
+    DraftLayout,
+    RowLayout,
+    draft_buffers,
+    layouts,
+    strategy_of,
+)
 
 NAMES = [*STRATEGIES.names(), "branch_2", "branch_3", "branch_4"]
 CASES = [

@@ -19,7 +19,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.state.prefix_cache import PrefixCache
+from idlm.infer.state.page_pool import PrefixCache
 from tests.contracts.engines import (
     CYCLE,
     acceptance_of,

@@ -13,12 +13,12 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.graphs import buckets, pass_shape
+from idlm.infer.runtime.graphs import pass_shape
+from idlm.infer.runtime.graphs import pass_shape as buckets
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Runner, StepResult
-from idlm.infer.state.batch import Schedule, StepPlan
+from idlm.infer.state.batch import Schedule, StepPlan, WantedRows
 from idlm.infer.state.kv_cache import KVWritePolicy
-from idlm.infer.state.wanted_rows import WantedRows
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,

@@ -17,11 +17,13 @@ from idlm.contracts import Constraint, SamplingParams
 from idlm.infer import build
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.graphs import buckets, pass_shape, step_times, warm_up
+from idlm.infer.runtime import stride_controller as step_times
 from idlm.infer.runtime.graphs import cuda_graphs as graphs
+from idlm.infer.runtime.graphs import pass_shape, warm_up
+from idlm.infer.runtime.graphs import pass_shape as buckets
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.runtime.head_rows import head_bucket, head_buckets
+from idlm.infer.sparse.head_rows import head_bucket, head_buckets
 from idlm.infer.state.batch import RowRoom
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (

@@ -20,8 +20,7 @@ from torch import Tensor
 from idlm.infer.decoders import isd
 from idlm.infer.decoders.base import plan_rows
 from idlm.infer.decoders.isd import IsdDecoder
-from idlm.infer.decoders.layout import RowLayout
-from idlm.infer.decoders.rejection import Tree
+from idlm.infer.decoders.rejection import RowLayout, Tree
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep

@@ -36,8 +36,7 @@ from benchmarks.quality.law_harness import (
 )
 from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.graphs.step_times import StepTimes
-from idlm.infer.runtime.stride_controller import Load
+from idlm.infer.runtime.stride_controller import Load, StepTimes
 from idlm.infer.runtime.worker import InflightStep
 
 STRIDES = (2, 3, 4)

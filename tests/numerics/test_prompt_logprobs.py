@@ -19,8 +19,8 @@ from idlm.infer.engine import Engine
 from idlm.infer.request import Request
 from idlm.infer.runtime import logprobs
 from idlm.infer.scheduler import Scheduler
+from idlm.infer.state.batch import WantedRows
 from idlm.infer.state.kv_cache import KVWritePolicy
-from idlm.infer.state.wanted_rows import WantedRows
 from tests.contracts.engines import (
     CYCLE,
     MASK_ID,

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.infer.decoders.layout import RowLayout
-from idlm.infer.decoders.rejection import STRATEGIES, layouts
+from idlm.infer.decoders.rejection import STRATEGIES, RowLayout, layouts
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import Batch
 from idlm.lora import AdapterSpec, base_identity

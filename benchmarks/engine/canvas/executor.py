@@ -23,16 +23,16 @@ from benchmarks.engine.canvas.product import Options, ProductArm
 from idlm.infer.decoders.full import SCORE_BYTES
 from idlm.infer.models.base import ModelSpec
 from idlm.infer.models.loader import LoadedModel, make_trunk
-from idlm.infer.planning.arena import PLAIN, open_arena
-from idlm.infer.planning.planner import Plan, live_bytes, plan_template, storage_bytes
-from idlm.infer.planning.sizes import Sizes
+from idlm.infer.mosaic.arena import PLAIN, open_arena
+from idlm.infer.mosaic.planner import Plan, live_bytes, plan_template, storage_bytes
+from idlm.infer.mosaic.sizes import Sizes
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.page_pool import PagePool
 from idlm.kernels.sampling import judged_draws, row_probs
 
 
 class ExecutorArm(ProductArm):
-    """An arm of `trunk_forward` (`infer/planning/chunking.py`); the workspace may have all that is free once
+    """An arm of `trunk_forward` (`infer/mosaic/chunking.py`); the workspace may have all that is free once
     the weights exist.
     """
 
@@ -46,9 +46,9 @@ class ExecutorArm(ProductArm):
         dtype: torch.dtype,
         options: Options,
     ) -> None:
-        planned = import_module("idlm.infer.planning.canvas")
-        runner = import_module("idlm.infer.runtime.canvas_runner")
-        self._ops = import_module("idlm.infer.runtime.canvas_ops")
+        planned = import_module("idlm.infer.mosaic.canvas")
+        runner = import_module("idlm.infer.mosaic.canvas_runner")
+        self._ops = import_module("idlm.infer.mosaic.canvas_ops")
         config = CONFIGS[model]
         family = family_of(config)
         loaded = LoadedModel(

@@ -27,9 +27,9 @@ from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.settings import EngineSettings
+from idlm.infer.state.batch import WantedRows
 from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.semantics import Semantics
 
 LLADA_8B: dict[str, Any] = {

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks.engine.canvas.native_arms import Canvas
 from idlm.infer.models.base import ModelSpec
-from idlm.infer.planning.arena import MAPPED, PLAIN
-from idlm.infer.planning.canvas import canvas_shape
-from idlm.infer.planning.chunking import plan_forward, trunk_forward
-from idlm.infer.planning.planner import Plan, plan_template
-from idlm.infer.planning.sizes import Sizes
+from idlm.infer.mosaic.arena import MAPPED, PLAIN
+from idlm.infer.mosaic.canvas import canvas_shape
+from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
+from idlm.infer.mosaic.planner import Plan, plan_template
+from idlm.infer.mosaic.sizes import Sizes
 
 PRODUCT_ARMS = ("paper", "mosaic", "ours")
 ARENAS = (PLAIN, MAPPED)

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from benchmarks.results import read_rows
 from idlm.infer.decoders.base import StrideMode, rows_by_mode
 from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
-from idlm.infer.decoders.layout import DraftBuffer
-from idlm.infer.runtime.graphs.step_times import StepTimes
-from idlm.infer.runtime.stride_controller import Load, StrideController
+from idlm.infer.decoders.rejection import DraftBuffer
+from idlm.infer.runtime.stride_controller import Load, StepTimes, StrideController
 from idlm.semantics import Semantics
 
 CONTEXT = 1024

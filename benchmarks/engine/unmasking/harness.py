@@ -21,12 +21,12 @@ from benchmarks.engine.decoding.harness import Load, SteadyEngine, slot_bytes
 from benchmarks.engine.unmasking.replay import THRESHOLD, UnmaskingReplay, replaying_blocks
 from benchmarks.engine.unmasking.rows import FULL_BLOCK, RowCounts, RowRules, rows_of
 from benchmarks.engine.unmasking.trace import FOCUS, FULL, UnmaskTrace
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import WarmUp
 from idlm.infer.runtime.graphs import pass_shape
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.infer.state.batch import RowRoom, lane_of
 from idlm.kernels.block_eviction import op as eviction_op
 from idlm.kernels.row_compaction import op as compaction_op

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from idlm.infer.runtime.graphs.pass_shape import PassShape, shape_of
 from idlm.infer.runtime.model_runner import Step, StepResult
-from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of, to_device
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.batch import Batch, Schedule, StepPlan, WantedRows, lane_of, to_device
 from idlm.infer.structured.masks import with_grammars
 
 Columns = list[list[int]]

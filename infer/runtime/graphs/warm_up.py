@@ -23,20 +23,22 @@ from idlm.infer.decoders.base import Decoder, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.loader import LoadedModel, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
-from idlm.infer.runtime.graphs.buckets import (
+from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
+from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
+from idlm.infer.runtime.graphs.pass_shape import (
+    CAPACITIES,
     FED_BLOCK_BUCKETS,
     MIN_SLOTS,
     PROMPT_GRAPHS,
     PROMPT_STEP,
+    PassShape,
+    batch_sizes,
     bucket,
     padded_sequences,
     slots_bucket,
 )
-from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
-from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
-from idlm.infer.runtime.graphs.pass_shape import CAPACITIES, PassShape, batch_sizes
-from idlm.infer.runtime.graphs.step_times import StepTimes, cache_file, read_times, write_times
 from idlm.infer.runtime.head_rows import rooms_ahead
+from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 

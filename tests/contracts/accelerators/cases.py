@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.accelerators.base import ACCELERATORS, KVPass
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.head_rows import RowRooms
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
+from idlm.infer.sparse.head_rows import RowRooms
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import RowRoom, StepPlan
 from idlm.semantics import Semantics

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from idlm.contracts import Completion
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS, KVPass
 from idlm.infer.decoders.base import DECODERS
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
 from idlm.infer.sparse.view import PassView
 from tests.accelerator_reference import SlowLists, share_of, top
 from tests.block_reference import Sampling

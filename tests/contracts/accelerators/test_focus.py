@@ -14,9 +14,9 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import RowSelection
 from idlm.infer.accelerators.focus import Focus, FocusPass
 from idlm.infer.engine import Engine
+from idlm.infer.sparse.accelerator import RowSelection
 from idlm.infer.sparse.view import PassView
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import idlm.infer.accelerators as package
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from tests.accelerator_reference import Rule, SlowLists
 from tests.block_reference import Sampling
 from tests.contracts.accelerators.cases import (
@@ -33,7 +33,7 @@ TOY = """
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, KVPass
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator, KVPass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkConfig:

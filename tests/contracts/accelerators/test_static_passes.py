@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import idlm.infer.accelerators as package
 from idlm.contracts import Completion
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.engine import Engine
 from idlm.infer.models import dense
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.runtime.worker import InflightStep
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.row_compaction import flagged

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from idlm.infer.request import Request
-from idlm.infer.runtime import head_rows
 from idlm.infer.scheduler import Scheduler
+from idlm.infer.sparse import head_rows
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.state.batch import RowRoom
 from tests.contracts.accelerators.cases import (

@@ -13,7 +13,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs import pass_shape
-from idlm.infer.runtime.head_rows import (
+from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.sparse.head_rows import (
     MIN_PASSES,
     Asked,
     LateCounts,
@@ -22,9 +23,7 @@ from idlm.infer.runtime.head_rows import (
     rooms_ahead,
     row_room,
 )
-from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.state.batch import RowRoom, Schedule, StepPlan
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.batch import RowRoom, Schedule, StepPlan, WantedRows
 from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import assert_idle, build_engine
 

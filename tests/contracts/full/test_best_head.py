@@ -17,12 +17,12 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.shards import Shards
-from idlm.infer.planning.planner import Plan, plan_template
-from idlm.infer.planning.sizes import Sizes
-from idlm.infer.runtime.canvas_rows import CanvasRows
+from idlm.infer.mosaic.canvas_ops import CanvasRows
+from idlm.infer.mosaic.planner import Plan, plan_template
+from idlm.infer.mosaic.sizes import Sizes
 from idlm.infer.runtime.graphs import cuda_graphs
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.batch import WantedRows
 from tests.contracts.engines import assert_idle, prompts_of
 from tests.contracts.full.slow_canvas import SlowCanvas
 from tests.contracts.full.test_full_decoder import (

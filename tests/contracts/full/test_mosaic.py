@@ -13,11 +13,11 @@ import torch
 
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
-from idlm.infer.planning.lifetimes import relate
-from idlm.infer.planning.planner import Plan, plan_template
-from idlm.infer.planning.sizes import Sizes
-from idlm.infer.planning.template import Step
-from idlm.infer.runtime.canvas_ops import CanvasPass
+from idlm.infer.mosaic.canvas_ops import CanvasPass
+from idlm.infer.mosaic.lifetimes import relate
+from idlm.infer.mosaic.planner import Plan, plan_template
+from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.mosaic.template import Step
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
 from tests.margins import assert_same_rows
@@ -142,7 +142,7 @@ def test_an_abort_leaves_the_others_as_they_are(directory: Path) -> None:
 def test_proposals_come_in_parts(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder judges few rows of a chunk at a time when its copies are large."""
     expected = expected_of(llada, order="low_confidence")
-    monkeypatch.setattr("idlm.infer.runtime.canvas_rows.PROPOSAL_BYTES", 3 * 24 * 48)
+    monkeypatch.setattr("idlm.infer.mosaic.canvas_attention.PROPOSAL_BYTES", 3 * 24 * 48)
     assert_equal(run(engine_of(llada, order="low_confidence")), expected)
 
 

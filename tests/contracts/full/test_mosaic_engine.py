@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.planning import canvas
-from idlm.infer.planning.planner import Plan
-from idlm.infer.runtime import canvas_attention, canvas_ops
-from idlm.infer.runtime.canvas_ops import CanvasPass
+from idlm.infer.mosaic import canvas, canvas_attention, canvas_ops
+from idlm.infer.mosaic.canvas_ops import CanvasPass
+from idlm.infer.mosaic.planner import Plan
 from idlm.kernels.experts import steps as expert_steps
 from tests.contracts.engines import assert_idle, build_engine
 from tests.contracts.full.canvases import PROMPTS, directory_of, engine_of, params_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.evaluation.file_tasks import FILE_TASKS
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.models.base import FAMILIES
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.registry import Registry
 from idlm.tasks import TASKS
 from idlm.train.data.base import SOURCES
@@ -38,7 +38,7 @@ class Plugin(ArDecoder):
         ACCELERATORS,
         """
 from dataclasses import dataclass
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator
 
 @dataclass(frozen=True)
 class Config:

@@ -20,8 +20,8 @@ from idlm.infer.decoders.base import DECODERS, choose_decoder
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.arms import choose_baseline
 from idlm.infer.memory.base import MEMORY_MANAGERS
+from idlm.infer.state.batch import WantedRows
 from idlm.infer.state.kv_cache import CanvasCache
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import uniforms
 from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of

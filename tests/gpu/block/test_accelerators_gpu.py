@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from idlm.infer.accelerators import prefix
-from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.semantics import Semantics
 from tests.contracts.accelerators.cases import (
     PARAMS,

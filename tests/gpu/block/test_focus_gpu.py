@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from idlm.infer.accelerators.focus import FocusPass
-from idlm.infer.runtime import head_rows
 from idlm.infer.runtime.graphs import cuda_graphs
+from idlm.infer.sparse import head_rows
 from tests.contracts.accelerators.cases import TIGHT, force
 from tests.contracts.accelerators.test_focus import CASES, PROMPTS, params, toys
 from tests.contracts.engines import assert_idle, build_engine, clear_answers

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from idlm.errors import UserError
-from idlm.infer.planning.arena import MappedArena, open_arena
+from idlm.infer.mosaic.arena import MappedArena, open_arena
 from idlm.kernels.masked_logits import has_fused, launch
 from tests.contracts.full.test_best_head import check_answers, greedy_cases
 from tests.contracts.full.test_full_decoder import (  # noqa: F401 - `family` is a fixture

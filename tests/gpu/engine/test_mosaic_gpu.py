@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
-from idlm.infer.planning.arena import MappedArena
-from idlm.infer.planning.planner import plan_template
-from idlm.infer.planning.sizes import Sizes
-from idlm.infer.runtime.canvas_ops import CanvasPass
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.mosaic.arena import MappedArena
+from idlm.infer.mosaic.canvas_ops import CanvasPass
+from idlm.infer.mosaic.planner import plan_template
+from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.state.batch import WantedRows
 from idlm.kernels.masked_logits import has_fused
 from tests.kernels.cases.places import check_expert_steps, check_heads_in_place
 from tests.numerics import full_reference

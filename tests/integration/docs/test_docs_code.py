@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from idlm.contracts import SamplingParams
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.cli.generate import generate
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.models.base import FAMILIES
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS

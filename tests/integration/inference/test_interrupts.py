@@ -24,7 +24,8 @@ from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
 from idlm.infer.interrupts import uninterrupted
 from idlm.infer.request import Request
-from idlm.infer.state import page_pool, prefix_cache
+from idlm.infer.state import page_pool
+from idlm.infer.state import page_pool as prefix_cache
 from tests.contracts.engines import assert_idle
 from tests.integration.inference.command_lines import BASE, PROMPTS, TINY, read_lines, write_lines
 from tests.interrupts import ctrl_c_raises

@@ -7,8 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.layout import DraftLayout
-from idlm.infer.decoders.rejection import STRATEGIES, layouts
+from idlm.infer.decoders.rejection import STRATEGIES, DraftLayout, layouts
 from idlm.kernels.step_rows import Lanes, PackedRows, RowTable, commit, map_slots, pack_rows
 
 NUM_LANES, LENGTH, MASK_ID = 12, 70, 999

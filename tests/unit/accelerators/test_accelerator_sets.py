@@ -18,8 +18,8 @@ from torch import Tensor
 from idlm.devices import memory_bytes
 from idlm.errors import UserError
 from idlm.infer.accelerators import prefix
-from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.memory.base import Caching, MemoryDemand
+from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import ActiveBlocks, StepPlan

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
+from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import ActiveBlocks, RowRoom, StepPlan

@@ -11,10 +11,10 @@ import torch
 
 from idlm.errors import UserError
 from idlm.infer import build
-from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec
 from idlm.infer.cli.config import take_accelerator_options, with_options
 from idlm.infer.cli.help import describe_plugins
 from idlm.infer.settings import EngineSettings, as_options
+from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN
 

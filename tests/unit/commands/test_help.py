@@ -18,7 +18,6 @@ from idlm.config.compose import compose, recipes
 from idlm.config.schema import lookup, suggest_key
 from idlm.config.suggest import ALIASES
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
@@ -29,6 +28,7 @@ from idlm.infer.clients.chat import chat
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.server.config import ServeConfig
+from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig
 

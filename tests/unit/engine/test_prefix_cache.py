@@ -13,8 +13,7 @@ import torch
 
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
-from idlm.infer.state.page_pool import PagePool
-from idlm.infer.state.prefix_cache import PrefixCache
+from idlm.infer.state.page_pool import PagePool, PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
 
 NUM_WORLDS, NUM_MORE_WORLDS = 60, 2_000

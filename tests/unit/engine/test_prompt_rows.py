@@ -11,7 +11,7 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.infer import build
 from idlm.infer.request import Request
-from idlm.infer.runtime.graphs.buckets import PROMPT_GRAPHS
+from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS
 from idlm.infer.scheduler import PassCosts, Scheduler
 from idlm.infer.state.batch import Schedule
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.batch import WantedRows
 
 
 @pytest.mark.parametrize("group", [1, 2])

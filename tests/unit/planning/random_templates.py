@@ -11,10 +11,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from idlm.infer.planning.graph import Loop, Op
-from idlm.infer.planning.planner import ALIGNMENT, Plan
-from idlm.infer.planning.sizes import LENGTH, WANTED, Size, Sizes
-from idlm.infer.planning.template import Template
+from idlm.infer.mosaic.lifetimes import Loop, Op
+from idlm.infer.mosaic.planner import ALIGNMENT, Plan
+from idlm.infer.mosaic.sizes import LENGTH, WANTED, Size, Sizes
+from idlm.infer.mosaic.template import Template
 
 
 class Corrupted(AssertionError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.infer.planning.trunk import TrunkShape
+from idlm.infer.mosaic.trunk import TrunkShape
 
 LLADA_8B = TrunkShape(
     width=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn=12288, vocab=126464, num_layers=32

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from idlm.errors import UserError
-from idlm.infer.planning import planner
-from idlm.infer.planning.chunking import (
+from idlm.infer.mosaic import planner
+from idlm.infer.mosaic.chunking import (
     MIN_CHUNK_ROWS,
     Forward,
     Misfit,
@@ -17,11 +17,11 @@ from idlm.infer.planning.chunking import (
     search,
     trunk_forward,
 )
-from idlm.infer.planning.graph import Loop
-from idlm.infer.planning.planner import Plan, plan_template
-from idlm.infer.planning.sizes import K_QUERY, LENGTH, WANTED, Size, Sizes
-from idlm.infer.planning.template import Template
-from idlm.infer.planning.trunk import TrunkShape
+from idlm.infer.mosaic.lifetimes import Loop
+from idlm.infer.mosaic.planner import Plan, plan_template
+from idlm.infer.mosaic.sizes import K_QUERY, LENGTH, WANTED, Size, Sizes
+from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.random_templates import random_template
 from tests.unit.planning.shapes import LLADA_8B, SHAPES
 

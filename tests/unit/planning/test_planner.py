@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from idlm.infer.planning.chunking import Forward, search, trunk_forward
-from idlm.infer.planning.lifetimes import Lifetimes
-from idlm.infer.planning.planner import Plan, first_fit, live_bytes, orders, plan_template, storage_bytes
-from idlm.infer.planning.sizes import Sizes
-from idlm.infer.planning.trunk import ATTENTION_ARMS, PAPER, QUERY, WHOLE, trunk_template
+from idlm.infer.mosaic.chunking import Forward, search, trunk_forward
+from idlm.infer.mosaic.lifetimes import Lifetimes
+from idlm.infer.mosaic.planner import Plan, first_fit, live_bytes, orders, plan_template, storage_bytes
+from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.mosaic.trunk import ATTENTION_ARMS, PAPER, QUERY, WHOLE, trunk_template
 from tests.unit.planning.oracle import least_peak
 from tests.unit.planning.random_templates import check_places, random_template, simulate
 from tests.unit.planning.shapes import SHAPES

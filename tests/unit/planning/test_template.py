@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from idlm.infer.planning.graph import Loop
-from idlm.infer.planning.planner import plan_template
-from idlm.infer.planning.sizes import LENGTH, WANTED, Size, Sizes
-from idlm.infer.planning.template import Template
+from idlm.infer.mosaic.lifetimes import Loop
+from idlm.infer.mosaic.planner import plan_template
+from idlm.infer.mosaic.sizes import LENGTH, WANTED, Size, Sizes
+from idlm.infer.mosaic.template import Template
 
 LOOP = Loop(name="loop", rows=LENGTH, chunks="k")
 ROW = Size(row_bytes=512)
@@ -200,7 +200,6 @@ def test_a_mistake_in_a_template_is_found(mistake) -> None:
 def test_planning_imports_no_torch_and_no_numpy() -> None:
     modules = (
         "sizes",
-        "graph",
         "lifetimes",
         "template",
         "trunk",
@@ -208,7 +207,7 @@ def test_planning_imports_no_torch_and_no_numpy() -> None:
         "chunking",
         "describe",
     )
-    names = ", ".join(f"idlm.infer.planning.{name}" for name in modules)
+    names = ", ".join(f"idlm.infer.mosaic.{name}" for name in modules)
     code = f"import sys, {names}; print([m for m in ('torch', 'numpy', 'scipy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

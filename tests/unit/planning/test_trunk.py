@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from idlm.infer.planning.canvas import fused_head
-from idlm.infer.planning.chunking import max_length, search, trunk_forward
-from idlm.infer.planning.describe import describe_plan
-from idlm.infer.planning.planner import Plan, plan_template
-from idlm.infer.planning.sizes import Sizes
-from idlm.infer.planning.trunk import PAPER, QUERY, WHOLE, trunk_template
+from idlm.infer.mosaic.canvas import fused_head
+from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
+from idlm.infer.mosaic.describe import describe_plan
+from idlm.infer.mosaic.planner import Plan, plan_template
+from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.mosaic.trunk import PAPER, QUERY, WHOLE, trunk_template
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
 

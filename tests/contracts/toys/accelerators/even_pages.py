@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, KVPass
+from idlm.infer.sparse.accelerator import ACCELERATORS, KVAccelerator, KVPass
 from idlm.infer.sparse.view import PassView
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
+from idlm.infer.sparse.accelerator import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
 from idlm.infer.sparse.view import PassView
 from idlm.kernels.row_compaction import by_row
 

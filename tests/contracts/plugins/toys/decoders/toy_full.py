@@ -16,10 +16,9 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms
 from idlm.semantics import Semantics
 

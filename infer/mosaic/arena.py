@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.planning.driver import CudaDriver, DriverError
-from idlm.infer.planning.planner import ALIGNMENT
-from idlm.infer.planning.sizes import ceil_div
+from idlm.infer.mosaic.driver import CudaDriver, DriverError
+from idlm.infer.mosaic.planner import ALIGNMENT
+from idlm.infer.mosaic.sizes import ceil_div
 from idlm.log import get_logger
 
 MAX_EXTENT_BYTES = 256 << 20

@@ -20,20 +20,18 @@ import torch
 from idlm.errors import UserError
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel, Outline
-from idlm.infer.planning.arena import Arena, open_arena
-from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes
-from idlm.infer.planning.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
-from idlm.infer.planning.planner import Plan
-from idlm.infer.planning.sizes import Sizes
-from idlm.infer.planning.trunk import FUSED_HEAD, HEAD
-from idlm.infer.runtime.canvas_ops import CanvasPass
-from idlm.infer.runtime.canvas_rows import BestRows, CanvasRows
+from idlm.infer.mosaic.arena import Arena, open_arena
+from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes
+from idlm.infer.mosaic.canvas_ops import BestRows, CanvasPass, CanvasRows
+from idlm.infer.mosaic.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
+from idlm.infer.mosaic.planner import Plan
+from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.model_runner import RunnerParts
 from idlm.infer.settings import EngineSettings
-from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
-from idlm.infer.state.wanted_rows import WantedRows
 
 MAX_PLANS = 256
 """Numbers of rows whose plans are kept."""

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from idlm.infer.planning.graph import Graph, Loop, Op
-from idlm.infer.planning.lifetimes import Lifetimes, find_lifetimes
-from idlm.infer.planning.sizes import LENGTH, Size, Sizes
+from idlm.infer.mosaic.lifetimes import Graph, Lifetimes, Loop, Op, find_lifetimes
+from idlm.infer.mosaic.sizes import LENGTH, Size, Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from idlm.infer.models.base import ModelSpec
-from idlm.infer.planning.sizes import WANTED, Size
-from idlm.infer.planning.trunk import TrunkShape
+from idlm.infer.mosaic.sizes import WANTED, Size
+from idlm.infer.mosaic.trunk import TrunkShape
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 
 PIECE_ROWS = 4096

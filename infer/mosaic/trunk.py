@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from idlm.infer.planning.graph import Loop
-from idlm.infer.planning.sizes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Size
-from idlm.infer.planning.template import Template
+from idlm.infer.mosaic.lifetimes import Loop
+from idlm.infer.mosaic.sizes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Size
+from idlm.infer.mosaic.template import Template
 
 TOKEN_BYTES = 8
 CONFIDENCE_BYTES = ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4

@@ -1,16 +1,18 @@
-"""The ops of a trunk's template as functions: each reads and writes the places that the plan gives it.
+"""The ops of a trunk's template as functions: each reads and writes the places that the plan gives it. The
+head is the end of a planned pass (`CanvasRows`, `BestRows`).
 
 What is allocated beside them is bounded: attention runs on pieces of at most `PIECE_ROWS` query rows, and so
 do the torch ops of a CPU. The arithmetic is that of `models/dense.py` and `models/moe.py`, so on a CPU bits
 are equal to theirs. Keys and values come from products of their own: a fused product would hold them twice.
 Shapes: R rows of the pass, m rows of a call, N query heads, K KV heads, H head dim, D width, E output width,
-C chosen experts, P pairs of a row and an expert, X wanted rows.
+C chosen experts, P pairs of a row and an expert, X wanted rows, Y rows of a slice, V vocabulary, S forbidden
+ids.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +20,15 @@ from torch import Tensor
 
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer
 from idlm.infer.models.moe import Experts, MoeLayer
-from idlm.infer.planning.arena import Arena
-from idlm.infer.planning.canvas import PIECE_ROWS
-from idlm.infer.planning.planner import Plan
-from idlm.infer.planning.template import Step
-from idlm.infer.runtime.canvas_attention import attend
+from idlm.infer.mosaic.arena import Arena
+from idlm.infer.mosaic.canvas import PIECE_ROWS, PROPOSAL_BYTES
+from idlm.infer.mosaic.canvas_attention import attend
+from idlm.infer.mosaic.planner import Plan
+from idlm.infer.mosaic.template import Step
+from idlm.infer.state.batch import Propose, WantedRows
 from idlm.kernels.experts import add_experts, expert_hidden, expert_outputs, route, sort_pairs
 from idlm.kernels.linear import library_linear
+from idlm.kernels.masked_logits import Proposals
 from idlm.kernels.qkv_rope_cache import make_rope, rotate_heads
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
@@ -299,3 +303,73 @@ OPS: Mapping[str, Callable[[CanvasPass, Step], None]] = {
 }
 """By name of op; the ops of `canvas_rows.py` are missing: `choose_tokens`, which is the decoder's, and
 `masked_logits`."""
+
+
+LOGITS, CHOICE = "logits", "choose_tokens"
+
+
+class CanvasRows(WantedRows):
+    """`hidden_RD` is the residual stream in the workspace, and `head` norms it first. All of it is valid
+    until the next pass.
+
+    `steps`: the calls of the head, from which `proposals` gets its chunks.
+    """
+
+    def __init__(self, run: CanvasPass, steps: Sequence[Step], *, group: int = 1) -> None:
+        first = steps[0]
+        super().__init__(run.whole(first, "x", run.trunk.spec.width), run.rows_X, self._head, group=group)
+        self._run, self._steps = run, steps
+
+    def _head(self, hidden_YD: Tensor) -> Tensor:
+        """Logits [Y, V] of any hidden states, outside of the workspace."""
+        normed_YD = torch.empty_like(hidden_YD)
+        norm_rows(self._run, hidden_YD, self._run.trunk.final_norm, normed_YD)
+        return self._run.trunk.logits(normed_YD)
+
+    @torch.inference_mode()
+    def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
+        """Apply `propose` to consecutive slices, as the base does: to parts of the planned chunks for which
+        `propose` allocates at most PROPOSAL_BYTES (and to one group of rows at least).
+        """
+        run, found = self._run, []
+        most = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
+
+        def choose(run: CanvasPass, step: Step) -> None:
+            logits_mV = run.rows(step, LOGITS, run.trunk.spec.vocab_size)
+            for start in range(step.start, step.stop, most):
+                rows = slice(start, min(step.stop, start + most))
+                found.append(propose(logits_mV[rows.start - step.start : rows.stop - step.start], rows))
+
+        for step in self._steps:
+            run.execute(step, choose if step.op.name == CHOICE else None)
+        return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+
+class BestRows(WantedRows):
+    """Rows of a pass planned for `WantedRows.best`. `hidden_RD` is in the workspace, after the final norm; it
+    is valid until the next pass. Logits, if a request asks for them, are outside of the plan.
+
+    `step`: the call of the head.
+    """
+
+    def __init__(self, run: CanvasPass, step: Step) -> None:
+        trunk, num_bytes = run.trunk, run.plan.num_bytes["ranges"]
+        super().__init__(
+            run.whole(step, "x", trunk.spec.width),
+            run.rows_X,
+            trunk.logits,
+            weight_VD=trunk.head_weight,
+            workspace=run.arena.view(step.offsets["ranges"], (num_bytes // 4,), torch.float32),
+        )
+        self._run, self._step = run, step
+
+    def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
+        """As the base, once."""
+        found: list[Proposals | None] = []
+        ask = super().best
+
+        def op(run: CanvasPass, step: Step) -> None:
+            found.append(ask(forbidden_S, is_wanted_X, entropy=entropy))
+
+        self._run.execute(self._step, op)
+        return found[0]

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from idlm.errors import UserError
-from idlm.infer.planning.planner import Plan, live_bytes, plan_template, storage_bytes
-from idlm.infer.planning.sizes import K_QUERY, Sizes, ceil_div
-from idlm.infer.planning.template import Template
-from idlm.infer.planning.trunk import PAPER, QUERY, WHOLE, TrunkShape, trunk_template
+from idlm.infer.mosaic.planner import Plan, live_bytes, plan_template, storage_bytes
+from idlm.infer.mosaic.sizes import K_QUERY, Sizes, ceil_div
+from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.trunk import PAPER, QUERY, WHOLE, TrunkShape, trunk_template
 
 MIN_CHUNK_ROWS = 512
 """Rows of the smallest chunk: smaller products leave a large GPU idle and save no memory worth having."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.infer.planning.planner import Plan
+from idlm.infer.mosaic.planner import Plan
 
 HEADER = ("tensor", "bytes", "first op", "last op", "offset", "size")
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from idlm.infer.planning.lifetimes import Lifetimes
-from idlm.infer.planning.sizes import WANTED, Sizes, ceil_div
-from idlm.infer.planning.template import Step, Template
+from idlm.infer.mosaic.lifetimes import Lifetimes
+from idlm.infer.mosaic.sizes import WANTED, Sizes, ceil_div
+from idlm.infer.mosaic.template import Step, Template
 
 ALIGNMENT = 512
 
