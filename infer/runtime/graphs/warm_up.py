@@ -37,8 +37,8 @@ from idlm.infer.runtime.graphs.pass_shape import (
     padded_sequences,
     slots_bucket,
 )
-from idlm.infer.runtime.head_rows import rooms_ahead
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
+from idlm.infer.sparse.head_rows import rooms_ahead
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 
