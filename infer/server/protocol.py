@@ -147,15 +147,21 @@ class ChatMessage(Body):
     content: Unicode | list[TextPart] | None = None
     name: Unicode | None = None
     reasoning_content: Unicode | None = None
+    reasoning: Unicode | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Unicode | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning under either of its names; vllm-router renames it."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def plain(self, place: str) -> dict[str, Any]:
         """The message for a chat template."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
         message = {"role": self.role, "content": text}
-        named = {key: getattr(self, key) for key in ("name", "reasoning_content", "tool_call_id")}
+        named = {"name": self.name, "reasoning_content": self.thought, "tool_call_id": self.tool_call_id}
         message |= {key: value for key, value in named.items() if value is not None}
         calls = enumerate(self.tool_calls or ())
         called = [call.plain(f"{place}.tool_calls.{number}") for number, call in calls]
@@ -170,8 +176,11 @@ class ChatMessage(Body):
             if getattr(self, name) and self.role != role:
                 param = f"{place}.{name}"
                 raise ApiError(400, f"{param}: only messages of role {role} have it", param=param)
+        if self.reasoning is not None and self.reasoning != self.thought:
+            param = f"{place}.reasoning"
+            raise ApiError(400, f"{param}: differs from reasoning_content; give one of them", param=param)
         # An answer may have been calls alone, or reasoning that was cut off.
-        if self.content is None and self.tool_calls is None and self.reasoning_content is None:
+        if self.content is None and self.tool_calls is None and self.thought is None:
             raise ApiError(400, f"{place}.content: Field required", param=f"{place}.content")
 
 

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +23,9 @@ from idlm.infer.cli.config import read_arguments
 from idlm.infer.engine import Engine
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.run import FrontEnd, listen
+from idlm.text.tokenizer import load_tokenizer
+from tests.small_tokenizers import CHATML, save_tagged
+from tests.toy import write_chain
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
 SPARE_ROW = 170
@@ -31,6 +37,31 @@ TOOLS = """{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
 {%- for message in messages %}
 {%- for call in message.tool_calls or [] %}{{ call.function.arguments['a'] }}{% endfor %}
 {%- endfor %}"""
+
+CALL = '\n{"name": "town", "arguments": {"city": "Rome", "size": 1}}\n'
+ANSWER = ["\n", "<think>", "why", "</think>", "\n\nSo", "<tool_call>", CALL, "</tool_call>", "<|im_end|>"]
+TOOLS_TOLD = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>{name, arguments}</tool_call>"
+    "<|im_end|>\n{% endif %}"
+)
+CALLER_VOCAB = 276
+CALLER_WORDS = (
+    *("sampling.temperature=0", "sampling.max_tokens=200", "max_length=2000", "page_size=16"),
+    f"mask_token_id={CALLER_VOCAB - 1}",
+)
+"""Settings of servers of `caller`."""
+
+
+@functools.cache
+def caller() -> Path:
+    """A model with a tokenizer like Qwen's, which likes to think, to say something and to call `town`."""
+    model = save_tagged(
+        Path(tempfile.mkdtemp(prefix="serve-test-")) / "qwen-like", words=["why", "\n\nSo", CALL]
+    )
+    (model / "chat_template.jinja").write_text(TOOLS_TOLD + CHATML)
+    chain = load_tokenizer(model).encode("".join(ANSWER), add_special_tokens=False)
+    assert len(chain) == len(ANSWER)
+    return write_chain(model, chain, vocab_size=CALLER_VOCAB)
 
 
 @functools.cache
@@ -132,6 +163,22 @@ def running(*arguments: str, api_key: str | None = None, model: Path | None = No
             thread.join(PATIENCE)
             server.client.close()
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def commanded(*words: str, api_key: str) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
+    """`idlm-serve` as a command on a CPU, ready, with its process; killed in the end."""
+    program = [sys.executable, "-m", "idlm.infer.cli.serve", "port=0", "device=cpu", "dtype=float32", *words]
+    environment = {**os.environ, "IDLM_API_KEY": api_key}
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        server = Client(next(line.split()[-6] for line in process.stderr if "is served at" in line), api_key)
+        server.wait_until_ready()
+        yield server, process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

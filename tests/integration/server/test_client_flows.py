@@ -15,19 +15,10 @@ import pytest
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, ConfigDict, Field
 
-from idlm.text.tokenizer import load_tokenizer
-from tests.integration.server.servers import PATIENCE, Running, running
-from tests.small_tokenizers import CHATML, save_tagged
-from tests.toy import write_chain
+from tests.integration.server.servers import CALL, CALLER_WORDS, PATIENCE, Running, caller, running
 
 BODIES = json.loads(Path(__file__).with_name("client_bodies.json").read_text())
-NAME, VOCAB = "qwen-like", 276
-CALL = '\n{"name": "town", "arguments": {"city": "Rome", "size": 1}}\n'
-ANSWER = ["\n", "<think>", "why", "</think>", "\n\nSo", "<tool_call>", CALL, "</tool_call>", "<|im_end|>"]
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>{name, arguments}</tool_call>"
-    "<|im_end|>\n{% endif %}"
-)
+NAME = "qwen-like"
 QUESTION: Any = [{"role": "user", "content": "Which town?"}]
 
 
@@ -44,15 +35,8 @@ class town(Town):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = save_tagged(tmp_path_factory.mktemp("model") / NAME, words=["why", "\n\nSo", CALL])
-    (model / "chat_template.jinja").write_text(TEMPLATE + CHATML)
-    tokenizer = load_tokenizer(model)
-    chain = tokenizer.encode("".join(ANSWER), add_special_tokens=False)
-    assert len(chain) == len(ANSWER)
-    write_chain(model, chain, vocab_size=VOCAB)
-    words = ("sampling.temperature=0", "sampling.max_tokens=200", "max_length=2000", "page_size=16")
-    with running(*words, f"mask_token_id={VOCAB - 1}", model=model) as found:
+def server() -> Iterator[Running]:
+    with running(*CALLER_WORDS, model=caller()) as found:
         yield found
 
 

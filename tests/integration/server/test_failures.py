@@ -10,8 +10,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -35,9 +33,9 @@ from tests.contracts.engines import clear_answers
 from tests.integration.server.servers import (
     PATIENCE,
     PROMPT,
-    Client,
     Running,
     checkpoint,
+    commanded,
     events,
     reference,
     running,
@@ -136,15 +134,8 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(server: Running
 
 def test_the_command_drains_and_exits_with_status_0() -> None:
     """A stream that began before SIGTERM ends in [DONE]; requests after it are refused."""
-    words = [f"model={checkpoint()}", "port=0", "device=cpu", "dtype=float32", "max_length=1500"]
-    environment = {**os.environ, "IDLM_API_KEY": KEY}
-    program = [sys.executable, "-m", "idlm.infer.cli.serve", *words]
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    try:
-        url = next(line.split()[-6] for line in process.stderr if "is served at" in line)
-        server = Client(url, KEY)
-        server.wait_until_ready()
+    words = (f"model={checkpoint()}", "max_length=1500")
+    with commanded(*words, api_key=KEY) as (server, process):
         with server.client.stream(
             "POST", "/v1/completions", json={**LONG, "max_tokens": 800, "stream": True}
         ) as response:
@@ -156,9 +147,6 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
             assert (refused.status_code, refused.headers["retry-after"]) == (503, str(RETRY_SECONDS))
             assert list(events(lines))[-1]["choices"][0]["finish_reason"] == "length"
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_server_that_ends_while_it_starts_an_engine_leaves_no_process(

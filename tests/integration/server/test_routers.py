@@ -1,10 +1,11 @@
-"""What routers ask of a server: sglang-router 0.3.2 (recorded, and itself where it is installed), and llm-d
-(the names of its documentation, which docs/deploy.md lists).
+"""What routers ask of a server: vllm-router 0.1.17, smg 1.13.0 and sglang-router 0.3.2 (recorded, and
+themselves where they are installed), and llm-d (the names of its documentation, which docs/deploy.md lists).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import subprocess
@@ -15,12 +16,24 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.config import ServeConfig
+from idlm.infer.server.errors import ApiError
+from idlm.infer.server.protocol import ChatRequest
 from idlm.infer.server.run import FrontEnd
-from tests.integration.server.servers import PATIENCE, PROMPT, Client, Running, checkpoint, running
+from tests.integration.server.servers import (
+    CALLER_WORDS,
+    PATIENCE,
+    PROMPT,
+    Client,
+    Running,
+    caller,
+    checkpoint,
+    commanded,
+    running,
+)
 
 pytestmark = pytest.mark.sweep
 
@@ -35,8 +48,27 @@ ADDED_TO_CHATS = {
     "separate_reasoning": True,
     "stream_reasoning": True,
     "return_hidden_states": False,
+    # vllm-router alone.
+    "include_reasoning": True,
+    # smg adds no others than these.
+    "logprobs": False,
+    "stream": False,
 }
-"""Fields that sglang-router 0.3.2 adds to every chat; it adds some of them to completions."""
+"""Fields that vllm-router and sglang-router add to every chat; they add some of them to completions."""
+QUESTION: Any = [{"role": "user", "content": "Which town?"}]
+TOWN: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ANSWERED = "So<tool_call>"
+INSTALLS = {
+    "vllm_router": "pip install vllm-router==0.1.17",
+    "smg": "pip install smg==1.13.0",
+    "sglang_router": "pip install sglang-router==0.3.2 (not beside smg: both install a command smg)",
+}
+TOOL: Any = {"type": "function", "function": {"name": "town", "description": "A town.", "parameters": TOWN}}
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +134,32 @@ def test_the_size_of_the_kv_cache_is_told_in_labels(server: Running) -> None:
     assert server.metric("vllm:cache_config_info", **labels) == 1
 
 
+def test_a_thought_that_a_router_renames_is_the_same() -> None:
+    """vllm-router sends `reasoning_content` on as `reasoning`, and leaves out what is null."""
+
+    def told(**fields: str) -> list[dict[str, Any]]:
+        message = {"role": "assistant", **fields}
+        body = ChatRequest.model_validate({"messages": [*QUESTION, message, *QUESTION]})
+        body.check()
+        return body.plain_messages()
+
+    assert (
+        told(reasoning="why")
+        == told(reasoning_content="why")
+        == told(reasoning="why", reasoning_content="why")
+    )
+    with pytest.raises(ApiError, match="differs from reasoning_content"):
+        told(reasoning="why", reasoning_content="why not")
+
+
 @contextlib.contextmanager
-def routing(*urls: str) -> Iterator[Client]:
-    """sglang-router before these servers, ready; it has their key."""
+def routing(name: str, *urls: str) -> Iterator[Client]:
+    """A router before these servers, ready; it has their key."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = [str(each.getsockname()[1]) for each in (one, two)]
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", ports[0]]
-    command += ["--prometheus-port", ports[1], "--policy", "round_robin", "--api-key", KEY]
-    command += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"]
+    command = [sys.executable, "-m", f"{name}.launch_router", "--host", "127.0.0.1", "--port", ports[0]]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", ports[1], "--policy", "round_robin"]
+    command += ["--api-key", KEY, "--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"]
     process = subprocess.Popen([*command, "--worker-urls", *urls], stdout=subprocess.DEVNULL)
     try:
         router = Client(f"http://127.0.0.1:{ports[0]}", KEY)
@@ -129,26 +179,63 @@ def is_routing(router: Client, num_healthy: int) -> bool:
         return False
 
 
-def test_sglang_router_routes_streams_and_survives_a_server(server: Running) -> None:
-    pytest.importorskip("sglang_router", reason="pip install sglang-router==0.3.2")
-    ask: Any = {"model": "tiny", "messages": MESSAGES}
-    direct = OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=PATIENCE).chat.completions.create(**ask)
+def check_forwarding(name: str, router: Client, model: str) -> None:
+    """Chats, streams, calls, turns with reasoning and completions come as if there were no router."""
+    client = OpenAI(base_url=f"{router.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0)
+    ask: Any = {"model": model, "messages": QUESTION}
+    assert [each.id for each in client.models.list().data] == [model]
+    answer = client.chat.completions.create(**ask).choices[0].message
+    assert ANSWERED in (answer.content or "") and answer.reasoning_content == "why"  # type: ignore[attr-defined]
+    parts = list(client.chat.completions.create(stream=True, **ask))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.content
+    for choice in ("auto", "required"):
+        called = client.chat.completions.create(tools=[TOOL], tool_choice=choice, **ask).choices[0]
+        assert [call.function.name for call in called.message.tool_calls or ()] == ["town"]
+    result = {"role": "tool", "tool_call_id": called.message.tool_calls[0].id, "content": "noted"}  # type: ignore[index]
+    turns = [*QUESTION, answer.model_dump(exclude_none=True), *QUESTION, called.message.model_dump(), result]
+    assert client.chat.completions.create(model=model, messages=turns, tools=[TOOL]).choices[0].finish_reason
+    chosen = client.chat.completions.create(**ask, extra_body={"structured_outputs": {"choice": ["a", "b"]}})
+    assert (chosen.choices[0].message.content in ("a", "b")) == (name != "sglang_router")
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
+    formed = client.chat.completions.create(response_format=wanted, **ask).choices[0].message.content
+    assert json.loads(formed or "")["city"] in ("Rome", "Oslo")
+    texts = client.completions.create(model=model, prompt=["Rome", "Oslo"], max_tokens=3, logprobs=1)
+    assert len(texts.choices) == 2
+    with pytest.raises(BadRequestError, match="presence_penalty: is not supported"):
+        client.chat.completions.create(presence_penalty=1, **ask)
+
+
+def check_cut_stream(router: Client, model: str, process: subprocess.Popen[str]) -> None:
+    """Of two streams the one whose server is killed ends in an error, and the router keeps the other."""
+    client = OpenAI(base_url=f"{router.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0)
+    ask: Any = {"model": model, "messages": QUESTION, "stream": True, "max_tokens": 700}
+    streams = [client.chat.completions.create(**ask, extra_body={"ignore_eos": True}) for _ in range(2)]
+    for stream in streams:
+        next(iter(stream))
+    process.kill()
+    ends = []
+    for stream in streams:
+        try:
+            ends.append([chunk.choices[0].finish_reason for chunk in stream][-1])
+        except (APIError, httpx.RemoteProtocolError):
+            ends.append("cut")
+    assert sorted(map(str, ends)) == ["cut", "length"]
+    router.wait_until(lambda: is_routing(router, 1))
+    for _ in range(3):
+        assert (
+            client.chat.completions.create(model=model, messages=QUESTION).choices[0].finish_reason == "stop"
+        )
+
+
+@pytest.mark.parametrize("name", ["vllm_router", "smg", "sglang_router"])
+def test_a_router_forwards_requests_and_survives_a_server(name: str) -> None:
+    pytest.importorskip(name, reason=INSTALLS[name])
+    words = (*CALLER_WORDS, "served_model_name=town")
     with (
-        running("sampling.max_tokens=9", "sampling.temperature=0", api_key=KEY) as other,
-        routing(server.url, other.url) as router,
+        running(*words, model=caller(), api_key=KEY) as one,
+        commanded(f"model={caller()}", *words, api_key=KEY) as (two, process),
+        routing(name, one.url, two.url) as router,
     ):
-        client = OpenAI(base_url=f"{router.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0)
-        assert [model.id for model in client.models.list().data] == ["tiny"]
-        before = [each.metric("vllm:request_success_total") for each in (server, other)]
-        for _ in range(4):
-            answer = client.chat.completions.create(**ask)
-            assert answer.choices[0].message.content == direct.choices[0].message.content
-        parts = list(client.chat.completions.create(stream=True, **ask))
-        streamed = "".join(part.choices[0].delta.content or "" for part in parts)
-        assert streamed == direct.choices[0].message.content
-        after = [each.metric("vllm:request_success_total") for each in (server, other)]
-        assert all(late > early for early, late in zip(before, after, strict=True))
-        other.front.stop()
-        router.wait_until(lambda: is_routing(router, 1))
-        for _ in range(3):
-            assert client.chat.completions.create(**ask).choices[0].finish_reason
+        check_forwarding(name, router, "town")
+        assert all(each.metric("vllm:request_success_total") > 2 for each in (one, two))
+        check_cut_stream(router, "town", process)
