@@ -41,6 +41,7 @@ def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
         max_body=config.max_body,
         max_header=config.max_header,
         observe=service.metrics.responded,
+        allowed_hosts=config.allowed_hosts,
         logs=config.log_requests,
     )
     # Outside of the guard: a browser asks without the key whether it may send it, and refusals are readable.

@@ -12,6 +12,7 @@ from idlm.errors import UserError
 from idlm.infer.settings import EngineSettings, below_least
 
 MAX_PORT = 65_535
+HOST = re.compile(r"\*|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 
@@ -35,6 +36,11 @@ class ServeConfig(EngineSettings):
     allowed_origins: list[str] | None = option(
         "origins (https://HOST) whose pages a browser lets use the server; '*' is all; null is pages of this "
         "machine (localhost)",
+        None,
+    )
+    allowed_hosts: list[str] | None = option(
+        "names by which clients may call the server, beside addresses and localhost; '*' is all; null is "
+        "none, or all if there is an API key",
         None,
     )
     split_special_tokens: bool = option(
@@ -79,5 +85,8 @@ class ServeConfig(EngineSettings):
         wrong = [origin for origin in self.allowed_origins or () if not ORIGIN.fullmatch(origin)]
         if wrong:
             problems.append(f"allowed_origins: {wrong[0]!r} is no origin, as https://HOST:PORT is, or '*'")
+        unknown = [host for host in self.allowed_hosts or () if not HOST.fullmatch(host)]
+        if unknown:
+            problems.append(f"allowed_hosts: {unknown[0]!r} is no name of a host without port, or '*'")
         if problems:
             raise UserError("IDLM-0705", "; ".join(problems), fix="correct the settings named")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from urllib.parse import urlsplit
 
 import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,8 +33,21 @@ def keys_of(api_key: str | None) -> list[str]:
     return [key for one in (api_key or "").split(",") if (key := one.strip())]
 
 
+def is_safe_host(host: str, allowed: Collection[str]) -> bool:
+    """Whether a Host header is an address, a name of this machine, or allowed. Any other name may be that of
+    a web page whose owner lets it resolve to this machine: browsers call that the page's own origin.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        return name == "localhost" or name in allowed or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
 class Guard:
-    """ASGI middleware. `observe` gets the status of every response; `logs` prints a line for each."""
+    """ASGI middleware. `allowed_hosts`: names for `is_safe_host`, or `*` for all; None: all with a key,
+    else none. `observe` gets the status of every response; `logs` prints a line for each.
+    """
 
     def __init__(
         self,
@@ -42,11 +57,14 @@ class Guard:
         max_body: int,
         max_header: int,
         observe: Callable[[int], None],
+        allowed_hosts: Collection[str] | None = None,
         logs: bool = False,
     ) -> None:
         self._app, self._observe, self._logs = app, observe, logs
         self._max_body, self._max_header = max_body, max_header
         self._keys = [f"Bearer {key}".encode() for key in keys_of(api_key)]
+        hosts = (["*"] if self._keys else []) if allowed_hosts is None else allowed_hosts
+        self._hosts = None if "*" in hosts else frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer what is refused, and hand on what is not."""
@@ -68,6 +86,7 @@ class Guard:
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_size(scope)
+            self._check_host(scope)
             scope.setdefault("state", {})["client"] = self._client(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
@@ -91,6 +110,15 @@ class Guard:
         if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header:
             message = f"header: line and headers are larger than {self._max_header} bytes, the most allowed"
             raise ApiError(431, message, param="header")
+
+    def _check_host(self, scope: Scope) -> None:
+        host = next((value for name, value in scope["headers"] if name == b"host"), None)
+        if self._hosts is None or host is None or scope["path"] in OPEN_PATHS:
+            return
+        if not is_safe_host(text := host.decode("latin-1"), self._hosts):
+            message = f"host: the server is not known as {text[:80]!r}; call it by its address or by "
+            message += "localhost, or start it with allowed_hosts=[NAME] or with an API key"
+            raise ApiError(403, message, param="host", code="host_not_allowed")
 
     def _client(self, scope: Scope) -> str:
         """Who sends a request: its key, by number, or its address. Raises ApiError 401 without a key."""
