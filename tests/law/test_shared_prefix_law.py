@@ -19,7 +19,7 @@ LEVEL = 1e-6 / 16
 """The family's level divided by at least the number of chi-square tests of this file."""
 PROMPT = (0, 3, 1)
 SETTINGS = [(PROMPT, NEUTRAL), (PROMPT, replace(NEUTRAL, temperature=0.6, top_k=4))]
-DRAWS, MORE_DRAWS = 2_000, 20_000
+DRAWS, MORE_DRAWS = 2_000, 6_000
 
 
 def _check(law_toy: Path, strategy: str, num_draws: int) -> None:
@@ -49,4 +49,5 @@ def test_isd_emits_the_ar_law_from_shared_pages(law_toy: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_every_strategy_emits_the_ar_law_from_shared_pages(law_toy: Path, strategy: str) -> None:
+    """A mean relative shift of 17 % shows (probability 0.99 at `LEVEL`)."""
     _check(law_toy, strategy, MORE_DRAWS)
