@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -114,33 +112,6 @@ def test_the_command_line_finds_a_base_that_has_moved(
     told = capsys.readouterr().out
     assert generate([f"model={base}", *given[1:], "decoder=ar", "device=cpu"]) == 0
     assert capsys.readouterr().out == told
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("zero_stage", ["null", 1, 2, 3])
-def test_two_ranks_train_the_same_adapter(
-    finished: Path, base: Path, tmp_path: Path, zero_stage: str
-) -> None:
-    """DDP and every ZeRO stage; a stopped run continues bitwise, from a checkpoint without frozen weights.
-
-    pytest tests/integration/training/test_train_lora.py -m sweep
-    """
-
-    def train(output: Path) -> dict[str, torch.Tensor]:
-        changes = {"train.batch_size": 1, "train.zero_stage": zero_stage}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "idlm.train.cli", *lora_arguments(base, output, **changes)]
-        subprocess.run(command, check=True, timeout=300)
-        return load_file(output / WEIGHTS_FILE)
-
-    whole, expected = train(tmp_path / "whole"), load_file(finished / WEIGHTS_FILE)
-    assert whole.keys() == expected.keys()
-    for name, value in whole.items():
-        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=1e-3)
-    shutil.copytree(tmp_path / "whole" / "run", tmp_path / "again" / "run")
-    shutil.rmtree(tmp_path / "again" / "run" / "checkpoint-5")
-    again = train(tmp_path / "again")
-    assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 def test_a_stopped_run_resumes_bitwise(finished: Path, base: Path, tmp_path: Path) -> None:

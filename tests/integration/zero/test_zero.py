@@ -1,7 +1,7 @@
 """Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
 
-`pytest tests/integration/zero/test_zero.py -m sweep` adds ZeRO's stages, offload, bfloat16, DDP, deaths,
-the watchdog and a launcher; `python -m benchmarks.resume` runs the full counts of deaths.
+`pytest tests/integration/zero/test_zero.py -m sweep` adds stages of ZeRO, offload, bfloat16, DDP, adapters, a
+launcher, deaths and the watchdog; `python -m benchmarks.resume` runs the full counts of deaths.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "recipes" / "launch"
 
 
-def told_by(part: str) -> dict[str, Any]:
+def told_by(*parts: str) -> dict[str, Any]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="idlm-zero-", dir=memory)
     try:
-        command = [sys.executable, "-m", "tests.integration.zero.zero_runs", folder, part]
+        command = [sys.executable, "-m", "tests.integration.zero.zero_runs", folder, *parts]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
@@ -36,12 +36,17 @@ def told_by(part: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def parity() -> dict[str, Any]:
-    return told_by("parity")
+    return told_by("parity")["parity"]
 
 
 @pytest.fixture(scope="module")
-def deaths() -> dict[str, Any]:
-    return told_by("deaths")
+def sweeps() -> dict[str, Any]:
+    return told_by("deaths", "stages", "adapters", "watchdog")
+
+
+@pytest.fixture
+def deaths(sweeps: dict[str, Any]) -> dict[str, Any]:
+    return sweeps["deaths"]
 
 
 def losses(told: dict[str, Any]) -> list[list[float]]:
@@ -135,11 +140,12 @@ def test_another_number_of_rows_is_refused_with_numbers(deaths: dict[str, Any]) 
 
 
 @pytest.mark.sweep
-def test_every_zero_stage_trains_resumes_and_exports() -> None:
-    told = told_by("stages")
-    one = told.pop("one")
+def test_every_zero_stage_trains_resumes_and_exports(sweeps: dict[str, Any]) -> None:
+    one = sweeps["stages"]["one"]
     alone = losses(one)
-    for name, run in told.items():
+    for name, run in sweeps["stages"].items():
+        if run is one:
+            continue
         assert run["resumes"] == [1, 1], (name, run["complaints"])
         tolerance = 5e-2 if name == "bf16" else 1e-6
         for first, second in zip(alone, losses(run), strict=True):
@@ -152,10 +158,20 @@ def test_every_zero_stage_trains_resumes_and_exports() -> None:
 
 
 @pytest.mark.sweep
-def test_a_killed_or_stopped_rank_ends_the_others_and_is_named() -> None:
-    told = told_by("watchdog")
+@pytest.mark.parametrize("zero_stage", ["null", "1", "2", "3"])
+def test_two_ranks_train_the_adapter_of_one(sweeps: dict[str, Any], zero_stage: str) -> None:
+    one, two = sweeps["adapters"]["one"], sweeps["adapters"][zero_stage]
+    assert two["resumes"] == [1, 1], two["complaints"]
+    for first, second in zip(losses(one), losses(two), strict=True):
+        assert second == pytest.approx(first, abs=1e-6, rel=0)
+    assert norms(two) == pytest.approx(norms(one), rel=1e-4)
+    assert two["farthest"] < 1e-4
+
+
+@pytest.mark.sweep
+def test_a_killed_or_stopped_rank_ends_the_others_and_is_named(sweeps: dict[str, Any]) -> None:
     for name, words in (("killed", "died without a word"), ("stopped", "silent for")):
-        run = told[name]
+        run = sweeps["watchdog"][name]
         assert run["status"] == 75, run
         assert f"rank 1 (pid {run['pid']}" in run["log"]
         assert words in run["log"]

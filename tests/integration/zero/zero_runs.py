@@ -1,6 +1,6 @@
 """Runs of several processes that one test session shares.
 
-`python -m tests.integration.zero.zero_runs FOLDER PART` prints what happened as JSON.
+`python -m tests.integration.zero.zero_runs FOLDER PART...` writes what happened as JSON.
 
 A process of its own, because it forks: the imports are paid once, and nothing of it reaches other tests.
 """
@@ -17,9 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from benchmarks.training import crashes, resume
 from idlm.checkpoint import MANIFEST, verify
+from idlm.lora import WEIGHTS_FILE
 from idlm.train import cli
+from idlm.train.loop import watchdog as watchdogs
 from idlm.train.loop.watchdog import has_ended
 from idlm.train.planning.report import SampleReport
 from tests.integration.training.stopped_runs import num_floats
@@ -168,13 +173,14 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
         if name == "zero3":
             told[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
         told[name]["complaints"] = world.tally.complaints
-        if name in ("zero1", "zero3", "bf16"):
+        if name in ("zero3", "bf16"):
             told[name]["recut"] = _recut(folder, base, folder / name / "to-one", world)
     return told
 
 
 def watchdog(folder: Path, base: Path) -> dict[str, Any]:
     """One rank of two is killed, and in another run stopped; the other has to end by itself."""
+    watchdogs.SILENT_SECONDS = 15.0
     told: dict[str, Any] = {}
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         world = resume.World.__new__(resume.World)
@@ -199,13 +205,57 @@ def watchdog(folder: Path, base: Path) -> dict[str, Any]:
     return told
 
 
+def adapters(folder: Path, base: Path) -> dict[str, Any]:
+    """DDP and every ZeRO stage train an adapter, and go on from a checkpoint without frozen weights."""
+    adapter: dict[str, Any] = {"adapter.rank": 4, "adapter.alpha": 8}
+    adapter["train.stages"] = f"[{{stride: 2, steps: {resume.STAGE_END}}}, {{stride: 3, steps: 2}}]"
+    one = resume.World(folder / "one", base, 1, **adapter)
+    worlds = {
+        str(stage): resume.World(folder / str(stage), base, 2, **{"train.zero_stage": stage} | adapter)
+        for stage in ("null", 1, 2, 3)
+    }
+    for name, world in worlds.items():
+        again = folder / name / "again"
+        for part in ("trace", "out/run", "out/stages"):
+            shutil.copytree(world.reference / part, again / part)
+        shutil.rmtree(again / "out" / "run" / f"checkpoint-{resume.STEPS}")
+        world.finish(again, name)
+    weights = load_file(one.reference / "out" / WEIGHTS_FILE)
+    return {"one": one.expected} | {
+        name: {
+            **world.expected,
+            "resumes": [world.tally.equal, world.tally.resumes],
+            "complaints": world.tally.complaints,
+            "farthest": _farthest(weights, load_file(world.reference / "out" / WEIGHTS_FILE)),
+        }
+        for name, world in worlds.items()
+    }
+
+
+def _farthest(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The largest difference of an element of `found`."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
+
+
+PARTS = {
+    "parity": parity,
+    "deaths": deaths,
+    "stages": stages,
+    "adapters": adapters,
+    "watchdog": watchdog,
+}
+
+
 def main() -> int:
-    folder, part = Path(sys.argv[1]), sys.argv[2]
+    folder, told = Path(sys.argv[1]), {}
     resume.import_everything()
     base = folder / "base"
     base.mkdir()
     resume.make_base(base)
-    told = {"parity": parity, "deaths": deaths, "stages": stages, "watchdog": watchdog}[part](folder, base)
+    for name in sys.argv[2:]:
+        (folder / name).mkdir()
+        told[name] = PARTS[name](folder / name, base)
     (folder / "told.json").write_text(json.dumps(told))
     return 0
 
