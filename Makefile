@@ -26,12 +26,13 @@ export IDLM_TRANSFORMERS4 ?= $(abspath $(VENV))/transformers4
 # transformers and DeepSpeed again, which takes three times as long as an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A file stays on one worker, so its models are made once; long files come before the many short ones. Of all tests,
-# those that compare what models decide run on a second instruction set too: rounding must not decide them.
+# A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
+# compare what models decide run on a second instruction set, their sweeps on that one alone: rounding must not decide.
 PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
 FIRST := not sweep and not gpu and not multigpu
-SWEEPS := sweep and not gpu and not multigpu
-DECIDES = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
+SWEEPS := sweep and not decides and not gpu and not multigpu
+DECIDES := decides and not gpu and not multigpu
+DECIDING = $(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
 
 # tests/gpu has a folder for each part, of at most eight minutes on an H200. Tests that count the bytes of the GPU run
 # first and alone (5: a part has none).
@@ -58,7 +59,7 @@ run-tests:
 
 test-all: test $(VENV)/.sweep-$(KEY)
 	$(PYTEST) -m "$(SWEEPS)"
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "decides and not gpu and not multigpu" $(DECIDES)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "$(DECIDES)" $(DECIDING)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:
