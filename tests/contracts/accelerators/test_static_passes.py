@@ -57,7 +57,6 @@ TOY_STACKS: list[dict[str, Any]] = [
     {"quest": THIN["quest"], **HALF},
 ]
 WAYS: list[dict[str, Any]] = [
-    {"graphs": "on"},
     {"graphs": "on", "num_inflight_steps": 4, "max_num_seqs": 5, "max_num_batched_tokens": 16},
     {"graphs": "on", "num_pages": 30, "max_num_seqs": 4, "num_inflight_steps": 3},
     {"num_pages": 30, "max_num_seqs": 4, "num_inflight_steps": 3},

@@ -16,7 +16,7 @@ from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.page_pool import PagePool, PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
 
-NUM_WORLDS, NUM_MORE_WORLDS = 60, 2_000
+NUM_WORLDS, NUM_MORE_WORLDS = 60, 500
 PAGE = 4
 
 
