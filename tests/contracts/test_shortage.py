@@ -5,6 +5,8 @@ goes on and no page is lost.
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,29 +94,28 @@ def _check_survivors(found: dict[str, Completion], expected: dict[str, Completio
     return failed
 
 
-def _shortages_at_every_allocation(
-    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any], numbers: range
+def _shortages(
+    checkpoint: Path,
+    decoder: str,
+    options: dict[str, Any],
+    way: dict[str, Any],
+    places: Iterable[tuple[int, int]],
 ) -> None:
+    """`places`: the number of the allocation that fails first, and how many fail in a row."""
     engine = _engine(checkpoint, decoder, **options, **way)
     _add(engine)
     expected = _drain(engine)
-    for number in numbers:
-        for num_failing in (1, 2):
-            _add(engine)
-            found = _drain(engine, Shortage("cpu", set(range(number, number + num_failing))))
-            failed = _check_survivors(found, expected)
-            assert len(failed) == num_failing - 1, f"{number=}"
-            assert_idle(engine)
-            engine.pool.reset()
+    for number, num_failing in places:
+        _add(engine)
+        found = _drain(engine, Shortage("cpu", set(range(number, number + num_failing))))
+        failed = _check_survivors(found, expected)
+        assert len(failed) == num_failing - 1, f"{number=}"
+        assert_idle(engine)
+        engine.pool.reset()
 
 
-@pytest.mark.sweep_but("ar-static")
-@pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
-@pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=["ar", "isd"])
-def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(
-    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
-) -> None:
-    _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101, 24))
+def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(checkpoint: Path) -> None:
+    _shortages(checkpoint, *DECODERS[0], WAYS[1], itertools.product(range(1, 101, 24), (1, 2)))
 
 
 @pytest.mark.sweep
@@ -123,8 +124,8 @@ def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(
 def test_a_shortage_at_each_of_a_hundred_allocations(
     checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
 ) -> None:
-    """pytest -m sweep tests/contracts/test_shortage.py"""
-    _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101))
+    """Every second one fails twice in a row: pytest -m sweep tests/contracts/test_shortage.py"""
+    _shortages(checkpoint, decoder, options, way, ((number, 1 + number % 2) for number in range(1, 101)))
 
 
 def _fail_passes(monkeypatch: pytest.MonkeyPatch, engine: Engine, fails: Any) -> list[int]:
