@@ -75,20 +75,11 @@ class EngineLM(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of the engine's `max_length`."""
         longest = self._requests.engine.table.max_length - 2
-        windows = [
-            list(
-                map(
-                    make_disjoint_window,
-                    get_rolling_token_windows(
-                        token_list=self.tok_encode(request.args[0], add_special_tokens=False),
-                        prefix_token=self.prefix_token_id,
-                        max_seq_len=longest,
-                        context_len=1,
-                    ),
-                )
-            )
-            for request in requests
-        ]
+        cut = functools.partial(
+            get_rolling_token_windows, prefix_token=self.prefix_token_id, max_seq_len=longest, context_len=1
+        )
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        windows = [[*map(make_disjoint_window, cut(token_list=ids))] for ids in texts]
         scores = iter(self._requests.loglikelihood([pair for each in windows for pair in each]))
         return [sum(next(scores)[0] for _ in each) for each in windows]
 

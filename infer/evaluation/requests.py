@@ -20,6 +20,8 @@ from idlm.text.tokenizer import encode_bare, encode_text, render
 
 DEFAULT_MAX_TOKENS = 256
 """Of an answer, where neither the task nor the caller says it (lm-eval's default)."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names by which tasks say it."""
 SCORE = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
 
 
@@ -43,8 +45,10 @@ class EngineRequests:
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, with the tokenizer's special tokens unless the chat template wrote them."""
-        wanted = not self.is_chat if add_special_tokens is None else add_special_tokens
-        tokenizer = self.engine.tokenizer
+        tokenizer, bos = self.engine.tokenizer, self.engine.tokenizer.bos_token
+        # A text that spells its beginning gets no second one.
+        wanted = not (self.is_chat or (bos and text.startswith(bos)))
+        wanted = wanted if add_special_tokens is None else add_special_tokens
         return encode_bare(tokenizer, [text])[0] if wanted else encode_text(tokenizer, text)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, open_turn: bool) -> str:
@@ -53,13 +57,18 @@ class EngineRequests:
         return render(self.engine.tokenizer, plain, open_turn=open_turn, enable_thinking=None)
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Answer each (context, settings of the task), of which `until` and `max_gen_toks` count; the
-        thinking is removed (arXiv 2604.11035, H.4). An answer that fails is empty.
+        """Answer each (context, settings of the task), of which `until` and the length count; the thinking is
+        removed (arXiv 2604.11035, H.4). An answer that fails is empty. A context that leaves no room for an
+        answer of this length loses its beginning, with a warning.
         """
-        lines = [
-            self._line(number, self.encode(context), self._settings(number, given))
-            for number, (context, given) in enumerate(requests)
-        ]
+        params = [self._settings(number, given) for number, (_, given) in enumerate(requests)]
+        rooms = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
+        contexts = [self.encode(context) for context, _ in requests]
+        # An answer that may be as long as everything has the room that its context leaves.
+        contexts = self._cut(
+            contexts, [room if room > 0 else len(ids) for room, ids in zip(rooms, contexts, strict=True)]
+        )
+        lines = [self._line(number, *each) for number, each in enumerate(zip(contexts, params, strict=True))]
         done = list(self._run(lines))
         self.completions += done
         return ["" if each.error else strip_thinking(each.text) for each in done]
@@ -69,25 +78,30 @@ class EngineRequests:
         distribution, and whether greedy decoding writes it. A context that is too long loses its beginning,
         with a warning.
         """
+        texts = [((*context, *continuation), len(continuation)) for context, continuation in pairs]
+        # Equal texts are scored once: rounding, which differs from pass to pass, must not order them.
+        wanted = dict.fromkeys(texts)
         longest = self.engine.table.max_length - 1
-        tokens = [[*context, *continuation] for context, continuation in pairs]
-        num_cut = sum(len(ids) > longest for ids in tokens)
-        if num_cut:
-            told = (
-                f"{num_cut} of {len(tokens)} contexts lose their beginning: with the text that is scored they"
-            )
-            warnings.warn(f"{told} have more than {longest} tokens (max_length={longest + 1})", stacklevel=2)
-        tokens = [ids[-longest:] for ids in tokens]
+        tokens = self._cut([list(ids) for ids, _ in wanted], [longest] * len(wanted))
         lines = [self._line(number, ids, SCORE) for number, ids in enumerate(tokens)]
-        return [
-            _likelihood(done, len(continuation))
-            for done, (_, continuation) in zip(self._run(lines), pairs, strict=True)
-        ]
+        scores = {
+            text: _likelihood(done, text[1]) for text, done in zip(wanted, self._run(lines), strict=True)
+        }
+        return [scores[text] for text in texts]
+
+    def _cut(self, texts: list[list[int]], longest: list[int]) -> list[list[int]]:
+        """The texts without the beginning that has no room, of which a warning tells."""
+        num_cut = sum(len(ids) > num for ids, num in zip(texts, longest, strict=True))
+        if num_cut:
+            told = f"{num_cut} of {len(texts)} contexts lose their beginning: max_length="
+            warnings.warn(f"{told}{self.engine.table.max_length} has no room for them", stacklevel=3)
+        return [ids[max(0, len(ids) - num) :] for ids, num in zip(texts, longest, strict=True)]
 
     def _settings(self, number: int, given: Mapping[str, Any]) -> SamplingParams:
         until, params = given.get("until") or (), self._params
         stop = (*params.stop, *((until,) if isinstance(until, str) else until))
-        length = params.max_tokens or given.get("max_gen_toks") or DEFAULT_MAX_TOKENS
+        lengths = (params.max_tokens, *map(given.get, LENGTHS), DEFAULT_MAX_TOKENS)
+        length = next(filter(None, lengths))
         seed = None if params.seed is None else (params.seed + number) % 2**63
         stop = tuple(dict.fromkeys(filter(None, stop)))
         return dataclasses.replace(params, n=1, stop=stop, max_tokens=length, seed=seed)

@@ -96,10 +96,40 @@ def test_a_context_that_is_too_long_loses_its_beginning() -> None:
     assert len(context) > longest
     end = context[-2:]
     kept = context[: len(context) - 2][-(longest - 2) :]
-    with pytest.warns(UserWarning, match="1 of 2 contexts lose their beginning: .* more than 159 tokens"):
+    with pytest.warns(UserWarning, match="1 of 2 contexts lose their beginning: max_length=160"):
         cut, whole = asked.loglikelihood([(context[:-2], end), (kept, end)])
     assert cut == whole
     assert asked.loglikelihood([(kept, [])]) == [(0.0, True)]
+
+
+def test_the_context_of_an_answer_keeps_the_room_for_it() -> None:
+    text = " ".join(PROMPTS * 9)
+    asked, ids = _requests(ignore_eos=True), reference().tokenizer(text)["input_ids"]
+    with pytest.warns(UserWarning, match="1 of 2 contexts lose their beginning: max_length=160"):
+        answers = asked.generate_until([(text, {"max_new_tokens": 8}), (PROMPTS[0], {"max_tokens": 300})])
+    assert [(done.num_prompt_tokens, len(done.token_ids)) for done in asked.completions] == [
+        (152, 8),
+        (num := len(asked.encode(PROMPTS[0])), 160 - num),
+    ]
+    [kept] = reference().generate([ids[-152:]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert answers[0] == kept.text
+
+
+def test_equal_texts_have_equal_likelihoods_and_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, lines = _requests(), list[Any]()
+    monkeypatch.setattr(asked, "_run", lambda each: lines.extend(each) or EngineRequests._run(asked, each))
+    texts = [asked.encode(text) for text in PROMPTS[:2]]
+    pairs = [(ids[:-size], ids[-size:]) for size in (1, 2) for ids in (texts[0], texts[1], texts[0])]
+    scores = asked.loglikelihood(pairs)
+    assert len(lines) == 4
+    assert scores[0] == scores[2] != scores[1] and scores[3] == scores[5] < scores[0]
+
+
+def test_a_text_that_spells_its_beginning_gets_no_second_one() -> None:
+    asked, bos = _requests(), reference().tokenizer.bos_token
+    assert asked.encode(bos + PROMPTS[0]) == asked.encode(PROMPTS[0])
+    assert asked.encode(PROMPTS[0])[0] == reference().tokenizer.bos_token_id
+    assert asked.encode(PROMPTS[0] + bos).count(reference().tokenizer.bos_token_id) == 2
 
 
 def _sample(doc_id: int, score: Any, kept: str = "none") -> dict[str, Any]:
