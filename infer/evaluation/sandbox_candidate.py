@@ -2,16 +2,18 @@
 form in which arguments and results travel.
 
 It is given to Python as text (`python -c`), so it imports nothing of ours. Lines of JSON on standard input
-and output; the candidate's own output goes nowhere.
+and output; the candidate's own output goes nowhere. Iterators stay where they are: the other side asks for
+each item when it needs it, during a call or after it.
 """
 
 from __future__ import annotations
 
+import builtins
 import collections
 import collections.abc
-import importlib
 import importlib.abc
 import importlib.machinery
+import io
 import json
 import os
 import sys
@@ -26,14 +28,21 @@ MUTABLE: dict[str, type] = {
     "set": set,
     "deque": collections.deque,
     "bytearray": bytearray,
+    "StringIO": io.StringIO,
+    "BytesIO": io.BytesIO,
 }
-FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset, "iterator": iter}
+FILES: dict[str, type] = {"StringIO": io.TextIOBase, "BytesIO": io.BufferedIOBase}
+CONTAINERS = MUTABLE | FILES
+"""What is of each kind: the candidate sees any file as one in memory."""
+FROZEN: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset}
 VIEWS: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
     "keys": (collections.abc.KeysView, lambda items: dict.fromkeys(items).keys()),
     "values": (collections.abc.ValuesView, lambda items: dict(enumerate(items)).values()),
     "items": (collections.abc.ItemsView, lambda items: dict(items).items()),
 }
 FORMS: dict[str, Callable[[Any], list[Any]]] = {
+    "builtins.complex": lambda value: [value.real, value.imag],
+    "builtins.range": lambda value: [value.start, value.stop, value.step],
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
     "datetime.datetime": lambda value: [value.isoformat()],
@@ -42,7 +51,10 @@ FORMS: dict[str, Callable[[Any], list[Any]]] = {
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     "array.array": lambda value: [value.typecode, value.tolist()],
 }
-"""What other classes of the standard library are made of again: by their constructors, or `fromisoformat`."""
+"""What other classes are made of again: by their constructors, or `fromisoformat`."""
+
+Message = dict[str, Any]
+Ask = Callable[[Message], Any]
 
 
 class Handle:
@@ -52,40 +64,161 @@ class Handle:
         self.number = number
 
 
+class Lost(BaseException):
+    """There is no answer of the candidate; not an Exception, which a test might catch."""
+
+
+class Peer:
+    """One side of the pipe: it asks the other side, and answers what that asks meanwhile. `iterators`: those
+    of this side that the other one holds, each with the wire of its call.
+    """
+
+    def __init__(self, send: Ask, receive: Callable[[], Message], serve: Ask | None = None) -> None:
+        self.send, self._receive, self._serve = send, receive, serve
+        self.iterators: list[tuple[Iterator[Any], Wire]] = []
+        self._known: dict[int, int] = {}
+        self._proxies: dict[int, Iterator[Any]] = {}
+        self._numbers: dict[int, int] = {}
+
+    def ask(self, message: Message) -> Message:
+        """The reply to a message. RuntimeError if the other side asks for what it was not given."""
+        self.send(message)
+        while True:
+            reply = self._receive()
+            if "next" in reply:
+                self.send(self.next_item(reply["next"]))
+            elif self._serve is not None and ("call" in reply or "code" in reply):
+                self.send(self._serve(reply))
+            else:
+                return reply
+
+    def next_item(self, number: Any) -> Message:
+        """The reply with the next item of an iterator."""
+        if not isinstance(number, int) or not 0 <= number < len(self.iterators):
+            raise RuntimeError("the program asked for something else than an item")
+        iterator, wire = self.iterators[number]
+        try:
+            return wire.reply(next(iterator))
+        except StopIteration:
+            return {"end": True} | wire.reply(None)
+        except Exception as error:
+            return wire.raised(error)
+
+    def pack(self, iterator: Iterator[Any], wire: Wire) -> dict[str, int]:
+        """An iterator by its number."""
+        if id(iterator) in self._numbers:
+            return {"own": self._numbers[id(iterator)]}
+        number = self._known.setdefault(id(iterator), len(self.iterators))
+        if number == len(self.iterators):
+            self.iterators.append((iterator, wire))
+        return {"iterator": number}
+
+    def unpack(self, number: int, wire: Wire) -> Iterator[Any]:
+        """What stands for an iterator of the other side."""
+        made = self._proxies.setdefault(number, self._items(number, wire))
+        self._numbers[id(made)] = number
+        return made
+
+    def _items(self, number: int, wire: Wire) -> Iterator[Any]:
+        while "end" not in (reply := self.ask({"next": number})):
+            yield wire.result(reply)
+        wire.take_changes(reply)
+
+
 class Wire:
     """Values of one call as JSON. Containers that the checker gives are numbered, and both sides know them by
     their number: so the candidate can change and return them. Without `objects` it is the checker's side,
     else the candidate's, where objects that are not plain data stay, and the checker holds their numbers.
     """
 
-    def __init__(self, objects: list[Any] | None = None) -> None:
+    def __init__(self, peer: Peer, objects: list[Any] | None = None) -> None:
         self.shared: list[Any] = []
+        self._before: list[Any] = []
+        """What the other side knows of them: contents on the candidate's side, None on the checker's."""
         self._numbers: dict[int, int] = {}
-        self._objects = objects
+        self._peer, self._objects = peer, objects
 
-    def give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Message:
         """The arguments of a call. TypeError for an object that is not plain data."""
-        packed = {"args": [self.pack(item) for item in args]}
         named = {name: self.pack(item) for name, item in kwargs.items()}
-        # The contents of one may add more.
-        contents: list[Any] = []
-        while len(contents) < len(self.shared):
-            contents.append(self.contents(self.shared[len(contents)]))
-        return {**packed, "kwargs": named, "shared": contents}
+        return {"args": [self.pack(item) for item in args], "kwargs": named, "shared": self._new()}
 
-    def take(self, message: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def take(self, message: Message) -> tuple[list[Any], dict[str, Any]]:
         """The arguments that `give` packed."""
-        for form in message["shared"]:
-            [kind] = form
-            self._share(MUTABLE[kind]())
-        for number, form in enumerate(message["shared"]):
-            self.refill(number, form)
+        self._take_new(message)
         named = {name: self.unpack(item) for name, item in message["kwargs"].items()}
         return [self.unpack(item) for item in message["args"]], named
+
+    def reply(self, value: Any) -> Message:
+        """A result, and what became of the containers."""
+        packed = self.pack(value)
+        return {"value": packed, "shared": self._new(), "changed": self.changes()}
+
+    def raised(self, error: BaseException) -> Message:
+        """An exception: its text, and built-in classes and arguments, so that it can be raised again."""
+        kinds = [each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins"]
+        try:
+            args = [self.pack(item) for item in error.args]
+        except Exception:
+            args = []
+        told = {"error": f"{type(error).__name__}: {error}"[:2000], "kinds": kinds, "args": args}
+        return self.reply(None) | told
+
+    def result(self, reply: Message) -> Any:
+        """The value of a reply. Raises the exception that it holds as the nearest built-in class, with its
+        own words as a note; Lost for an exit.
+        """
+        self.take_changes(reply)
+        if "error" not in reply:
+            return self.unpack(reply.get("value"))
+        found = [getattr(builtins, str(name), None) for name in reply["kinds"]]
+        kinds = [each for each in found if isinstance(each, type) and issubclass(each, Exception)]
+        told = str(reply["error"])[:2000]
+        if not kinds:
+            raise Lost(told)
+        try:
+            error = kinds[0](*map(self.unpack, reply["args"]))
+        except (TypeError, RuntimeError):
+            error = kinds[-1](told)
+        error.add_note(told)
+        raise error
+
+    def take_changes(self, reply: Message) -> None:
+        """Do to the containers what the other side did."""
+        self._take_new(reply)
+        for number, contents in reply.get("changed", ()):
+            self.refill(number, contents)
+
+    def changes(self) -> list[Any]:
+        """On the candidate's side, the containers that have changed: numbers and contents."""
+        if self._objects is None:
+            return []
+        before, self._before = self._before, [self.contents(each) for each in self.shared]
+        return [[number, now] for number, now in enumerate(self._before) if now != before[number]]
+
+    def _new(self) -> list[Any]:
+        """The contents of containers that the other side does not know; those of one may add more."""
+        start, contents = len(self._before), list[Any]()
+        while self._objects is None and start + len(contents) < len(self.shared):
+            contents.append(self.contents(self.shared[start + len(contents)]))
+        self._before += [None] * len(contents)
+        return contents
+
+    def _take_new(self, message: Message) -> None:
+        start = len(self.shared)
+        forms = message["shared"] if self._objects is not None else []
+        for [kind] in forms:
+            self._share(MUTABLE[kind]())
+        for number, form in enumerate(forms, start):
+            self.refill(number, form)
+        self._before += [self.contents(each) for each in self.shared[start:]] if forms else []
 
     def refill(self, number: int, form: Any) -> None:
         """Give the container of a number these contents."""
         target, items = self.shared[number], self.unpack(form)
+        if isinstance(items, io.StringIO | io.BytesIO) and isinstance(target, io.IOBase):
+            _refill_file(target, items)
+            return
         if not isinstance(target, type(items)):
             raise RuntimeError("the program sent contents of another container")
         if isinstance(target, list | bytearray):
@@ -104,31 +237,24 @@ class Wire:
     def pack(self, value: Any) -> Any:
         """Plain data as JSON; on the checker's side TypeError for other objects."""
         if value is None or isinstance(value, bool | str):
-            return bool(value) if isinstance(value, bool) else value if value is None else str(value)
+            return str(value) if isinstance(value, str) else value
         if isinstance(value, int):
             return {"int": hex(value)}
         if isinstance(value, float):
             return {"float": float(value).hex()}
-        if isinstance(value, complex):
-            return {"complex": [value.real.hex(), value.imag.hex()]}
         if isinstance(value, bytes | memoryview):
             return {"bytes": bytes(value).hex()}
-        if isinstance(value, range):
-            return {"range": [hex(value.start), hex(value.stop), hex(value.step)]}
-        if isinstance(value, tuple(MUTABLE.values())):
-            is_known = id(value) in self._numbers
-            return self._share(value) if is_known or self._objects is None else self.contents(value)
+        if isinstance(value, tuple(CONTAINERS.values())):
+            is_shared = id(value) in self._numbers or self._objects is None
+            return (self._share if is_shared else self.contents)(value)
         return self._pack_frozen(value)
 
     def _pack_frozen(self, value: Any) -> Any:
-        for kind in ("tuple", "frozenset"):
-            if isinstance(value, FROZEN[kind]):
-                return {kind: [self.pack(item) for item in value]}
-        for kind, (view, _) in VIEWS.items():
-            if isinstance(value, view):
+        for kind, each in (FROZEN | {kind: view for kind, (view, _) in VIEWS.items()}).items():
+            if isinstance(value, each):
                 return {kind: [self.pack(item) for item in value]}
         if isinstance(value, Iterator):
-            return {"iterator": [self.pack(item) for item in value]}
+            return self._peer.pack(value, self)
         for base in type(value).__mro__:
             kind = f"{base.__module__}.{base.__qualname__}"
             if kind in FORMS:
@@ -140,9 +266,11 @@ class Wire:
         self._objects.append(value)
         return {"object": len(self._objects) - 1}
 
-    def contents(self, value: Any) -> dict[str, Any]:
+    def contents(self, value: Any) -> Message:
         """A container with its items."""
-        kind = next(kind for kind, each in MUTABLE.items() if isinstance(value, each))
+        kind = next(kind for kind, each in CONTAINERS.items() if isinstance(value, each))
+        if isinstance(value, io.IOBase):
+            return {kind: [self.pack(item) for item in _file_state(value)]}
         if isinstance(value, dict):
             return {kind: [[self.pack(key), self.pack(item)] for key, item in value.items()]}
         return {kind: value.hex() if kind == "bytearray" else [self.pack(item) for item in value]}
@@ -163,18 +291,20 @@ class Wire:
                 return int(held, 16)
             case "float":
                 return float.fromhex(held)
-            case "complex":
-                return complex(*map(float.fromhex, held))
             case "bytes" | "bytearray":
                 return MUTABLE.get(kind, bytes)(bytes.fromhex(held))
-            case "range":
-                return range(*(int(item, 16) for item in held))
             case "dict" | "Counter":
                 return MUTABLE[kind]({self.unpack(key): self.unpack(item) for key, item in held})
             case "object":
                 return Handle(held) if self._objects is None else self._objects[held]
             case "shared":
                 return self.shared[held]
+            case "iterator":
+                return self._peer.unpack(held, self)
+            case "own":
+                return self._peer.iterators[held][0]
+            case "StringIO" | "BytesIO":
+                return _file(MUTABLE[kind](), *map(self.unpack, held))
         items = [self.unpack(item) for item in held]
         if kind in VIEWS:
             return VIEWS[kind][1](items)
@@ -205,6 +335,33 @@ def run_text(name: str, text: str, given: dict[str, Any]) -> types.ModuleType:
     return module
 
 
+def _file_state(file: Any) -> tuple[Any, ...]:
+    """All of a file, and the place in it; nothing of a closed one."""
+    if file.closed:
+        return ()
+    place = file.tell()
+    contents = (file.seek(0), file.read())[1]
+    return contents, file.seek(place)
+
+
+def _file(file: Any, *state: Any) -> Any:
+    if not state:
+        file.close()
+    for step, each in zip((file.write, file.seek), state, strict=False):
+        step(each)
+    return file
+
+
+def _refill_file(target: Any, file: Any) -> None:
+    if file.closed:
+        target.close()
+    elif not target.closed:
+        if _file_state(target)[0] != file.getvalue():
+            target.truncate(target.seek(0))
+            target.write(file.getvalue())
+        target.seek(file.tell())
+
+
 def serve() -> None:
     """Run the text of the first line, then the calls of the others."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -212,37 +369,31 @@ def serve() -> None:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     module, objects = types.ModuleType("candidate"), list[Any]()
-    for line in asked:
-        message, wire = json.loads(line), Wire(objects)
-        before: list[Any] = []
-        try:
-            if "code" in message:
-                module, value = run_text("candidate", message["code"], {}), None
-            else:
-                args, kwargs = wire.take(message)
-                before = [wire.contents(each) for each in wire.shared]
-                value = getattr(module, message["call"])(*args, **kwargs)
-            reply = {"value": wire.pack(value), "changed": _changed(wire, before)}
-        except BaseException as error:
-            reply = _raised(wire, error) | {"changed": _changed(wire, before)}
-        answers.write(json.dumps(reply).encode() + b"\n")
+
+    def send(message: Message) -> None:
+        answers.write(json.dumps(message).encode() + b"\n")
         answers.flush()
 
+    def receive() -> Message:
+        message: Message = json.loads(asked.readline() or os._exit(0))
+        return message
 
-def _changed(wire: Wire, before: list[Any]) -> list[Any]:
-    """The containers that a call changed: numbers and contents."""
-    after = ((number, wire.contents(wire.shared[number])) for number in range(len(before)))
-    return [[number, now] for number, now in after if now != before[number]]
+    def answer(message: Message) -> Message:
+        nonlocal module
+        wire = Wire(peer, objects)
+        try:
+            if "code" in message:
+                module = run_text("candidate", message["code"], {})
+                return wire.reply(None)
+            args, kwargs = wire.take(message)
+            return wire.reply(getattr(module, message["call"])(*args, **kwargs))
+        except BaseException as error:
+            return wire.raised(error)
 
-
-def _raised(wire: Wire, error: BaseException) -> dict[str, Any]:
-    """An exception by its text, and by its built-in classes and arguments, so that it can be raised again."""
-    kinds = [each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins"]
-    try:
-        args = [wire.pack(item) for item in error.args]
-    except Exception:
-        args = []
-    return {"error": f"{type(error).__name__}: {error}"[:2000], "kinds": kinds, "args": args}
+    peer = Peer(send, receive, serve=answer)
+    while True:
+        message = receive()
+        send(peer.next_item(message["next"]) if "next" in message else answer(message))
 
 
 if __name__ == "__main__":

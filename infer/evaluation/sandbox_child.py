@@ -9,7 +9,6 @@ plain data (`sandbox_candidate.py`), so no object of the candidate takes part in
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import signal
@@ -28,10 +27,6 @@ class Timeout(BaseException):
     """The time is over; not an Exception, which a test might catch."""
 
 
-class Lost(BaseException):
-    """There is no answer of the candidate; not an Exception, for the same reason."""
-
-
 class Candidate:
     """The process of the candidate's text."""
 
@@ -45,51 +40,35 @@ class Candidate:
             env={},
             start_new_session=True,
         )
-        reply = self._ask({"code": code})
+        self._peer = wire_format.Peer(self._send, self._receive)
+        reply = self._peer.ask({"code": code})
         if "error" in reply:
-            raise Lost(str(reply["error"])[:MAX_REASON])
+            raise wire_format.Lost(str(reply["error"])[:MAX_REASON])
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the candidate, which may change its arguments; the result is plain data. Raises
         what it raises, as the nearest built-in class.
         """
-        wire = wire_format.Wire()
-        reply = self._ask({"call": name, **wire.give(args, kwargs)})
-        for number, contents in reply.get("changed", ()):
-            wire.refill(number, contents)
-        if "error" in reply:
-            raise _exception(wire, reply)
-        return wire.unpack(reply.get("value"))
+        wire = wire_format.Wire(self._peer)
+        return wire.result(self._peer.ask({"call": name, **wire.give(args, kwargs)}))
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise Lost("the program ended") from None
+            raise wire_format.Lost("the program ended") from None
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline(MAX_REPLY)
         if not line.endswith(b"\n"):
-            raise Lost(f"the program ended, or its answer has more than {MAX_REPLY} bytes")
+            raise wire_format.Lost(f"the program ended, or its answer has more than {MAX_REPLY} bytes")
         reply = json.loads(line)
         if not isinstance(reply, dict):
-            raise Lost("the program sent something else than an answer")
+            raise wire_format.Lost("the program sent something else than an answer")
         return reply
-
-
-def _exception(wire: Any, reply: dict[str, Any]) -> BaseException:
-    """What the candidate raised, with its own words as a note; Lost if it left by an exit."""
-    found = [getattr(builtins, str(name), None) for name in reply["kinds"]]
-    kinds = [each for each in found if isinstance(each, type) and issubclass(each, Exception)]
-    told = str(reply["error"])[:MAX_REASON]
-    if not kinds:
-        return Lost(told)
-    try:
-        error = kinds[0](*map(wire.unpack, reply["args"]))
-    except (TypeError, RuntimeError):
-        error = kinds[-1](told)
-    error.add_note(told)
-    return error
 
 
 def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
@@ -110,7 +89,7 @@ def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Timeout:
         return {"passed": False, "reason": f"no result after {request['seconds']:g} s"}
-    except Lost as error:
+    except wire_format.Lost as error:
         return {"passed": False, "reason": str(error)}
     except BaseException as error:
         told = getattr(error, "__notes__", None) or [f"{type(error).__name__}: {error}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.infer.evaluation.sandbox import Outcome
+from idlm.infer.evaluation.sandbox import Limits, Outcome
 from tests.integration.sandbox.test_sandbox import judged, needs_sandbox
 
 VALUES = """
@@ -123,3 +123,52 @@ def test_exceptions_that_a_test_expects_are_raised_there() -> None:
     swallowed = "try: f()\nexcept Exception: pass\nassert True"
     assert "the program ended" in judged("import os\ndef f(): os._exit(0)", swallowed).reason
     assert judged("def f(): raise SystemExit(0)", swallowed).reason == "SystemExit: 0"
+
+
+ITERATORS = """
+list(f([iter([1, 4]), iter([2, 3])])) == [1, 4, 2, 3] | return [i for each in x for i in each]
+f(iter('abc')) == ['a', 'b', 'c'] | return list(x)
+f({'k': (n * n for n in range(3))}) == 5 | return sum(x['k'])
+f(itertools.count(3)) == [3, 4] | return [next(x), next(x)]
+f(zip('ab', [1, 2])) == {'a': 1, 'b': 2} | return dict(x)
+(lambda it: (f(it), next(it)))(iter([1, 2, 3])) == (1, 2) | return next(x)
+(lambda it: f(it) is it)(iter([1])) | return x
+(lambda it: next(f(it)))(iter([1, 2])) == 2 | next(x); return x
+[*itertools.islice(f(2), 3)] == [2, 4, 6] | return (x * n for n in itertools.count(1))
+list(f(map(f0, [[[1], [2]], [[3]]]))) == [[1, 2], [3]] | return x
+(lambda g: (next(g), next(g), [*g]))(f([1, 2, 3])) == (1, 2, [3]) | yield from x
+(lambda x: ([*f(x)], x))([2]) == ([2, 0], [2, 0]) | yield x[0]; x.append(0); yield x[1]
+[*f(iter([[1], [2]]))] == [[1, 1], [2, 2]] | return ([*each, *each] for each in x)
+(lambda x: (f(iter(x)), x))([[1], [2]]) == (None, [[1, 0], [2, 0]]) | [each.append(0) for each in x]
+f(io.StringIO('a\\nb\\n')) == ['a', 'b'] | return [line.strip() for line in x]
+(lambda x: (f(x), x.read()))(io.StringIO('a\\nb\\n')) == ('a\\n', 'b\\n') | return x.readline()
+(lambda x: (f(x), x.getvalue()))(io.StringIO()) == (2, 'hi') | return x.write('hi')
+(lambda x: (f(x), x.read()))(io.BytesIO(b'abcd')) == (b'ab', b'cd') | return x.read(2)
+(lambda x: (f(x), x.closed))(io.StringIO('a')) == ('a', True) | with x: return x.read()
+(lambda x: ([f(x), f(x)], x))([1]) == ([1, 2], [1, 1, 1]) | x.append(1); return len(x) - 1
+"""
+
+
+@needs_sandbox
+def test_iterators_and_files_are_read_where_they_are() -> None:
+    code, test, names = "import io, itertools\n", "import io, itertools\n", list[str]()
+    for number, (asked, body) in enumerate(line.split(" | ") for line in _lines(ITERATORS)):
+        names.append(f"f{number}")
+        code += f"def f{number}(x):\n    {body}\n"
+        test += f"f = f{number}\nassert {asked}, {number}\n"
+    assert judged(code, test, tuple(names)) == Outcome(passed=True, reason="")
+
+
+@needs_sandbox
+def test_iterators_raise_in_the_one_who_reads_them() -> None:
+    code = "def f(x):\n    try: return list(x)\n    except KeyError as e: return e.args[0]\n"
+    code += "def g(): yield 1; raise ValueError('late')\n"
+    test = "def given(): yield 1; raise KeyError('key')\nassert f(given()) == 'key'\nread = g()\n"
+    test += "assert next(read) == 1\ntry: next(read)\nexcept ValueError as e: assert e.args == ('late',)\n"
+    test += "else: assert False\nassert next(read, None) is None"
+    assert judged(code, test, ("f", "g")) == Outcome(passed=True, reason="")
+    endless = "def f(x): return sum(x)"
+    assert (
+        "no result after"
+        in judged(endless, "import itertools; f(itertools.count())", limits=Limits(seconds=1)).reason
+    )
