@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
-from idlm.infer.cli.config import EngineArguments, GenerateConfig
+from idlm.infer.cli.config import EngineArguments, GenerateConfig, check_printed
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
 from idlm.infer.cli.progress import Tally, engine_name, print_stream
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
@@ -77,7 +77,10 @@ def _reader(config: GenerateConfig) -> Reader:
         source = partial(text_prompts, [text], config.sampling, place="stdin")
 
     def read() -> Iterator[PromptLine]:
-        return with_system(source(), config.system)
+        for line in with_system(source(), config.system):
+            if config.output is None:
+                check_printed(line.params, place=f"{line.place}: ")
+            yield line
 
     check_prompts(read(), source=config.input)
     return read

@@ -184,6 +184,17 @@ def check_paths(config: EngineSettings) -> None:
         raise UserError("IDLM-0438", "no model given", fix=f"give model=PATH, a checkpoint directory{other}")
 
 
+def check_printed(params: SamplingParams, *, place: str = "") -> None:
+    """Raise UserError IDLM-0489 for what text that is printed does not show."""
+    scored = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
+    if scored:
+        raise UserError(
+            "IDLM-0489",
+            f"{place}sampling.{scored[0]}={getattr(params, scored[0])}, and text that is printed has none",
+            fix=f"give output=FILE, whose records have {scored[0]}, or leave it out",
+        )
+
+
 def check_text(place: str, text: str) -> None:
     """Raise UserError IDLM-0436 for an empty prompt, and for unpaired surrogates, which neither a tokenizer
     nor a file accepts.

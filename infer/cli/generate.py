@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig, check_text, read_arguments, require_tokenizer
+from idlm.infer.cli.config import GenerateConfig, check_printed, check_text, read_arguments, require_tokenizer
 from idlm.infer.cli.progress import print_stream
 
 
@@ -35,13 +35,8 @@ def generate(arguments: list[str]) -> int:
         described = describe_memory if config.describe == "memory" else describe_model
         print(described(config, engine_arguments))
         return 0
-    scored = [name for name in ("logprobs", "prompt_logprobs") if getattr(config.sampling, name) is not None]
-    if scored and config.output is None:
-        raise UserError(
-            "IDLM-0489",
-            f"sampling.{scored[0]}={getattr(config.sampling, scored[0])}, and text that is printed has none",
-            fix=f"give output=FILE, whose records have {scored[0]}, or leave it out",
-        )
+    if config.output is None:
+        check_printed(config.sampling)
     if not _is_one_prompt(config):
         from idlm.infer.cli.batch import answer_batch
 

@@ -135,7 +135,8 @@ class KVWritePolicy:
                 "IDLM-0449",
                 f"logprobs={params.logprobs}: this decoder cannot report log-probabilities, because a token "
                 "is emitted some passes after it was drawn, when its distribution is gone",
-                fix="leave logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
+                fix="leave logprobs out, or use decoder=ar or isd (token-causal checkpoints) or block (block-"
+                "causal ones without edits)",
             )
         if params.logprobs is not None and params.logprobs > (self.max_logprobs or 0):
             raise UserError(

@@ -151,6 +151,16 @@ def test_printed_text_has_no_logprobs(name: str) -> None:
     assert error.code == "IDLM-0489" and f"sampling.{name}=2" in error.message and "output=" in error.fix
 
 
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_a_line_whose_logprobs_would_not_be_printed_is_refused(
+    name: str, others: int, tmp_path: Path
+) -> None:
+    lines = [{"prompt": "a"}] * others + [{"prompt": "b", "sampling": {name: 0}}]
+    error = _refusal([*BASE, f"input={write_lines(tmp_path / 'in.jsonl', lines)}"])
+    assert error.code == "IDLM-0489" and f":{others + 1}: sampling.{name}=0" in error.message
+
+
 def test_a_prompt_the_engine_refuses_is_named_before_any_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
