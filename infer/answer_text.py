@@ -1,7 +1,8 @@
 """The text of a growing answer, which ends before its first stop string.
 
 Stop strings may name tokens that the text does not show, such as `<|im_end|>`, alone or beside text. They do
-not act within the reasoning that begins an answer, but one with `</think>` may end the answer there.
+not act within the reasoning that begins an answer, nor in the line breaks behind it, so that a stop string of
+line breaks leaves the answer; but one with `</think>` may end the answer there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from idlm.contracts import SamplingParams
 from idlm.text.detokenizer import Detokenizer
 from idlm.text.templates import all_template_text
-from idlm.text.thoughts import CLOSE, OPEN, is_opened, num_open
+from idlm.text.thoughts import CLOSE, ThoughtReader, is_opened
 from idlm.text.tokenizer import hidden_token_ids
 
 FIRST_MARK, NUM_MARKS = 0xD800, 0x800
@@ -34,9 +35,11 @@ class AnswerText:
         stop: Sequence[str],
         *,
         hidden: Mapping[int, str] | None = None,
-        reasoning: LeadingReasoning | None = None,
+        reasoning: ThoughtReader | None = None,
     ) -> None:
         self._detokenizer, self.has_stops, self._reasoning = detokenizer, bool(stop), reasoning
+        # A stop string that has the tag may begin with it.
+        self._searched = {"answer", *(("close", "gap") if any(CLOSE in each for each in stop) else ())}
         named = [(idx, name) for idx, name in (hidden or {}).items() if any(name in each for each in stop)]
         marks = {name: chr(FIRST_MARK + place) for place, (_, name) in enumerate(named[:NUM_MARKS])}
         self._marks = {idx: marks[name] for idx, name in named[:NUM_MARKS]}
@@ -56,13 +59,12 @@ class AnswerText:
         if not params.stop:
             return cls(Detokenizer(tokenizer), ())
         ids, acts = sorted(hidden_token_ids(tokenizer)), params.stop_in_reasoning
-        ends = any(CLOSE in stop for stop in params.stop)
         acts = CLOSE not in all_template_text(tokenizer) if acts is None else acts
         return cls(
             Detokenizer(tokenizer),
             params.stop,
             hidden=dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)),
-            reasoning=None if acts else LeadingReasoning(is_open=is_opened(tokenizer, prompt_ids), ends=ends),
+            reasoning=None if acts else ThoughtReader(is_open=is_opened(tokenizer, prompt_ids)),
         )
 
     @property
@@ -87,12 +89,18 @@ class AnswerText:
     def _push(self, text: str, *, is_last: bool = False) -> str:
         if self.is_stopped:
             return ""
-        before = ""
-        if self._reasoning is not None:
-            before, text = self._reasoning.split(text, is_last=is_last)
+        before, text = self._split(text, is_last=is_last)
         released = before + (self._search(text, text, is_last=is_last) if self.has_stops else text)
         self._released.append(released)
         return released
+
+    def _split(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """The part of more text in which stop strings do not act, and the part in which they do."""
+        if self._reasoning is None:
+            return "", text
+        parts = self._reasoning.push(text, is_last=is_last)
+        searched = "".join(part.text for part in parts if part.kind in self._searched)
+        return "".join(part.text for part in parts if part.kind not in self._searched), searched
 
     def _mark(self, mark: str) -> str:
         """Append a token that stop strings name."""
@@ -101,7 +109,7 @@ class AnswerText:
         released = ""
         if self._reasoning is not None:
             # No reasoning begins behind such a token.
-            before, text = self._reasoning.split("", is_last=True)
+            before, text = self._split("", is_last=True)
             released = before + self._search(text, text, is_last=False)
         self._places.append(self._marked.length)
         released += self._search("", mark, is_last=False)
@@ -162,48 +170,6 @@ class _Search:
             if any(stop.startswith(rest) for stop in stops):
                 return place
         return len(self._held)
-
-
-class LeadingReasoning:
-    """The reasoning in tags that may begin an answer; `is_open`: the prompt has opened it.
-
-    Line breaks behind it belong to it, so that a stop string of line breaks leaves the answer. With `ends` a
-    stop string has the closing tag, which is the beginning of the answer then.
-    """
-
-    def __init__(self, *, is_open: bool, ends: bool = False) -> None:
-        self.is_open, self._is_decided, self._ends = is_open, is_open, ends
-        self._is_over = False
-        self._held = ""
-
-    def split(self, text: str, *, is_last: bool) -> tuple[str, str]:
-        """The part of more text that belongs to the reasoning, and the part that does not. What may be the
-        beginning of a tag is held, unless it is the last.
-        """
-        text, self._held = self._held + text, ""
-        if not self._is_decided:
-            start = text.lstrip()
-            if OPEN.startswith(start) and start != OPEN and not is_last:
-                self._held = text
-                return "", ""
-            self._is_decided, self.is_open = True, start.startswith(OPEN)
-            self._is_over = not self.is_open
-        if self.is_open:
-            reasoning, found, rest = text.partition(CLOSE)
-            if not found:
-                kept = text if is_last else text[: len(text) - num_open(text, CLOSE)]
-                self._held = text[len(kept) :]
-                return kept, ""
-            self.is_open = False
-            if self._ends:
-                self._is_over = True
-                return reasoning, found + rest
-            text, before = rest, reasoning + found
-        else:
-            before = ""
-        answer = text if self._is_over else text.lstrip("\n")
-        self._is_over = self._is_over or bool(answer)
-        return before + text[: len(text) - len(answer)], answer
 
 
 def _with_marks(stop: str, marks: Mapping[str, str]) -> str:

@@ -34,22 +34,6 @@ class Conversation:
     notes: tuple[str, ...] = ()
 
 
-def render_conversation(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    enable_thinking: bool | None = None,
-    turns: Literal["all", "last"] = "all",
-    tools: Sequence[Mapping[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    untrained: AbstractSet[int] = frozenset(),
-) -> tuple[list[int], list[bool]]:
-    """Return (ids, supervised) of `conversation`, without a check of what the template leaves out."""
-    template = Template.of(tokenizer, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
-    done = conversation(template, messages, turns=turns, untrained=untrained)
-    return done.token_ids, done.supervised
-
-
 def conversation(
     template: Template,
     messages: Sequence[Message],

@@ -35,6 +35,57 @@ class Thought(NamedTuple):
         return f"{OPEN}{self.text}{CLOSE}{self.gap}"
 
 
+class AnswerPart(NamedTuple):
+    """Of an answer that may begin with reasoning. `kind`: open or close (a tag), thought, gap (line breaks
+    behind it) or answer.
+    """
+
+    kind: str
+    text: str
+
+
+class ThoughtReader:
+    """Reads an answer that comes in any parts. `is_open`: the text so far ends in the reasoning; at first,
+    the prompt has opened it. An answer that does not begin with the tag has none.
+    """
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._next, self._held = "thought" if is_open else "open", ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the text so far ends in the reasoning."""
+        return self._next == "thought"
+
+    def push(self, text: str, *, is_last: bool = False) -> list[AnswerPart]:
+        """The parts of more text, which together are the text. What may be the beginning of a tag is held,
+        unless it is the last.
+        """
+        text, self._held = self._held + text, ""
+        parts = list[tuple[str, str]]()
+        if self._next == "open":
+            start = text.lstrip()
+            if OPEN.startswith(start) and start != OPEN and not is_last:
+                self._held = text
+                return []
+            self._next, size = "answer", 0
+            if start.startswith(OPEN):
+                self._next, size = "thought", len(text) - len(start) + len(OPEN)
+            parts, text = [("open", text[:size])], text[size:]
+        if self._next == "thought":
+            thought, tag, rest = text.partition(CLOSE)
+            if not tag:
+                thought = text if is_last else text[: len(text) - num_open(text, CLOSE)]
+                self._held = text[len(thought) :]
+            self._next = "gap" if tag else "thought"
+            parts, text = [*parts, ("thought", thought), ("close", tag)], rest
+        if self._next == "gap":
+            answer = text.lstrip("\n")
+            self._next = "answer" if answer else "gap"
+            parts, text = [*parts, ("gap", text[: len(text) - len(answer)])], answer
+        return [AnswerPart(*part) for part in (*parts, ("answer", text)) if part[1]]
+
+
 def reasoning(message: Mapping[str, Any]) -> str:
     """Return the thought that has a field of its own; empty without one."""
     found = next((message[key] for key in REASONING_KEYS if message.get(key)), "")

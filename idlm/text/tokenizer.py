@@ -130,6 +130,7 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset((*tokenizer.all_special_ids, *flagged))
 
 
+@functools.lru_cache(maxsize=16)
 def hidden_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of special tokens that an answer's text leaves out: all but the tags of reasoning and of
     calls, which are read in the text and are special in some tokenizers only."""

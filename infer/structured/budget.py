@@ -42,6 +42,12 @@ class Cost:
         """Whether it used the budget up a short time ago."""
         return self.budget.clock() < self._until
 
+    def refusal_ended(self) -> bool:
+        """Whether a refusal, which may have been that of a first mask, is over: true once."""
+        is_over = -float("inf") < self._until <= self.budget.clock()
+        self._until = -float("inf") if is_over else self._until
+        return is_over
+
     def charge(self, seconds: float) -> bool:
         """Note the CPU time of a mask. Returns whether it is slow."""
         is_slow = seconds > SLOW_MASK

@@ -180,12 +180,13 @@ class GrammarCompiler:
         """Begin to compile, in a thread; the interpreter's lock is free meanwhile. While the future is kept,
         the grammar is there once it is done. One that waits for others may be cancelled.
         """
-        if self._cost(constraint).is_refused:
+        cost = self._cost(constraint)
+        if cost.is_refused:
             refused = Compiling()
             refused.set_result(_refusal(constraint, TOO_SLOW))
             return refused
         compiling = self._compiling.get(constraint)
-        if compiling is None or compiling.cancelled() or _was_too_slow(compiling):
+        if compiling is None or compiling.cancelled() or cost.refusal_ended():
             # llguidance recurses, and an overflow would end the process. The first call starts the thread.
             before = threading.stack_size(STACK_BYTES)
             try:
@@ -274,14 +275,6 @@ class GrammarCompiler:
             return Vocabulary(tokenizer, vocab_size, eos_ids, llguidance)
         except ValueError as error:
             raise _unknown_tokens(f"llguidance cannot read the tokenizer: {error}") from error
-
-
-def _was_too_slow(compiling: Compiling) -> bool:
-    """Whether a grammar was refused for its time, which is for a while only."""
-    if not compiling.done():
-        return False
-    result = compiling.result()
-    return isinstance(result, UserError) and TOO_SLOW in result.message
 
 
 def _refusal(constraint: Constraint, problem: str) -> UserError:

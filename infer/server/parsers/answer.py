@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from idlm.infer.server.parsers import hermes, think
+from idlm.infer.server.parsers import hermes
 from idlm.infer.server.parsers.pieces import Piece
-from idlm.text.thoughts import CLOSE
+from idlm.text.thoughts import CLOSE, ThoughtReader
 
 
 class AnswerParser:
@@ -12,19 +12,34 @@ class AnswerParser:
 
     def __init__(self, *, thinks: bool = False, is_open: bool = False, calls: bool = False) -> None:
         self.thinks = thinks
-        self._think = think.ThinkParser(is_open=is_open) if thinks else None
+        self._reader = ThoughtReader(is_open=is_open)
+        self._breaks, self._is_blank = "", True
+        """Line breaks that end the reasoning so far, and whether it has nothing else."""
         self._calls = hermes.HermesParser() if calls else None
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
         """The pieces that more text makes certain; all if it is the last."""
         pieces = [Piece("content", text)] if text else []
-        if self._think is not None:
-            pieces = self._think.push(text, is_last=is_last)
+        if self.thinks:
+            pieces = self._read(text, is_last=is_last)
         if self._calls is None:
             return pieces
         content = "".join(piece.text for piece in pieces if piece.kind == "content")
         others = [piece for piece in pieces if piece.kind != "content"]
         return others + self._calls.push(content, is_last=is_last)
+
+    def _read(self, text: str, *, is_last: bool) -> list[Piece]:
+        """Reasoning and content. Line breaks between tags and text belong to neither."""
+        pieces = list[Piece]()
+        for kind, part in self._reader.push(text, is_last=is_last):
+            if kind == "answer":
+                pieces.append(Piece("content", part))
+            elif kind == "thought":
+                part = part.lstrip("\n") if self._is_blank else self._breaks + part
+                kept = part.rstrip("\n")
+                self._breaks, self._is_blank = part[len(kept) :], self._is_blank and not kept
+                pieces += [Piece("reasoning", kept)] if kept else []
+        return pieces
 
 
 def parses_reasoning(parser: str, template: str) -> bool:

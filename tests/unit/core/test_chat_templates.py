@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
-from idlm.text.chat import render_conversation
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.data.base import Encoder, without_thinking
+from tests.unit.conversations import render_conversation
 
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

@@ -15,10 +15,10 @@ import pytest
 from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, vocabulary
-from idlm.text import chat
 from idlm.text import tokenizer as tokens
 from idlm.text.mask_token import resolve_mask_token_id
 from tests.small_tokenizers import CHATML, save_byte_level
+from tests.unit.conversations import render_conversation
 from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ def test_task_texts_survive_whatever_the_model_is_called(tmp_path, model_type, t
                 {"role": "user", "content": sample.prompt},
                 {"role": "assistant", "content": sample.response},
             ]
-            token_ids, supervised = chat.render_conversation(tokenizer, turns)
+            token_ids, supervised = render_conversation(tokenizer, turns)
             assert token_ids == prompt_ids + response_ids
             assert supervised == [False] * len(prompt_ids) + [True] * len(response_ids)
 
@@ -243,7 +243,7 @@ TURNS = [
 
 
 def test_every_assistant_turn_and_nothing_else_is_supervised(byte_level):
-    token_ids, supervised = chat.render_conversation(byte_level, TURNS)
+    token_ids, supervised = render_conversation(byte_level, TURNS)
     assert byte_level.decode(token_ids) == byte_level.apply_chat_template(TURNS, tokenize=False)
     runs = re.findall("1+", "".join("1" if flag else "0" for flag in supervised))
     assert len(runs) == 2
@@ -253,16 +253,16 @@ def test_every_assistant_turn_and_nothing_else_is_supervised(byte_level):
         prompt_ids = tokens.encode_messages(byte_level, TURNS[:num_turns])
         assert token_ids[: len(prompt_ids)] == prompt_ids and supervised[len(prompt_ids)]
         assert not supervised[len(prompt_ids) - 1]
-    assert not any(chat.render_conversation(byte_level, TURNS[:2])[1])
+    assert not any(render_conversation(byte_level, TURNS[:2])[1])
 
 
 def test_template_that_rewrites_history_is_refused(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     thought = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
     tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", thought + "{{ m['content'] }}")
-    assert sum(chat.render_conversation(tokenizer, TURNS[1:3])[1]) > 0
+    assert sum(render_conversation(tokenizer, TURNS[1:3])[1]) > 0
     with pytest.raises(UserError, match="one sample per assistant turn") as caught:
-        chat.render_conversation(tokenizer, TURNS)
+        render_conversation(tokenizer, TURNS)
     assert caught.value.code == "IDLM-0214"
 
 
@@ -276,7 +276,7 @@ def test_template_that_merges_tokens_across_turns_is_refused(byte_level_dir):
     )
     turns = [("user", "x"), ("assistant", merged[0]), ("user", merged[1]), ("assistant", "y")]
     with pytest.raises(UserError, match="IDLM-0214"):
-        chat.render_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
+        render_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
 
 
 def test_missing_and_refusing_templates_are_named(byte_level_dir):
@@ -287,7 +287,7 @@ def test_missing_and_refusing_templates_are_named(byte_level_dir):
     assert caught.value.code == "IDLM-0217"
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="IDLM-0215"):
-        chat.render_conversation(tokenizer, TURNS)
+        render_conversation(tokenizer, TURNS)
     assert tokenizer.decode(tokens.encode_prompt(tokenizer, "Hi")) == "Hi"
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from idlm.text.chat import render_conversation
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.data.encoder import Encoder
 from tests.small_tokenizers import save_byte_fallback
+from tests.unit.conversations import render_conversation
 from tests.unit.data.template_forms import FORMS, form_tokenizer, save_tokenizer
 
 BOS, EOS = "<|bos|>", "<|im_end|>"

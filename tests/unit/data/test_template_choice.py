@@ -11,7 +11,6 @@ import pytest
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.text.chat import render_conversation
 from idlm.text.templates import with_date, writes_date
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.checkpoint.resume import RUN_FOLDER
@@ -22,6 +21,7 @@ from idlm.train.data.base import SOURCES, make_encoder
 from idlm.train.data.encoder import Encoder
 from idlm.train.prepare import DATA_FILE, remember_data, run_date
 from tests.small_tokenizers import save_byte_level
+from tests.unit.conversations import render_conversation
 
 NAMED = "{% for m in messages %}NAME {{ m.content }}<|im_end|>{% endfor %}"
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]

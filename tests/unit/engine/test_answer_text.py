@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from idlm.contracts import SamplingParams
-from idlm.infer.answer_text import AnswerText, LeadingReasoning
+from idlm.infer.answer_text import AnswerText
 from idlm.text.detokenizer import Detokenizer
+from idlm.text.thoughts import ThoughtReader
 from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_tagged
 
@@ -105,7 +106,7 @@ def test_stops_name_tokens_that_are_not_shown(seed: int) -> None:
 def test_stops_do_not_act_in_reasoning(text: str, is_open: bool, expected: str) -> None:
     alphabet = "".join(sorted(set(text)))
     for size in range(1, len(text) + 1):
-        answer = AnswerText(_Letters(alphabet), ("S", "\n\n"), reasoning=LeadingReasoning(is_open=is_open))
+        answer = AnswerText(_Letters(alphabet), ("S", "\n\n"), reasoning=ThoughtReader(is_open=is_open))
         ids = [alphabet.index(char) for char in text]
         pieces = [answer.push(ids[start : start + size]) for start in range(0, len(ids), size)]
         assert "".join([*pieces, answer.finish()]) == answer.text == expected
