@@ -106,10 +106,12 @@ class Chat:
         check_text("this turn", text)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": text}]
+        from idlm.infer.clients.view import unechoed
+
         answer = ""
         pieces = self._answerer.answer([*system, *asked], self._params, self._was_set)
         try:
-            with closing(pieces):
+            with unechoed(), closing(pieces):
                 for text_so_far in self._view.show(pieces):
                     answer = text_so_far
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import termios
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -142,6 +143,24 @@ class TerminalView:
 
 View = PlainView | TerminalView
 """Where lines come from and answers go to."""
+
+
+@contextlib.contextmanager
+def unechoed() -> Iterator[None]:
+    """What is typed meanwhile does not appear within an answer, and is there at the next prompt.
+    Changes nothing where the input is no terminal.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    try:
+        termios.tcsetattr(file, termios.TCSADRAIN, quiet)
+        yield
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
 def next_style(piece: Piece, styles: Iterator[str]) -> str:

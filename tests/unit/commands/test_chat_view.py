@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import pty
 import re
+import select
+import sys
+import termios
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 
+from idlm.cli.command import Terminated
 from idlm.infer.clients.answers import Piece
-from idlm.infer.clients.view import Figures, PlainView, TerminalView
+from idlm.infer.clients.view import Figures, PlainView, TerminalView, unechoed
 
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|\d*A|2K|\d*[GK])|\r")
 COLOUR = re.compile(r"\x1b\[(3\d)m([^\x1b]*)")
@@ -65,3 +73,43 @@ def test_a_server_that_counts_nothing_shows_chunks() -> None:
     for piece in (Piece("a"), Piece("b")):
         figures.add(piece)
     assert figures.line().startswith("2 chunks")
+
+
+@pytest.fixture
+def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The other end of a terminal that is the standard input."""
+    other, own = pty.openpty()
+    with os.fdopen(own) as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        yield other
+    os.close(other)
+
+
+def echoes() -> bool:
+    return bool(termios.tcgetattr(sys.stdin)[3] & termios.ECHO)
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(keyboard: int) -> None:
+    with unechoed():
+        os.write(keyboard, b"next turn\n")
+        assert sys.stdin.readline() == "next turn\n"
+        assert not select.select([keyboard], [], [], 0)[0], "the terminal shows nothing of it"
+    os.write(keyboard, b"a\n")
+    assert os.read(keyboard, 9).startswith(b"a")
+
+
+@pytest.mark.usefixtures("keyboard")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated, ValueError])
+def test_the_terminal_echoes_again_whatever_ends_an_answer(error: type[BaseException]) -> None:
+    assert echoes()
+    with contextlib.suppress(error), unechoed():
+        assert not echoes()
+        raise error
+    assert echoes()
+
+
+def test_input_that_is_no_terminal_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stdin in (None, io.StringIO("a\n")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with unechoed():
+            pass
