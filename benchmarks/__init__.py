@@ -7,15 +7,5 @@ from pathlib import Path
 
 __path__ = [
     str(Path(__file__).parent / folder)
-    for folder in (
-        ".",
-        "engine",
-        "serving",
-        "serving/over_http",
-        "kernels",
-        "kernels/blocks",
-        "training",
-        "training/studies",
-        "quality",
-    )
+    for folder in (".", "engine", "serving", "kernels", "training", "quality")
 ]

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
+from benchmarks.shared import parse_options, start
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
-from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
@@ -69,11 +68,6 @@ def arms() -> list[Arm]:
         for temperature in (0.0, 1.0)
     ]
     return sorted([*plain, *isd], key=lambda arm: arm.temperature)
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(demo)
 
 
 def demo(arguments: list[str]) -> int:
@@ -199,4 +193,4 @@ def _convert(output: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(demo, __doc__)

@@ -21,14 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import append_rows, result_row
+from benchmarks.shared import defaults, parse_options, start
 from idlm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("idlm", "infer", "train", "kernels")
-DEFAULTS = {"command": "generate", "files": "false", "record": "false", "results": str(RESULTS)}
+DEFAULTS = defaults("command=generate files=false record=false")
 PROMPT = "Mia has 5 nuts. Mia breaks 2. Mia picks 1. Mia uses 4. Mia earns 6. How many nuts does Mia have?"
 END_OF_STEP = ("trainer_callback.py", "on_step_end")
 METRICS = ("files_entered", "lines_entered")
@@ -110,11 +109,6 @@ def trace_into(name: str, folder: str, result: str) -> None:
     Path(result).write_text(json.dumps(tracer.counts()), "utf-8")
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Trace the command in a fresh process, print and optionally record the counts; returns 0."""
     options = parse_options(arguments, DEFAULTS)
@@ -140,4 +134,4 @@ def measure(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

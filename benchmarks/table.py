@@ -85,8 +85,7 @@ def _tables(rows: list[Row]) -> str:
 def _caption(rows: list[Row]) -> str:
     last = max(rows, key=lambda row: row["date"])
     single = "".join(f", {_words(row['metric'])} {_cell(row)}" for row in rows if not row["case"])
-    commits = ", ".join(dict.fromkeys(_commit(row) for row in rows))
-    return f"`{last['command']}` on {_machine(last)}, commit {commits}, {last['date'][:10]}{single}.\n"
+    return f"`{last['command']}` on {_machine(last)}, {_origin(rows)}{single}.\n"
 
 
 def _table(rows: list[Row]) -> str:
@@ -129,10 +128,12 @@ def _cell(row: Row) -> str:
     return f"{text} (lossy)" if row["class"] == "lossy" else text
 
 
-def _commit(row: Row) -> str:
-    """12 digits of the commit, with a + if the tree had changes; `unknown` stays."""
-    commit, dirty, _ = (row["commit"] or "unknown").partition("-dirty")
-    return commit[:12] + "+" * bool(dirty)
+def _origin(rows: list[Row]) -> str:
+    """Commit and day if all rows have one commit without changes, else the first day and the last."""
+    commits, days = {row["commit"] for row in rows}, sorted({row["date"][:10] for row in rows})
+    dates = " to ".join(dict.fromkeys((days[0], days[-1])))
+    commit = commits.pop() if len(commits) == 1 else None
+    return dates if commit is None or commit.endswith("-dirty") else f"commit {commit[:12]}, {dates}"
 
 
 def _machine(row: Row) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "errors.md"
-FOLDERS = ("idlm", "train", "infer", "kernels", "benchmarks", "recipes")
+FOLDERS = ("idlm", "train", "infer", "kernels", "recipes")
 CODE = re.compile(r"IDLM-\d{4}")
 GAP = "..."
 AREAS = {

@@ -1,64 +1,48 @@
 """Block diffusion on one GPU: full blocks against the rate of a matrix product and against linears alone.
 
     python -m benchmarks.block [batch=1,64,256] [block=32] [context=1024] [traces=p0.53,p0.77]
-        [parts=full,commit,host] [sampling=T1|greedy|qwen3] [rounds=3] [passes=60] [blocks=4] [record=true]
-    python -m benchmarks.block parts=profile batch=1,256     (kernels by name; not recorded)
+        [parts=full,commit] [sampling=T1|greedy|qwen3] [rounds=3] [passes=60] [blocks=4] [record=true]
 
-One process measures the read-only stream and the matrix product, then runs the whole engine on random weights
-of the true shape, in CUDA graphs, with every sequence at another step of its block. A trace, the same for all
-arms, says how many positions a pass decides (block_harness.py): pQ decides one position, and one more with
-probability Q, and so on.
-p0.53 and p0.77 need about as many passes per block as the chats and the mathematics of FOCUS's baseline at
-threshold 0.9 (15.02 and 7.45 rows for each token). `full` times steps of the first
-trace, `commit` decodes whole answers of every one, with and without fused commits, at the largest batch up to
-64.
+It needs a GPU. One process measures the read-only stream and the matrix product, then runs the whole engine
+on random weights of the true shape, in CUDA graphs, with every sequence at another step of its block. A
+trace, the same for all arms, says how many positions a pass decides (block_harness.py): pQ decides one
+position, and one more with probability Q, and so on. p0.53 and p0.77 need about as many passes per block as
+the chats and the mathematics of FOCUS's baseline at threshold 0.9 (15.02 and 7.45 rows for each token).
+`full` times steps of the first trace, `commit` decodes whole answers of every one, with and without fused
+commits, at the largest batch up to 64.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.engine import block_profile
-from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, whole_answers
+from benchmarks.engine.block_harness import (
+    BlockArm,
+    BlockMeasured,
+    SteadyBlocks,
+    pass_cost,
+    whole_answers,
+)
 from benchmarks.engine.decoding.bench import linears_ms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
-from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.trace import Trace, trace_of
-from benchmarks.engine.kernel_profile import lines_of
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import matmul_rate, stream_rate
-from idlm.cli import command
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.models.loader import DTYPES, LoadedModel
 
-DEFAULTS = {
-    "model": "qwen3-8b",
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "batch": "1,64,256",
-    "block": "32",
-    "context": "1024",
-    "traces": "p0.53,p0.77",
-    "parts": "full,commit,host",
-    "sampling": "T1",
-    "rounds": "3",
-    "passes": "60",
-    "blocks": "4",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults(
+    "model=qwen3-8b device=cuda dtype=bfloat16 batch=1,64,256 block=32 context=1024 "
+    "traces=p0.53,p0.77 parts=full,commit sampling=T1 rounds=3 passes=60 blocks=4 "
+    "record=true"
+)
 COMMIT_BATCH = 64
 MIN_LARGE_BATCH = 128
 """Rounds of larger batches have a quarter of the passes, because each pass takes a quarter of a second."""
-PROFILED_PASSES = 4
 TOLERANCE = 0.02
 """Relative, of tokens per forward against the trace's: a pass cannot always store all clean blocks."""
 
@@ -109,14 +93,9 @@ class Bench:
         print(f"{metric:32s} {value:10.4g} {unit:8s} {detail}  {name}", flush=True)
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name; returns the exit status."""
-    options = parse_options(arguments, DEFAULTS)
+    options = parse_options(arguments, DEFAULTS, needs_gpu="block")
     parts = options["parts"].split(",")
     unknown = [part for part in parts if part not in PARTS]
     if unknown or options["sampling"] not in SAMPLING:
@@ -125,15 +104,10 @@ def measure(arguments: list[str]) -> int:
             f"parts={options['parts']} sampling={options['sampling']}",
             fix=f"use parts of {sorted(PARTS)} and sampling of {sorted(SAMPLING)}",
         )
-    if options["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(
-            "IDLM-0543", "no CUDA device", fix="run benchmarks.engine.block on a GPU, or give device=cpu"
-        )
     bench = _bench(options)
     for part in parts:
         PARTS[part](bench)
-    if options["record"] == "true":
-        append_rows("block", bench.rows, results=Path(options["results"]))
+    save("block", bench.rows, options)
     return 0
 
 
@@ -183,7 +157,7 @@ def _note(bench: Bench, batch: int, measured: BlockMeasured) -> None:
     floor = linears_ms(bench.model, num_rows, rounds=bench.rounds, num_head_rows=num_head_rows)
     step, rows = measured.step_ms(), measured.rows_per_pass()
     slots = _slots(bench, batch, measured)
-    cost = block_profile.pass_cost(bench.model, num_sequences=batch, rows=rows, slots=slots)
+    cost = pass_cost(bench.model, num_sequences=batch, rows=rows, slots=slots)
     flops = cost.linears(rows, num_head_rows)
     print(
         f"batch {batch}: {rows:.0f} rows a pass of {sorted(measured.rows)} laid out, {slots:.0f} slots; "
@@ -233,41 +207,7 @@ def commit(bench: Bench) -> None:
         bench.add(case, "fused_commit_time_gain", found[1].seconds / found[0].seconds, "x")
 
 
-def host(bench: Bench) -> None:
-    """Idle share of the GPU and passes per wait of the host, in steady denoising."""
-    for batch in sorted({min(bench.batches), *(batch for batch in bench.batches if batch == COMMIT_BATCH)}):
-        steady = bench.steady(batch, bench.num_passes)
-        cost = host_cost(steady, bench.num_passes)
-        case = {"batch": batch, "trace": bench.traces[0].name}
-        bench.add(case, "gpu_idle_share", cost.idle_share, "share")
-        bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
-        del steady
-        free_cached_memory()
-
-
-def profile(bench: Bench) -> None:
-    """Print the kernels of a pass by name and kind next to their expected times; nothing is recorded."""
-    for batch in bench.batches:
-        steady = bench.steady(batch, PROFILED_PASSES)
-        times = block_profile.profile_passes(steady, PROFILED_PASSES)
-        num_rows, num_head_rows = min(steady.unmasking.rows), batch * bench.block
-        slots = bench.context + 2 * bench.block
-        cost = block_profile.pass_cost(bench.model, num_sequences=batch, rows=num_head_rows, slots=slots)
-        expected = block_profile.expected_ms(
-            bench.model,
-            cost,
-            num_rows=num_rows,
-            num_head_rows=num_head_rows,
-            stream=bench.stream,
-            rate=bench.product,
-        )
-        print(f"profile of batch {batch}, {num_rows} rows laid out")
-        print("\n".join(lines_of(times, expected)), flush=True)
-        del steady
-        free_cached_memory()
-
-
-PARTS = {"full": full, "commit": commit, "host": host, "profile": profile}
+PARTS = {"full": full, "commit": commit}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.decoding.harness import Arm, Load, Measured, SteadyEngine
+from benchmarks.engine.decoding.harness import (
+    Arm,
+    Load,
+    Measured,
+    SteadyEngine,
+    slot_bytes,
+    weights_of,
+)
 from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
 from benchmarks.engine.decoding.trace import Trace
 from idlm.infer.decoders.block import BlockDecoder
@@ -186,3 +193,29 @@ def _expected(steady: SteadyBlocks, lane: int, num_known: int, num_left: int) ->
         num_known, num_left = num_known + num_open, num_left - num_open
         num_passes += num_left > 0 and not arm.fused
     return num_passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCost:
+    """FLOPs and bytes of one pass. `row_flops`, `head_flops`: linears, per row and per row with logits."""
+
+    row_flops: float
+    head_flops: float
+    attention_flops: float
+    kv_bytes: float
+
+    def linears(self, num_rows: float, num_head_rows: float) -> float:
+        """FLOPs of all linears."""
+        return self.row_flops * num_rows + self.head_flops * num_head_rows
+
+
+def pass_cost(model: LoadedModel, *, num_sequences: int, rows: float, slots: float) -> PassCost:
+    """Cost of a pass over `rows` rows that see `slots` slots each."""
+    *weights, head = weights_of(model)
+    spec = model.local
+    return PassCost(
+        row_flops=2.0 * sum(weight.numel() for weight in weights),
+        head_flops=2.0 * head.numel(),
+        attention_flops=4.0 * spec.num_layers * spec.num_heads * spec.head_dim * rows * slots,
+        kv_bytes=float(num_sequences * slots * slot_bytes(model)),
+    )

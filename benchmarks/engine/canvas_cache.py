@@ -13,9 +13,7 @@ proposed, which on random weights says little about trained ones.
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,35 +28,18 @@ from benchmarks.engine.canvas.harness import (
     random_canvas_model,
 )
 from benchmarks.engine.decoding.harness import slot_bytes, weights_of
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import stream_rate
-from idlm.cli import command
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.models.loader import DTYPES, LoadedModel
 
-DEFAULTS = {
-    "model": "llada-8b",
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "canvas": "8192",
-    "answer": "512",
-    "block": "32",
-    "passes": "10",
-    "blocks": "4",
-    "caches": "dual,prefix",
-    "rounds": "3",
-    "graphs": "true",
-    "record": "true",
-    "results": str(RESULTS),
-}
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
+DEFAULTS = defaults(
+    "model=llada-8b device=cuda dtype=bfloat16 canvas=8192 answer=512 block=32 passes=10 "
+    "blocks=4 caches=dual,prefix rounds=3 graphs=true record=true"
+)
 
 
 def measure(arguments: list[str]) -> int:
@@ -91,8 +72,7 @@ def measure(arguments: list[str]) -> int:
         none = none or measured
         case = {"model": options["model"], "cache": cache or "none", "canvas": load.canvas}
         rows += _rows({**case, "block": load.block}, measured, none, floor_ms(model, load, stream))
-    if options["record"] == "true":
-        append_rows("canvas_cache", rows, results=Path(options["results"]))
+    save("canvas_cache", rows, options)
     return 0
 
 
@@ -180,4 +160,4 @@ def _passes_of(measured: CanvasMeasured) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -1,70 +1,45 @@
 """Decoding on one GPU: AR and ISD against the read-only stream, over concurrency, context and stride.
 
     python -m benchmarks.decode [mode=quick|full] [contexts=1024,8192,32768] [concurrency=1,2,..,256]
-        [strides=2,3,4,8] [strategies=cold,branch,adaptive] [sampling=T1|greedy|qwen3] [trace=p0.90|tiny|FILE]
-        [parts=sweep,published,host,adapter,deterministic,profile] [rounds=3] [tokens=192] [least=1024]
-        [passes=240] [record=true] [plot=FILE.png]
-    python -m benchmarks.decode record_trace=FILE model=outputs/tiny
+        [strides=2,3,4,8] [strategies=cold,branch,adaptive] [sampling=T1|greedy|qwen3] [trace=p0.90]
+        [parts=sweep,host,adapter,deterministic] [rounds=3] [tokens=192] [least=1024] [passes=240]
+        [record=true]
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
 
 One process measures the read-only stream and stock linears, then runs the whole engine on random weights of
 the true shape, every sequence in mid-answer. One trace, the same in all arms, replaces the verdicts on drafts
-(decoding/replay.py).
+(decoding/replay.py). It needs a GPU.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding import mismatches as decode_mismatches
 from benchmarks.engine.decoding import report as decode_report
 from benchmarks.engine.decoding.bench import Bench
 from benchmarks.engine.decoding.harness import SAMPLING, random_model
-from benchmarks.engine.decoding.trace import record, trace_of
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows
+from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import stream_rate
-from idlm.cli import command
 from idlm.errors import UserError
 from idlm.infer.models.loader import DTYPES
 
-DEFAULTS = {
-    "mode": "full",
-    "model": "qwen3-8b",
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "contexts": "",
-    "concurrency": "",
-    "strides": "",
-    "strategies": "",
-    "parts": "",
-    "sampling": "T1",
-    "trace": "p0.90",
-    "rounds": "",
-    "tokens": "",
-    "least": "",
-    "passes": "240",
-    "record": "true",
-    "results": str(RESULTS),
-    "plot": "",
-    "record_trace": "",
-    "num": "200",
-    "mismatches": "",
-    "base": "",
-}
+DEFAULTS = defaults(
+    "mode=full model=qwen3-8b device=cuda dtype=bfloat16 contexts= concurrency= strides= "
+    "strategies= parts= sampling=T1 trace=p0.90 rounds= tokens= least= passes=240 record=true "
+    "num=200 mismatches= base="
+)
 MODES = {
     "full": {
         "contexts": "1024,8192,32768",
         "concurrency": "1,2,4,8,16,32,64,128,256",
         "strides": "2,3,4,8",
         "strategies": "cold,branch,adaptive",
-        "parts": "sweep,published,host,adapter,deterministic",
+        "parts": "sweep,host,adapter,deterministic",
         "rounds": "3",
         "tokens": "192",
         "least": "1024",
@@ -82,22 +57,9 @@ MODES = {
 }
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name; returns the exit status, 1 when an arm failed."""
-    options = parse_options(arguments, DEFAULTS)
-    if options["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(
-            "IDLM-0543", "no CUDA device", fix="run benchmarks.engine.decode on a GPU, or give device=cpu"
-        )
-    if options["record_trace"]:
-        target, num = Path(options["record_trace"]), int(options["num"])
-        record(options["model"], target, num=num, device=options["device"])
-        return 0
+    options = parse_options(arguments, DEFAULTS, needs_gpu="decode")
     if options["mismatches"]:
         return _finish(options, decode_mismatches.rows(options))
     chosen = _mode(options["mode"])
@@ -110,8 +72,6 @@ def measure(arguments: list[str]) -> int:
     for line in bench.lines:
         print(line)
     status = _finish(options, bench.rows)
-    if options["plot"]:
-        decode_report.plot(bench.measured, Path(options["plot"]))
     for problem in bench.problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return 1 if bench.problems else status
@@ -168,10 +128,9 @@ def _shares(values: list[float]) -> str:
 
 
 def _finish(options: dict[str, str], rows: list[dict[str, Any]]) -> int:
-    if options["record"] == "true":
-        append_rows("decode", rows, results=Path(options["results"]))
+    save("decode", rows, options)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -1,97 +1,167 @@
 """FOCUS against full blocks on one GPU, each replaying its own trace of what a pass decides.
 
     python -m benchmarks.eviction [batch=1,16,32,64,128,256] [context=1024,4096] [block=32]
-        [commit=clean,unfrozen] [trace=synthetic] [parts=gate,throughput] [rounds=2] [passes=24]
-        [warmup=auto] [figures=FOLDER]
-    python -m benchmarks.eviction parts=toggles,host_wait batch=16,128 context=1024
-    python -m benchmarks.eviction parts=host batch=1,128 context=1024
-    python -m benchmarks.eviction parts=selection batch=1,128 context=1024
+        [commit=clean,unfrozen] [parts=gate,throughput] [rounds=2] [passes=24] [warmup=auto]
     python -m benchmarks.eviction parts=mage context=32768 batch=max k=1024
 
 SDAR-8B's shape with random weights and random KV; every sequence is at another step of its block, and blocks
-are decided at the same threshold in both arms. `trace` is a file of `benchmarks.decodability`, or `synthetic`
-(drawn). All kernels run on real queries and keys; then the trace's deltas and places replace what they found.
+are decided at the same threshold in both arms. All kernels run on real queries and keys; then the deltas and
+places of a drawn trace (eviction_trace.py) replace what they found.
 First the gate: with a budget of the whole block the logits are those of full blocks. `throughput` measures
 full blocks and FOCUS, each after the warm-up of a server (`warmup`: auto, full or off), and compares with the
-limit that follows from the trace's rows and the rates of this run. `toggles` leaves out one part at a time,
-and all that is not of FOCUS itself. `host_wait` is this engine's FOCUS without graphs and with a wait of the
-host in every pass. `host` counts waits of the host and the GPU's idle share. `selection` prints the kernels
-of a full pass and one of FOCUS by name. `mage` compares neither, each alone and both over long contexts.
-Every cell prints as it ends; a table is last.
+limit that follows from the trace's rows and the rates of this run. `mage` compares neither, each alone and
+both over long contexts. Every cell prints as it ends; a table is last. It needs a GPU.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.harness import SAMPLING, random_model
-from benchmarks.engine.decoding.host import host_cost
-from benchmarks.engine.kernel_profile import kernel_times, lines_of
-from benchmarks.engine.unmasking.bench import Bench
-from benchmarks.engine.unmasking.figures import draw_eviction
-from benchmarks.engine.unmasking.harness import (
+from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model, slot_bytes
+from benchmarks.engine.eviction_harness import (
     GATE_LIMIT,
-    NO_EVICTION,
+    MAX_WARM_ROUNDS,
+    WARM_UP_BLOCKS,
     EvictionArm,
     SteadyTrace,
     Window,
     implied_rows,
     parity_error,
 )
-from benchmarks.engine.unmasking.limit import linear_flops
-from benchmarks.engine.unmasking.synthetic import SYNTHETIC, synthetic_trace
-from benchmarks.engine.unmasking.trace import TRACES, UnmaskTrace, read_trace
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows
+from benchmarks.engine.eviction_trace import UnmaskTrace, limit_ms, linear_flops, synthetic_trace
+from benchmarks.engine.sparse_harness import largest_batch
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import matmul_rate, stream_rate
-from idlm.cli import command
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.infer.models.loader import DTYPES
+from idlm.infer.models.loader import DTYPES, LoadedModel
 
-DEFAULTS = {
-    "model": "qwen3-8b",
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "batch": "1,16,32,64,128,256",
-    "context": "1024,4096",
-    "block": "32",
-    "commit": "clean,unfrozen",
-    "trace": SYNTHETIC,
-    "k": "1024",
-    "exact_layers": "2",
-    "parts": "gate,throughput",
-    "rounds": "2",
-    "passes": "24",
-    "warmup": "auto",
-    "figures": "",
-    "record": "true",
-    "results": str(RESULTS),
-}
+TOKENS_A_PASS = 4
+"""Room for tokens: more than a pass decides on average."""
+SMALL_BATCH, SMALL_FACTOR = 32, 2
+RESERVED_BYTES = 9 << 30
+"""For graphs, logits and workspaces beside weights and KV."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Model, measured rates and options of all parts; parts append to `rows` and to `table`."""
+
+    model: LoadedModel
+    stream: float
+    product: float
+    options: dict[str, str]
+    trace: UnmaskTrace
+    context: int = 0
+    gate: bool | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    table: list[str] = field(default_factory=list)
+
+    @property
+    def full(self) -> EvictionArm:
+        """Full blocks."""
+        return EvictionArm(name="full", stride=self.trace.block_size)
+
+    def focus(self, commit: str = "unfrozen") -> EvictionArm:
+        """FOCUS as it is by default, with these commits."""
+        return replace(self.full, name="focus", alpha=self.trace.alpha, commit=commit)
+
+    def passes(self, batch: int) -> int:
+        """Passes of a round: small batches are fast, and hold fewer blocks of the trace."""
+        return int(self.options["passes"]) * (SMALL_FACTOR if batch <= SMALL_BATCH else 1)
+
+    def load(self, batch: int) -> Load:
+        """The load of a cell, with room for the tokens of all rounds."""
+        num_passes = (MAX_WARM_ROUNDS + int(self.options["rounds"])) * self.passes(batch)
+        num_tokens = TOKENS_A_PASS * num_passes + 4 * self.trace.block_size
+        return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
+
+    def batches(self) -> list[int]:
+        """The batches whose KV fits; `max` is the largest."""
+        found = []
+        for text in self.options["batch"].split(","):
+            if text == "max":
+                found.append(largest_batch(self.model, self.context, self.load(1).num_tokens))
+            elif fits(self.model, self.load(int(text))):
+                found.append(int(text))
+            else:
+                print(f"batch {text} with contexts of {self.context} does not fit", flush=True)
+        return found
+
+    def warm(self, arm: EvictionArm) -> EvictionArm:
+        """The arm with graphs captured ahead, as the option `warmup` says."""
+        return replace(arm, warmup=self.options["warmup"])  # type: ignore[arg-type]
+
+    def window(self, arm: EvictionArm, batch: int) -> Window:
+        """Measure an arm."""
+        start, load = time.perf_counter(), self.load(batch)
+        steady = SteadyTrace(self.model, arm, load, self.trace)
+        found = steady.window(int(self.options["rounds"]), self.passes(batch))
+        self.free(steady)
+        ahead = found.ahead
+        print(
+            f"    {arm.name} {arm.commit} took {time.perf_counter() - start:.1f} s: step {found.step_ms:.2f} "
+            f"ms, {found.num_captured} graphs captured in {sum(found.passes)} passes ({found.num_settling} "
+            f"before, {ahead.num_graphs} of {ahead.num_wanted} ahead in {ahead.seconds:.1f} s and "
+            f"{ahead.num_bytes / 1e9:.2f} GB), rows asked for {found.asked}, computed {found.computed}",
+            flush=True,
+        )
+        return found
+
+    def speed(self, arm: EvictionArm, found: Window) -> float:
+        """Tokens per second."""
+        return found.tokens_per_second(implied_rows(self.trace, arm).tokens)
+
+    def limit(self, arm: EvictionArm, batch: int) -> float:
+        """Tokens per second at most, from the trace's rows."""
+        rows, size = implied_rows(self.trace, arm), self.trace.block_size
+        decided = rows.tokens * int(self.options["rounds"]) * self.passes(batch)
+        slots = self.context + WARM_UP_BLOCKS * size + decided / 2 + size
+        least = limit_ms(self.model, rows, batch=batch, slots=slots, stream=self.stream, product=self.product)
+        return 1e3 * batch * rows.tokens / least
+
+    def case(self, batch: int, **more: Any) -> dict[str, Any]:
+        """What all rows of a cell have."""
+        size = self.trace.block_size
+        return {"batch": batch, "block": size, "context": self.context, **more, "trace": self.trace.name}
+
+    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
+        """Append one result row and print it as a line."""
+        exactness = "exact" if case.get("arm") == "full" or metric.startswith("full_") else "lossy"
+        gate = more.pop("gate_passed", self.gate)
+        row = result_row("eviction", case, metric, value, unit, gate_passed=gate, exactness=exactness, **more)
+        self.rows.append(row)
+        detail = " ".join(f"{key} {each:.4g}" for key, each in more.items() if each is not None)
+        name = " ".join(f"{key}={each}" for key, each in case.items())
+        print(f"{metric:26s} {value:10.4g} {unit:8s} {detail}  {name}", flush=True)
+
+    def free(self, steady: SteadyTrace) -> None:
+        """Drop the engine before the next one takes the memory."""
+        steady.engine._worker.free_cached_memory()
+        del steady.engine
+        free_cached_memory()
+
+
+DEFAULTS = defaults(
+    "model=qwen3-8b device=cuda dtype=bfloat16 batch=1,16,32,64,128,256 context=1024,4096 "
+    "block=32 commit=clean,unfrozen k=1024 exact_layers=2 parts=gate,throughput rounds=2 "
+    "passes=24 warmup=auto record=true"
+)
 COMMITS = ("clean", "unfrozen")
 MAX_LOST = 0.05
 """Share of passes in which sequences may store a block or wait, beside those of the trace."""
 GATE_CONTEXT = 448
-SELECTION_KERNELS = (
-    *("importance_kernel", "select_kernel", "spread_kernel", "find_kernel", "count_kernel", "place_kernel"),
-    *("gather_kernel", "wanted_kernel"),
-)
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name; returns the exit status, 1 if the gate fails."""
-    options = parse_options(arguments, DEFAULTS)
+    options = parse_options(arguments, DEFAULTS, needs_gpu="eviction")
     parts, commits = options["parts"].split(","), options["commit"].split(",")
     if not set(parts) <= set(PARTS) or not set(commits) <= set(COMMITS):
         raise UserError(
@@ -100,9 +170,7 @@ def measure(arguments: list[str]) -> int:
             fix=f"use parts of {', '.join(PARTS)} and commits of {', '.join(COMMITS)}",
         )
     sizes = [int(size) for size in options["block"].split(",")]
-    traces = {size: trace_of(options["trace"], size) for size in sizes}
-    if options["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.eviction on a GPU")
+    traces = {size: synthetic_trace(size) for size in sizes}
     bench = _bench(options, traces[sizes[0]])
     for size in sizes:
         semantics = replace(bench.model.semantics, block_size=size)
@@ -116,22 +184,16 @@ def measure(arguments: list[str]) -> int:
                 if bench.gate is None or (bench.gate and part != "gate"):
                     PARTS[part](bench)
     print("\n".join(bench.table))
-    if options["record"] == "true":
-        append_rows("eviction", bench.rows, results=Path(options["results"]))
-    if options["figures"]:
-        print(*draw_eviction(Path(options["results"]), Path(options["figures"])), sep="\n")
+    save("eviction", bench.rows, options)
     return int(any(row["gate_passed"] is False for row in bench.rows))
 
 
-def trace_of(name: str, block_size: int) -> UnmaskTrace:
-    """The drawn trace, one of benchmarks/traces, or a file; UserError IDLM-0110."""
-    if name == SYNTHETIC:
-        return synthetic_trace(block_size)
-    path = Path(name) if Path(name).suffix else TRACES / f"{name}.jsonl"
-    if not path.is_file():
-        known = sorted(found.stem for found in TRACES.glob("*.jsonl"))
-        raise UserError("IDLM-0110", f"no trace {name!r}", fix=f"use some of {[SYNTHETIC, *known]} or a file")
-    return read_trace(path, block_size)
+def fits(model: LoadedModel, load: Load) -> bool:
+    """Whether the KV of a load fits beside graphs and workspaces."""
+    if model.device.type != "cuda":
+        return True
+    num_slots = load.concurrency * (load.context + load.num_tokens)
+    return num_slots * slot_bytes(model) + RESERVED_BYTES < torch.cuda.mem_get_info(model.device)[0]
 
 
 def _bench(options: dict[str, str], trace: UnmaskTrace) -> Bench:
@@ -226,78 +288,6 @@ def _notes(bench: Bench, arm: EvictionArm, found: Window) -> None:
         bench.add(case, "warm_up_memory", found.ahead.num_bytes / 1e9, "GB")
 
 
-TOGGLES: dict[str, Callable[[EvictionArm], EvictionArm]] = {
-    "run_ahead_of_host": lambda arm: replace(arm, num_inflight_steps=0),
-    "graphs": lambda arm: replace(arm, graphs=False),
-    "kept_row_head": lambda arm: replace(arm, has_head_room=False),
-    "dc+": lambda arm: replace(arm, stability="plain"),
-    "dc": lambda arm: replace(arm, stability="off"),
-    "eviction": lambda arm: replace(arm, alpha=NO_EVICTION),
-    "kernels": lambda arm: replace(arm, has_kernels=False),
-    "all_of_the_engine": lambda arm: replace(
-        arm, graphs=False, num_inflight_steps=0, has_head_room=False, has_kernels=False
-    ),
-}
-"""What each toggle leaves out of FOCUS. `dc+` freezes without regard to neighbours, `dc` nothing."""
-
-
-def toggles(bench: Bench) -> None:
-    """What each toggle is worth, alone: speed with all parts over speed without it."""
-    for batch in bench.batches():
-        arm = bench.focus()
-        base = bench.speed(arm, bench.window(arm, batch))
-        for name, without in TOGGLES.items():
-            chosen = replace(without(arm), name=f"without {name}")
-            gain = base / bench.speed(chosen, bench.window(chosen, batch))
-            bench.add(bench.case(batch, toggle=name), "toggle_gain", gain, "x")
-            bench.table.append(f"context {bench.context:5d} batch {batch:4d} {name:20s} {gain:5.2f}x")
-
-
-def host_wait(bench: Bench) -> None:
-    """FOCUS over itself without graphs and with a wait of the host in every pass."""
-    for batch in bench.batches():
-        arm = bench.focus()
-        slow = replace(arm, name="host wait", graphs=False, num_inflight_steps=0)
-        speeds = [bench.speed(each, bench.window(each, batch)) for each in (arm, slow)]
-        bench.add(bench.case(batch), "over_host_wait", speeds[0] / speeds[1], "x")
-        bench.table.append(
-            f"context {bench.context:5d} batch {batch:4d} over host wait {speeds[0] / speeds[1]:5.2f}x"
-        )
-
-
-def host(bench: Bench) -> None:
-    """Passes per wait of the host, and the idle share of the GPU."""
-    for batch in bench.batches():
-        steady = SteadyTrace(bench.model, bench.focus(), bench.load(batch), bench.trace)
-        cost = host_cost(steady, int(bench.options["rounds"]) * bench.passes(batch))
-        bench.free(steady)
-        bench.add(bench.case(batch), "steps_per_host_sync", cost.passes_per_wait, "steps")
-        bench.add(bench.case(batch), "gpu_idle_share", cost.idle_share, "share")
-
-
-def selection(bench: Bench) -> None:
-    """Kernels of both arms by name, and the share of importance, selection and compaction in a pass: their
-    kernels, and what small kernels take beyond those of full blocks.
-    """
-    for batch in bench.batches():
-        small, total, chosen = [], 0.0, 0.0
-        for arm in (bench.full, bench.focus()):
-            steady = SteadyTrace(bench.model, arm, bench.load(batch), bench.trace)
-            with steady.toggled():
-                steady.reach_steady_state(bench.passes(batch))
-                times = kernel_times(steady, int(bench.options["passes"]))
-                steady.abort_all()
-            bench.free(steady)
-            print(f"profile of {arm.name}, batch {batch}, contexts of {bench.context}")
-            print("\n".join(lines_of(times, {})), flush=True)
-            named = [time for time in times if any(name in time.name for name in SELECTION_KERNELS)]
-            chosen, total = sum(time.ms for time in named), sum(time.ms for time in times)
-            small.append(sum(time.ms for time in times if time.kind == "small" and time not in named))
-        share = (chosen + max(0.0, small[1] - small[0])) / total
-        bench.add(bench.case(batch), "selection_share", share, "share")
-        bench.table.append(f"batch {batch:4d} selection share {100 * share:5.2f} % of {total:.2f} ms")
-
-
 def mage(bench: Bench) -> None:
     """Neither, FOCUS, MAGE, and both."""
     k, exact_layers = int(bench.options["k"]), int(bench.options["exact_layers"])
@@ -323,12 +313,8 @@ def mage(bench: Bench) -> None:
 PARTS: dict[str, Callable[[Bench], None]] = {
     "gate": gate,
     "throughput": throughput,
-    "toggles": toggles,
-    "host_wait": host_wait,
-    "host": host,
-    "selection": selection,
     "mage": mage,
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

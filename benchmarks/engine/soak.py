@@ -19,11 +19,9 @@ room.
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.engine.decoding.harness import random_model
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import build as parts_builder
@@ -57,17 +54,10 @@ SHARE_OF_EQUAL = 0.995
 """Least share of equal answers: random weights leave a near tie now and then, which rounding decides."""
 SHORT_LOAD = 6
 MAX_PASSES = 20_000
-DEFAULTS = {
-    "requests": "20000",
-    "device": "cuda",
-    "shortages": "100",
-    "lanes": "64",
-    "num_inflight_steps": "4",
-    "graphs": "on",
-    "accelerator": "none",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults(
+    "requests=20000 device=cuda shortages=100 lanes=64 num_inflight_steps=4 graphs=on "
+    "accelerator=none record=true"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,11 +82,6 @@ class Soaked:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Soak, then run out of memory; the status is 1 when a page leaks or the engine dies."""
     options = parse_options(arguments, DEFAULTS)
@@ -108,8 +93,7 @@ def measure(arguments: list[str]) -> int:
     rows = _soak_rows(options)
     if int(options["shortages"]):
         rows += _shortage_rows(options)
-    if options["record"] == "true":
-        append_rows("soak", rows, results=Path(options["results"]))
+    save("soak", rows, options)
     return int(any(row["gate_passed"] is False for row in rows))
 
 
@@ -351,4 +335,4 @@ def _shortage_rows(options: dict[str, str]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

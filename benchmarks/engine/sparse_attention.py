@@ -1,11 +1,10 @@
 """Long contexts on one GPU: the time of an output block with exact attention, MAGE, Quest and SparseD.
 
     python -m benchmarks.sparse_attention [cells=131072x1,131072xmax,32768x1,32768xmax] [k=1024] [passes=32]
-        [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
+        [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks] [blocks=1] [rounds=2]
         [record=true] [figures=FOLDER]
-    python -m benchmarks.sparse_attention cells=131072x1 arms=exact,mage parts=profile
     python -m benchmarks.sparse_attention model=llada22_mini cells=124928x1,124928x4 arms=exact,mage
-        parts=gate,share,blocks
+        parts=gate,blocks
     python -m benchmarks.sparse_attention parts= figures=FOLDER
 
 SDAR-8B's shape, or LLaDA2.2-mini's, whose experts are chosen by block, with random weights and random KV
@@ -13,75 +12,50 @@ SDAR-8B's shape, or LLaDA2.2-mini's, whose experts are chosen by block, with ran
 at another step of its block. First the gate: at full budget the logits of each accelerator are those of exact
 attention. `blocks` times whole blocks, commits included; `tpob_ms` is the time per output block of a
 sequence. `exact_unsplit` walks each context with one program per KV head, the kind of baseline of MAGE's
-paper (8 programs at one sequence). `share` is attention's part of the kernels' time of exact passes, from
-which the ceiling of `step_speedup_vs_exact` follows (its `floor`). `host` counts waits of the host and the
-GPU's idle share. `profile` prints the kernels of a whole block by name; its rows are the kernel times of
-attention, of estimation (bounds, shares and lists) and of the rest in a mean pass. Cells are contexts and
-batches, `max` the largest batch whose KV fits; rows are recorded after each cell, and an arm that fails is
-left out (exit status 1). `figures` draws what is recorded (benchmarks/figures.py), and `parts=` measures
-nothing.
+paper (8 programs at one sequence). Cells are contexts and batches, `max` the largest batch whose KV fits;
+rows are recorded after each cell, and an arm that fails is left out (exit status 1). `figures` draws what is
+recorded (benchmarks/figures.py), and `parts=` measures nothing. It needs a GPU.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.engine.block_harness import BlockMeasured
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
-from benchmarks.engine.decoding.host import host_cost
-from benchmarks.engine.kernel_profile import KernelTime, kernel_times, lines_of
 from benchmarks.engine.sparse_harness import (
     ARMS,
     GATE_LIMIT,
     SPARSE,
     SparseArm,
     SteadyContexts,
-    attention_share,
     floor_of,
     largest_batch,
     parity_error,
     steady_contexts,
-    step_ceiling,
     tpob_ms,
 )
-from benchmarks.figures import PARTS_OF_A_PASS, draw_sparse_attention
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.figures import draw_sparse_attention
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import matmul_rate, stream_rate
-from idlm.cli import command
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.models.loader import DTYPES, LoadedModel
 
-DEFAULTS = {
-    "model": "qwen3-8b",
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "cells": "131072x1,131072xmax,32768x1,32768xmax",
-    "k": "1024",
-    "passes": "32",
-    "block": "32",
-    "exact_layers": "2",
-    "arms": ",".join(ARMS),
-    "parts": "gate,blocks,host",
-    "blocks": "1",
-    "rounds": "2",
-    "record": "true",
-    "results": str(RESULTS),
-    "figures": "",
-}
-PARTS = ("gate", "share", "blocks", "host", "profile")
+DEFAULTS = defaults(
+    "model=qwen3-8b device=cuda dtype=bfloat16 cells=131072x1,131072xmax,32768x1,32768xmax "
+    "k=1024 passes=32 block=32 exact_layers=2 parts=gate,blocks blocks=1 rounds=2 "
+    "record=true figures=",
+    arms=",".join(ARMS),
+)
+PARTS = ("gate", "blocks")
 GATE_CONTEXT = 480
 """Half a block of slots of the kernel is left over: lists are cut in other places than the context."""
 WARM_UP_BLOCKS = 2
-METRIC_OF_KIND = {"attention": "attention_ms", "ranking": "estimation_ms", "bounds": "estimation_ms"}
-"""Metrics of kinds of kernels; other kinds are the rest of a pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,8 +71,6 @@ class Bench:
     rounds: int
     num_failed: int = 0
     gates: dict[str, bool] = field(default_factory=dict)
-    shares: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    """Attention's share of an exact pass, by passes of a block, context and batch."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def load(self, context: int, batch: str) -> Load:
@@ -127,14 +99,10 @@ class Bench:
         print(f"{metric:26s} {value:10.4g} {unit:6s} {detail}  {name}", flush=True)
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name; returns the exit status, 1 if a gate or an arm fails."""
-    options = parse_options(arguments, DEFAULTS)
+    is_drawing = "parts=" in arguments
+    options = parse_options(arguments, DEFAULTS, needs_gpu="" if is_drawing else "sparse_attention")
     parts, arms = [part for part in options["parts"].split(",") if part], options["arms"].split(",")
     if not set(parts) <= {*PARTS} or not set(arms) <= set(ARMS):
         raise UserError(
@@ -151,8 +119,6 @@ def measure(arguments: list[str]) -> int:
 
 def _measure(options: dict[str, str], parts: list[str]) -> bool:
     """Measure and record the parts; returns whether all gates passed and no arm failed."""
-    if options["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.sparse_attention on a GPU")
     bench = _bench(options)
     if "gate" in parts:
         gate(bench)
@@ -165,8 +131,7 @@ def _measure(options: dict[str, str], parts: list[str]) -> bool:
 
 def _record(bench: Bench, options: dict[str, str]) -> None:
     """Append the rows that are new, so that a run that ends early leaves what it has measured."""
-    if options["record"] == "true":
-        append_rows("sparse_attention", bench.rows, results=Path(options["results"]))
+    save("sparse_attention", bench.rows, options)
     bench.rows.clear()
 
 
@@ -218,14 +183,8 @@ def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
     for arm in bench.arms:
         start = time.perf_counter()
         try:
-            if "share" in parts and arm.name == "exact":
-                _share(bench, arm, load)
             if "blocks" in parts and not _measured_before(found, arm):
                 found[arm] = _blocks(bench, arm, load)
-            if "host" in parts and arm.name != "exact_unsplit":
-                _host(bench, arm, load)
-            if "profile" in parts:
-                _profile(bench, arm, load)
             print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
         except Exception as error:  # Too little memory for it, most likely: the others are measured.
             bench.num_failed += 1
@@ -241,14 +200,6 @@ def _measured_before(found: dict[SparseArm, BlockMeasured], arm: SparseArm) -> b
     return bool(same) and not arm.accelerators()
 
 
-def _share(bench: Bench, arm: SparseArm, load: Load) -> None:
-    """Attention's share of the passes of a whole block."""
-    times = _kernels(bench, arm, load)
-    share = attention_share(times)
-    bench.shares[arm.num_passes, load.context, load.concurrency] = share
-    bench.add(arm, load, "attention_share", share, "share")
-
-
 def _blocks(bench: Bench, arm: SparseArm, load: Load) -> BlockMeasured:
     """Time per output block."""
     steady = steady_contexts(bench.model, arm, load, num_blocks=bench.num_blocks)
@@ -261,38 +212,6 @@ def _blocks(bench: Bench, arm: SparseArm, load: Load) -> BlockMeasured:
     bench.add(arm, load, "step_ms", measured.step_ms(), "ms")
     print(f"    rows laid out {sorted(measured.rows)}, tokens of each round {measured.tokens}", flush=True)
     return measured
-
-
-def _host(bench: Bench, arm: SparseArm, load: Load) -> None:
-    """Passes per wait of the host, and the idle share of the GPU, over whole blocks."""
-    steady = steady_contexts(bench.model, arm, load, num_blocks=bench.num_blocks)
-    cost = host_cost(steady, bench.num_blocks * arm.num_passes)
-    _free(bench, steady)
-    bench.add(arm, load, "steps_per_host_sync", cost.passes_per_wait, "steps")
-    bench.add(arm, load, "gpu_idle_share", cost.idle_share, "share")
-
-
-def _profile(bench: Bench, arm: SparseArm, load: Load) -> None:
-    """Kernels of the passes of a whole block, by name and kind."""
-    times = _kernels(bench, arm, load)
-    print(f"profile of {arm.name}, {load.concurrency} sequences of {load.context}, a pass of its block")
-    print("\n".join(lines_of(times, {})), flush=True)
-    found = dict.fromkeys(PARTS_OF_A_PASS, 0.0)
-    for each in times:
-        found[METRIC_OF_KIND.get(each.kind, "rest_ms")] += each.ms
-    for metric, ms in found.items():
-        bench.add(arm, load, metric, ms, "ms")
-
-
-def _kernels(bench: Bench, arm: SparseArm, load: Load) -> list[KernelTime]:
-    """Kernels of the passes of a whole block."""
-    steady = steady_contexts(bench.model, arm, load, num_blocks=1)
-    with steady.toggled():
-        steady.start_and_warm_up()
-        times = kernel_times(steady, arm.num_passes)
-        steady.abort_all()
-    _free(bench, steady)
-    return times
 
 
 def _free(bench: Bench, steady: SteadyContexts) -> None:
@@ -317,15 +236,10 @@ def _compare(bench: Bench, found: dict[SparseArm, BlockMeasured], load: Load) ->
         ):
             if name in of_arm and arm.name != name and arm.name != "exact_unsplit":
                 bench.add(arm, load, metric, tpob_ms(of_arm[name]) / ms, "x")
-        share = bench.shares.get((arm.num_passes, load.context, load.concurrency))
-        if share is not None and "exact" in of_arm and arm.accelerators():
-            ratio = of_arm["exact"].step_ms() / measured.step_ms()
-            ceiling = step_ceiling(bench.model, arm, load, share)
-            bench.add(arm, load, "step_speedup_vs_exact", ratio, "x", floor=ceiling)
         for name in ("quest", "sparsed"):
             if arm.name == "mage" and name in of_arm:
                 bench.add(arm, load, f"mage_over_{name}", tpob_ms(of_arm[name]) / ms, "x")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

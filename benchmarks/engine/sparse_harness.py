@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.block_harness import WARM_UP_PASSES, BlockArm, BlockMeasured, SteadyBlocks
-from benchmarks.engine.block_profile import pass_cost
+from benchmarks.engine.block_harness import WARM_UP_PASSES, BlockArm, BlockMeasured, SteadyBlocks, pass_cost
 from benchmarks.engine.decoding.harness import Load, slot_bytes, weights_of
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.engine.kernel_profile import KernelTime
 from idlm.infer.accelerators.prefix import EVERYTHING
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.models.moe import Experts
@@ -169,20 +167,6 @@ def floor_of(model: LoadedModel, arm: SparseArm, load: Load, *, stream: float, p
         sparse_ms=1e3 * (linears + sparse_share * listed + (1 - sparse_share) * everything),
         rank_ms=1e3 * key_bytes / stream,
     )
-
-
-def attention_share(times: list[KernelTime]) -> float:
-    """The part of the kernels' time of a pass that attention takes."""
-    return sum(time.ms for time in times if time.kind == "attention") / sum(time.ms for time in times)
-
-
-def step_ceiling(model: LoadedModel, arm: SparseArm, load: Load, share: float) -> float:
-    """How much faster a step can become if lists alone make it so: attention to everything takes `share`
-    of it, and reads listed slots in its place in all but the exact layers.
-    """
-    exact = arm.exact_layers / model.spec.num_layers
-    listed = min(1.0, (arm.k + arm.stride) / (load.context + arm.stride))
-    return 1 / (1 - share * (1 - exact) * (1 - listed))
 
 
 def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:

@@ -9,18 +9,17 @@ task; every arm must give the answers of AR decoding, or its row says that the g
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
-from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import SamplingParams
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.tasks import TASKS, TaskSample
 
+DEFAULTS = defaults("model=outputs/tiny device=auto record=false")
 BATCH_SIZES = (1, 4, 16, 64)
 STRIDE = 4
 MAX_TOKENS = 320
@@ -28,14 +27,9 @@ REPEATS = 3
 PASSES_PER_PROMPT_SET = 8
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Print and optionally record the ratio to AR for every strategy and batch size."""
-    options = parse_options(arguments, {"model": "outputs/tiny", "device": "auto", "record": "false"})
+    options = parse_options(arguments, DEFAULTS)
     task = TASKS.get("ledger")(level="tiny")
     rows: list[dict[str, Any]] = []
     print(f"{'batch':>5} {'decoder':<12} {'tokens/s':>9} {'over AR':>8} {'TPF':>6}")
@@ -61,8 +55,7 @@ def measure(arguments: list[str]) -> int:
                 f"{batch:>5} {name:<12} {result.tokens_per_second:>9.0f} {row['ratio']:>8.2f} "
                 f"{result.tokens_per_forward:>6.2f}{'' if gate else '  answers differ from AR'}"
             )
-    if options["record"] == "true":
-        append_rows("strategies", rows)
+    save("strategies", rows, options)
     return 0
 
 
@@ -81,4 +74,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -12,7 +12,6 @@ by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a p
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,37 +21,20 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.engine.decoding.harness import MODELS
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.acceptance import tokens_per_forward_cold
-from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 
-DEFAULTS = {
-    "model": "qwen3-8b",
-    "device": "cuda",
-    "sizes": "1,2,4",
-    "concurrency": "64",
-    "context": "1024",
-    "strides": "2,4",
-    "layers": "12",
-    "passes": "60",
-    "rounds": "3",
-    "acceptance": "0.90",
-    "directory": "",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults(
+    "model=qwen3-8b device=cuda sizes=1,2,4 concurrency=64 context=1024 strides=2,4 layers=12 "
+    "passes=60 rounds=3 acceptance=0.90 directory= record=true"
+)
 WARM_UP_PASSES = 12
 LARGEST_ID = 64
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -72,8 +54,7 @@ def measure(arguments: list[str]) -> int:
                 directory, options["model"], num_layers=int(options["layers"]), device=options["device"]
             )
         rows = [row for size in sizes for row in _rows(options, directory, size)]
-    if options["record"] == "true":
-        append_rows("tensor_parallel", rows, results=Path(options["results"]))
+    save("tensor_parallel", rows, options)
     return 0
 
 
@@ -187,4 +168,4 @@ def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -1,18 +1,17 @@
 """Few-query paged attention: our kernel, torch and FlashAttention against a read-only stream.
 
-    python -m benchmarks.attention [record=true] [sweep=true] [batches=1,16,64] [contexts=1024,8192,32768]
+    python -m benchmarks.attention [record=true] [batches=1,16,64] [contexts=1024,8192,32768]
 
 Checks every arm against float64 first. One CUDA graph runs an arm over as many layers as outgrow the L2 cache
 several times, so keys and values come from memory as in a model; medians, the arms of a case in turns.
 A norm runs between two layers (attention_step.py), and its own time is subtracted. "pdl": programmatic
-dependent launch. The stream is a sum over 4 GiB, measured in the same process. `sweep=true` tries launch
-parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt. A library that is absent or fails
-is named with the reason; "flash_attn 4" is FlashAttention 4 (pip install -e '.[flash-attn]').
+dependent launch. The stream is a sum over 4 GiB, measured in the same process. `rows=2048` is a chunk of a
+prompt. It needs a GPU. A library that is absent or fails is named with the reason; "flash_attn 4" is
+FlashAttention 4 (pip install -e '.[flash-attn]').
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels import attention_sweep, flash_attention
+from benchmarks.kernels import flash_attention
 from benchmarks.kernels.attention_step import (
     Attend,
     Step,
@@ -30,47 +29,24 @@ from benchmarks.kernels.attention_step import (
     layers,
     make_step,
     norms_alone,
-    numbers,
     time_in_turns,
 )
-from benchmarks.optional_arms import print_absent, run_arms
-from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, numbers, parse_options, print_absent, run_arms, save, start
 from benchmarks.stream import stream_rate
-from idlm.cli import command
-from idlm.errors import UserError
 
-DEFAULTS = {
-    "batches": "1,4,16,64",
-    "contexts": "1024,4096,8192,32768",
-    "rows": "1,7,15,16",
-    "heads": "32,8,128",
-    "page_size": "16",
-    "rounds": "9",
-    "sweep": "false",
-    "families": "walk,overlap,sum,fixed",
-    "libraries": "true",
-    "record": "false",
-    "compile_part": "",
-}
+DEFAULTS = defaults(
+    "batches=1,4,16,64 contexts=1024,4096,8192,32768 rows=1,7,15,16 heads=32,8,128 page_size=16 "
+    "rounds=9  libraries=true record=false "
+    "compile_part="
+)
 CHECKED_SEQUENCES = 2
 OURS = ("triton", "fixed", "torch")
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
-    """Print and optionally record all cases, or sweep."""
-    options = parse_options(arguments, DEFAULTS)
-    if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.attention on a GPU")
-    if options["compile_part"]:
-        return attention_sweep.compile_part(options)
-    if options["sweep"] == "true":
-        return attention_sweep.sweep(options, arguments)
+    """Print and optionally record all cases."""
+    options = parse_options(arguments, DEFAULTS, needs_gpu="attention")
     rate = stream_rate()
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -98,8 +74,7 @@ def measure(arguments: list[str]) -> int:
     print(f"{'batch':>5} {'context':>7} {'rows':>4} {'arm':>12} {'us':>9} {'share of stream':>16}  error/own")
     print("\n".join(lines))
     print_absent(absent)
-    if options["record"] == "true":
-        append_rows("attention", rows)
+    save("attention", rows, options)
     return 0
 
 
@@ -209,4 +184,4 @@ def _lines(case: dict[str, Any], outcome: dict[str, tuple[float, float]], floor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.shared import numbers
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, paged_attention, plan_attention
 from idlm.kernels.rms_norm import add_rms_norm
 
@@ -45,11 +46,6 @@ class Step:
         """Bytes that one layer must read at least: keys and values of all slots, once."""
         num_slots = int(self.rows.own_slots_R[self.rows.cu_rows[1:] - 1].sum()) + len(self.rows.cu_rows) - 1
         return 2 * num_slots * self.shape.num_kv_heads * self.shape.head_dim * self.q_RNH.element_size()
-
-
-def numbers(text: str) -> list[int]:
-    """Numbers of a comma-separated option."""
-    return [int(part) for part in text.split(",")]
 
 
 def make_step(

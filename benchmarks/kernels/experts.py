@@ -1,45 +1,32 @@
 """A layer of experts on a GPU: share of the stream of its active experts, or of the matmul rate.
 
     python -m benchmarks.experts [rows=1,32,256,2048,8192] [shape=sdar-30b-a3b|llada2-mini]
-                                 [parts=layer,sweep] [rounds=7] [record=true] [results=DIR]
+                                 [rounds=7] [record=true] [results=DIR]
 
 One process measures stream and matmul rate, then router, experts and sum as a replayed graph, torch's grouped
 matmul in a graph, and the loop over experts, which cannot be captured. Few rows are several inputs in turn,
-so that weights come from memory. `products` are the two grouped products alone. `sweep` prints tiles. R rows,
-E experts.
+so that weights come from memory. `products` are the two grouped products alone. It needs a GPU. R rows, E
+experts.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.experts_arms import SHAPES, Layer
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import Timer, matmul_rate
-from idlm.cli import command
-from idlm.errors import UserError
-from idlm.kernels.experts.launch import SHARED_BYTES, Tile, choose
 
 BF16 = torch.bfloat16
-DEFAULTS = {
-    "rows": "1,32,256,2048,8192",
-    "shape": "sdar-30b-a3b",
-    "parts": "layer",
-    "rounds": "7",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults("rows=1,32,256,2048,8192 shape=sdar-30b-a3b rounds=7 record=true")
 INPUTS_OF_FEW = 16
 LOOP_ROUNDS = 5
 
@@ -83,16 +70,9 @@ def _ms(us: float | None) -> float | None:
     return None if us is None else us / 1e3
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Run the parts, print lines and record the rows; returns the exit status."""
-    options = parse_options(arguments, DEFAULTS)
-    if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.experts on a GPU")
+    options = parse_options(arguments, DEFAULTS, needs_gpu="experts")
     torch.manual_seed(0)
     timer = Timer(rounds=int(options["rounds"]))
     bench = Bench(
@@ -106,15 +86,10 @@ def measure(arguments: list[str]) -> int:
         f"stream {timer.bytes_per_us / 1e6:.3f} TB/s, matmul {bench.flops_per_us / 1e6:.0f} TFLOP/s",
         flush=True,
     )
-    parts = options["parts"].split(",")
     for num_rows in (int(rows) for rows in options["rows"].split(",")):
         inputs = [bench.layer.rows(num_rows) for _ in range(INPUTS_OF_FEW if num_rows <= 32 else 1)]
-        if "layer" in parts:
-            _layer(bench, inputs)
-        if "sweep" in parts:
-            _sweep(bench, inputs[0])
-    if options["record"] == "true":
-        append_rows("experts", bench.rows, results=Path(options["results"]))
+        _layer(bench, inputs)
+    save("experts", bench.rows, options)
     return 0
 
 
@@ -167,50 +142,5 @@ def _eager_us(call: Callable[[], Any]) -> float:
     return statistics.median(times[2:])
 
 
-def _sweep(bench: Bench, x_RD: Tensor) -> None:
-    """Print the fastest tiles of each product for every plausible number of pairs per tile."""
-    shape = bench.layer.shape
-    mean = len(x_RD) * shape.num_chosen / shape.num_experts
-    usual = choose(len(x_RD), shape.num_chosen, shape.num_experts, BF16)
-    for is_gated in (True, False):
-        times = {}
-        for block_r in (16, 32, 64, 128):
-            if not mean / 2 <= block_r <= max(16, 4 * mean):
-                continue
-            for tile in _tiles(block_r, is_gated):
-                launch = replace(usual, block_r=block_r, **{"gate_up" if is_gated else "down": tile})
-                call = bench.layer.product(x_RD, launch, is_gated=is_gated)
-                times[block_r, tile] = bench.timer.us_per_call([call])
-        mine = usual.gate_up if is_gated else usual.down
-        print(f"{len(x_RD)} rows, {'gate_up' if is_gated else 'down'}; now {_short(usual.block_r, mine)}")
-        for (block_r, tile), us in sorted(times.items(), key=lambda item: item[1])[:6]:
-            print(f"    {us:9.1f} us {_short(block_r, tile)}", flush=True)
-
-
-def _tiles(block_r: int, is_gated: bool) -> Iterator[Tile]:
-    """Tiles that fit registers and shared memory: deep pipelines, or many columns at once for few rows."""
-    depths = ((128, 3), (128, 4), (64, 6)) if block_r <= 32 else ((64, 3), (64, 4))
-    for block_o, (block_i, stages), is_stacked in itertools.product(
-        (32, 64, 128, 256), depths, (False, True)
-    ):
-        height = block_o * (2 if is_gated else 1)
-        if is_stacked > is_gated or not 64 <= height <= 256 or (block_o < 64 and not is_stacked):
-            continue
-        tile = Tile(
-            block_o=block_o,
-            block_i=block_i,
-            warps=8 if height * block_r >= 128 * 128 else 4,
-            stages=stages,
-            stacked=is_stacked,
-        )
-        if tile.shared_bytes(2, block_r, gated=is_gated) <= SHARED_BYTES:
-            yield tile
-
-
-def _short(block_r: int, tile: Tile) -> str:
-    kind = " stacked" * tile.stacked
-    return f"{tile.block_o}x{block_r}x{tile.block_i} w{tile.warps} g{tile.stages}{kind}"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

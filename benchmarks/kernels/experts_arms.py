@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,17 +111,6 @@ class Layer:
                 grouped(source, weight, target, plan, chosen, 0, launch.block_r, tile, True, is_gated)
 
         return run
-
-    def product(self, x_RD: Tensor, launch: Launch, *, is_gated: bool) -> Callable[[], Any]:
-        """One of our products."""
-        chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
-        plan = plan_tiles(chosen, 0, self.shape.num_experts, launch.block_r, False)
-        hidden = self.drawn(chosen.numel(), self.shape.ffn)
-        if is_gated:
-            given, tile = (x_RD, self.gate_up, hidden), launch.gate_up
-        else:
-            given, tile = (hidden, self.down, x_RD.new_empty(chosen.numel(), self.shape.width)), launch.down
-        return partial(grouped, *given, plan, chosen, 0, launch.block_r, tile, False, is_gated)
 
     def num_active(self, x_RD: Tensor) -> int:
         """Experts that some row chooses."""

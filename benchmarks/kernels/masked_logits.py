@@ -1,48 +1,35 @@
 """Best tokens of wanted rows on a GPU: both routes against the library's dense product.
 
     python -m benchmarks.masked_logits [rows=32768] [share=0.25] [lengths=8192,32768,131072]
-                                       [rounds=9] [sweep=true] [record=true] [results=DIR]
+                                       [rounds=9] [record=true] [results=DIR]
 
 bf16, LLaDA-8B's head (D 4096, V 126464), `share` of `rows` hidden states, scattered. `library` is the product
 of the gathered rows alone, into a buffer that exists: no gather, no softmax. First every arm must pass: its
 tokens are the best of an fp64 product, within twice the error of the library's logits, and so are their
-probabilities. Arms run in turn within a round. `lengths`: rows at which extra memory is measured. `sweep`
-times launches of the fused kernel.
+probabilities. Arms run in turn within a round. `lengths`: rows at which extra memory is measured. It needs a
+GPU.
 X wanted rows, Y rows that are checked, V vocabulary, D width.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
-from idlm.errors import UserError
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.kernels.masked_logits import Proposals, masked_logits
 
 VOCABULARY, WIDTH = 126_464, 4096
 FORBIDDEN_ID = 126_336
 """LLaDA's mask."""
-DEFAULTS = {
-    "rows": "32768",
-    "share": "0.25",
-    "lengths": "8192,32768,131072",
-    "rounds": "9",
-    "sweep": "false",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults("rows=32768 share=0.25 lengths=8192,32768,131072 rounds=9 record=true")
 CHECKED_ROWS = 512
 WARM_UPS = 3
 MB = 1e6
@@ -65,16 +52,9 @@ class Problem:
         return masked_logits(*given, forbidden_S=self.forbidden_S, route=route)
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Print and record correctness, times and memory; returns the exit status."""
-    options = parse_options(arguments, DEFAULTS)
-    if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.masked_logits on a GPU")
+    options = parse_options(arguments, DEFAULTS, needs_gpu="masked_logits")
     num_rows, share = int(options["rows"]), float(options["share"])
     weight_VD = make_head()
     problem = make_problem(num_rows, share, weight_VD)
@@ -86,10 +66,7 @@ def measure(arguments: list[str]) -> int:
     rows = speeds(problem, arms, gates, share, rounds=int(options["rounds"]))
     for length in (int(one) for one in options["lengths"].split(",")):
         rows += memory(make_problem(length, share, weight_VD), gates, length, share)
-    if options["sweep"] == "true":
-        sweep(problem, rounds=int(options["rounds"]))
-    if options["record"] == "true":
-        append_rows("masked_logits", rows, results=Path(options["results"]))
+    save("masked_logits", rows, options)
     return 0 if all(gates.values()) else 1
 
 
@@ -205,32 +182,5 @@ def memory(problem: Problem, gates: dict[str, bool], length: int, share: float) 
     return rows
 
 
-def sweep(problem: Problem, *, rounds: int) -> None:
-    """Print the times of launches of the fused kernel, those that do not fit left out."""
-    from triton.runtime.errors import OutOfResources
-
-    from idlm.kernels.masked_logits import launch
-
-    calls: dict[str, Call] = {}
-    for stages, group, tma, flat in itertools.product((3, 4), (8, 16), (True, False), (True, False)):
-        tile = launch.Launch(block_x=128, block_d=64, warps=8, stages=stages, group=group, tma=tma, flat=flat)
-        call = partial(
-            launch.run,
-            problem.hidden_RD,
-            problem.rows_X,
-            problem.weight_VD,
-            forbidden_S=problem.forbidden_S,
-            entropy=False,
-            launch=tile,
-        )
-        try:
-            call()
-        except OutOfResources:
-            continue
-        calls[f"{stages=} {group=} {tma=} {flat=}"] = call
-    for name, ms in sorted(times(calls, rounds=rounds).items(), key=lambda pair: pair[1]):
-        print(f"{ms:9.3f} ms  {name}", flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -1,16 +1,15 @@
 """The ranking of prefixes behind a pass on a GPU: against the time of reading the keys once.
 
     python -m benchmarks.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
-                                        [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
+                                        [rounds=7] [record=true] [results=DIR]
 
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
 reading their keys. `rank_rested_ms` is the same with a rest ahead of each replay, as a block ranks in one of
-its passes: a load longer than that of the floor may lower the clock. `rank_sustained_ms` is the mean of two
-seconds without a rest, while nvidia-smi reads `sm_clock` and `power` (limits: the highest clock, the power
-limit). `rank_idle_share` is what the same launches take when no sequence ranks, as a share of the shortest
-possible step (reading the weights). First shares and lists of some layers and KV heads must equal those
-computed from the same keys by plain products. `sweep`: cases in which launches are timed.
+its passes: a load longer than that of the floor may lower the clock. `rank_idle_share` is what the same
+launches take when no sequence ranks, as a share of the shortest possible step (reading the weights). First
+shares and lists of some layers and KV heads must equal those computed from the same keys by plain products.
+It needs a GPU.
 L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
 head, H head dim, C listed slots.
 """
@@ -20,40 +19,23 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.clock import sustained
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import Timer, matmul_rate
-from idlm.cli import command
-from idlm.errors import UserError
 from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix
-from idlm.kernels.prefix_ranking.op import layers_at_once
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK, PAGE = 32, 8, 128, 32, 32
 GROUP = NUM_HEADS // NUM_KV_HEADS
 WEIGHT_BYTES = 15.1e9
-DEFAULTS = {
-    "cases": "1x65536,6x131072",
-    "k": "1024",
-    "layers": "34",
-    "sharpness": "1.5",
-    "rounds": "7",
-    "sweep": "",
-    "record": "true",
-    "results": str(RESULTS),
-}
-SELECTIONS = ((1024, 4096, 8), (2048, 4096, 8))
-"""`tile`, `read` and `select_warps` of launches to try."""
+DEFAULTS = defaults("cases=1x65536,6x131072 k=1024 layers=34 sharpness=1.5 rounds=7 record=true")
 REST_SECONDS = 0.15
 NUM_CHECKED = 12
 SHARE_TOLERANCE = 1e-4
@@ -79,16 +61,9 @@ class Problem:
         return len(self.slots_LZKC) * slots * NUM_KV_HEADS * HEAD_DIM * self.ranking.keys_LSKH.itemsize
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Print and record correctness and times; returns the exit status."""
-    options = parse_options(arguments, DEFAULTS)
-    if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.prefix_ranking on a GPU")
+    options = parse_options(arguments, DEFAULTS, needs_gpu="prefix_ranking")
     timer, products = Timer(rounds=int(options["rounds"])), matmul_rate()
     print(f"read-only stream {timer.bytes_per_us / 1e6:.3f} TB/s, product {products / 1e12:.0f} TFLOP/s")
     rows: list[dict[str, Any]] = []
@@ -99,12 +74,9 @@ def measure(arguments: list[str]) -> int:
         gate = check(problem)
         is_right &= gate
         rows += times(problem, timer, products, gate)
-        if case in options["sweep"].split(","):
-            sweep(problem, timer)
         del problem
         torch.cuda.empty_cache()
-    if options["record"] == "true":
-        append_rows("prefix_ranking", rows, results=Path(options["results"]))
+    save("prefix_ranking", rows, options)
     return 0 if is_right else 1
 
 
@@ -201,86 +173,23 @@ def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[d
     flops = 2 * problem.key_bytes / 2 * BLOCK * GROUP
     rank = timer.us_per_call([problem.rank]) / 1e3
     rested = timer.us_per_call([problem.rank], rest=REST_SECONDS) / 1e3
-    share = timer.us_per_call([partial(_shares, problem, layers_of(problem))]) / 1e3
     idle_pass = replace(problem.ranking, ranks_B=torch.zeros_like(problem.ranking.ranks_B))
     idle = timer.us_per_call([partial(problem.rank, idle_pass)])
-    load = sustained(problem.rank)
     step = WEIGHT_BYTES / timer.bytes_per_us
     print(
         f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms, "
         f"with rests {rested:.3f} ms, {rested / floor:.3f} "
-        f"(products alone {flops / products * 1e3:.3f} ms); shares {share:.3f} ms, {share / floor:.3f}; "
+        f"(products alone {flops / products * 1e3:.3f} ms); "
         f"idle: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
         flush=True,
     )
-    print(f"two seconds without a rest: {load}", flush=True)
     row = partial(result_row, "prefix_ranking", case, gate_passed=gate)
-    read = {"sm_clock": (load.sm_mhz, "MHz", load.max_sm_mhz), "power": (load.watts, "W", load.limit_watts)}
     return [
-        row(metric="rank_sustained_ms", value=load.ms, unit="ms", floor=floor),
-        *(
-            row(metric=metric, value=value, unit=unit, floor=most)
-            for metric, (value, unit, most) in read.items()
-            if value is not None
-        ),
         row(metric="rank_ms", value=rank, unit="ms", floor=floor),
         row(metric="rank_rested_ms", value=rested, unit="ms", floor=floor),
         row(metric="rank_idle_share", value=idle / step, unit="x"),
     ]
 
 
-def layers_of(problem: Problem) -> int:
-    """Layers of a launch of the ranking."""
-    sizes = len(problem.slots_LZKC), len(problem.lanes_B), NUM_KV_HEADS, problem.ranking.max_slots
-    return layers_at_once(*sizes)
-
-
-def _shares(problem: Problem, num: int) -> None:
-    """The shares of all layers, `num` layers a launch."""
-    num_layers = len(problem.slots_LZKC)
-    for first in range(0, num_layers, num):
-        attention_share(problem.ranking, first, min(num, num_layers - first))
-
-
-def sweep(problem: Problem, timer: Timer) -> None:
-    """Print the times of launches of both kernels over the layers of one launch of the ranking, then those
-    of the shares of all layers by layers a launch.
-    """
-    from idlm.kernels.prefix_ranking import launch as launch_module
-
-    ranking, num_layers, num = problem.ranking, len(problem.slots_LZKC), layers_of(problem)
-    layer_us = problem.key_bytes / num_layers / timer.bytes_per_us
-    shares_LBKS = attention_share(ranking, 0, num)
-    calls: dict[str, Callable[[], Any]] = {}
-    for block_n, warps, stages, per_sm in ((64, 4, 5, 2), (64, 4, 4, 2)):
-        tiles = launch_module.Launch(block_n=block_n, warps=warps, stages=stages, per_sm=per_sm)
-        calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
-            launch_module.attention_share, ranking, 0, num, launch=tiles
-        )
-    for tile, read, select_warps in SELECTIONS:
-        calls[f"lists {tile=} {read=} {select_warps=}"] = partial(
-            launch_module.select_largest,
-            *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
-            launch=launch_module.Launch(tile=tile, read=read, select_warps=select_warps),
-        )
-    _print_times(timer, calls, num * layer_us, num)
-    calls = {
-        f"shares of {each} layers a launch": partial(_shares, problem, each)
-        for each in sorted({num, min(num, 9), 3, 1})
-    }
-    _print_times(timer, calls, num_layers * layer_us, num_layers)
-
-
-def _print_times(timer: Timer, calls: dict[str, Callable[[], Any]], floor: float, num_layers: int) -> None:
-    from triton.runtime.errors import OutOfResources
-
-    for name, call in calls.items():
-        try:
-            us = timer.us_per_call([call])
-        except OutOfResources:
-            continue
-        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num_layers} layers  {name}", flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

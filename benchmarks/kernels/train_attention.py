@@ -13,7 +13,6 @@ absent or fails, the reason is printed and the other arms are measured.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.optional_arms import print_absent, run_arms
-from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
-from idlm.cli import command
-from idlm.errors import UserError
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, print_absent, run_arms, save, start
 from idlm.kernels.split_attention import split_attention_ranges
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, pack_rows
@@ -40,26 +36,12 @@ COMMAND = "python -m benchmarks.train_attention"
 FLUSHED_BYTES = 1 << 33
 """More than the L2 cache, and 2 ms in which the host runs ahead of the device, as it does in training."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-DEFAULTS = {
-    "length": "4096",
-    "rounds": "7",
-    "record": "false",
-    "dense": "true",
-    "strides": "2,3,4,8",
-    "packed": "false,true",
-}
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
+DEFAULTS = defaults("length=4096 rounds=7 record=false dense=true strides=2,3,4,8 packed=false,true")
 
 
 def measure(arguments: list[str]) -> int:
     """Print and optionally record the times of all arms, one case after the other."""
-    options = parse_options(arguments, DEFAULTS)
-    if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.train_attention on a GPU")
+    options = parse_options(arguments, DEFAULTS, needs_gpu="train_attention")
     length, rounds = int(options["length"]), int(options["rounds"])
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -77,8 +59,7 @@ def measure(arguments: list[str]) -> int:
     print(f"\n{'stride':>6} {'docs':>5} {columns}  ms;  split: over flex, over flash, error over torch's own")
     print("\n".join(lines))
     print_absent(absent)
-    if options["record"] == "true":
-        append_rows("train_attention", rows)
+    save("train_attention", rows, options)
     return 0
 
 
@@ -267,4 +248,4 @@ def _line(case: dict[str, Any], num_documents: int, times: dict[str, float], gat
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

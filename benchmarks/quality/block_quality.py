@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import parse_options
 from benchmarks.quality.arms import (
     ArmResult,
     Measured,
@@ -27,8 +26,8 @@ from benchmarks.quality.arms import (
     engine_of,
     greedy,
 )
-from benchmarks.results import RESULTS, append_rows
-from idlm.cli import command
+from benchmarks.results import append_rows
+from benchmarks.shared import defaults, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
@@ -38,20 +37,11 @@ from idlm.tasks import TASKS, Task, TaskSample
 from idlm.text.tokenizer import encode_prompt, load_tokenizer
 from tests.block_reference import Rules, Sampling, SlowBlocks
 
-OPTIONS = {
-    "model": "outputs/tiny_block",
-    "task": "ledger",
-    "level": "tiny",
-    "num": "1000",
-    "thresholds": "0.5,0.6,0.7,0.8,0.85,0.9,0.95",
-    "max_tokens": "320",
-    "batch": "64",
-    "device": "auto",
-    "dtype": "auto",
-    "reference": "4",
-    "record": "false",
-    "results": str(RESULTS),
-}
+OPTIONS = defaults(
+    "model=outputs/tiny_block task=ledger level=tiny num=1000 "
+    "thresholds=0.5,0.6,0.7,0.8,0.85,0.9,0.95 max_tokens=320 batch=64 device=auto dtype=auto "
+    "reference=4 record=false"
+)
 JUDGED, ALLOWED_LOSS = 0.9, 0.02
 SEQUENTIAL, DYNAMIC = "sequential", "low_confidence_dynamic"
 ONE_TOKEN = 1.0
@@ -81,11 +71,6 @@ class Result(ArmResult):
     arm: Arm
     num_compared: int = 0
     num_equal: int = 0
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -199,4 +184,4 @@ def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

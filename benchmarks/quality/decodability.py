@@ -1,26 +1,19 @@
-"""Which masks FOCUS may leave out on a trained model: signal, selection, thresholds, caches, rows a token.
+"""Which masks FOCUS may leave out on a trained model: thresholds and selections of fixed size.
 
-    python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=500] [record=true]
-        [parts=signal,judged,selection,left,cache,commit,mage,rule,alphas] [figures=FOLDER]
-        [trace=benchmarks/traces/tiny.jsonl] [traced=24]
+    python -m benchmarks.decodability model=outputs/tiny_block32 [level=p4] [num=500] [parts=judged,selection]
+        [record=true]
 
-Decoding is greedy on held-out questions, the same in every arm, in blocks of the model's size. `signal`
-records full blocks at threshold `JUDGED` pass by pass: which share of the masks at each percentile of
-importance is decided (figures 4, 12, 13); with `trace=` it also records FOCUS and writes what
-`benchmarks.eviction` replays, of the first `traced` questions. `judged` compares full blocks and FOCUS by
-threshold, `alphas` FOCUS of other alphas (table 4). `selection` keeps the K masks of highest, random and
-lowest delta (table 3), `left` the K leftmost ones: what eviction costs where the choice is good, whatever the
-signal. `cache` compares the delayed caches dc and dc+ without eviction (table 6), `commit` FOCUS that stores
-only unfrozen rows of clean blocks, `rule` the rules of the published code, `mage` MAGE alone and with FOCUS.
+It needs a block-diffusion checkpoint (recipes tiny_block32, tiny_deep32). Decoding is greedy on held-out
+questions, the same in every arm, in blocks of the model's size. `judged` compares full blocks and FOCUS by
+threshold; `selection` keeps the K masks of highest, random and lowest delta (table 3 of FOCUS).
 `rows_per_token` (table 5) counts rows behind layer 1, clean blocks that are stored included, prompts left
-out. A difference is one of paired answers. Parts run in this order, the important ones first, and rows are
-recorded as soon as they are measured. `importance=block` measures attention as equation 2 does, in all arms.
+out. A difference is one of paired answers. Rows are recorded as soon as they are measured. `importance=block`
+measures attention as equation 2 does, in all arms.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +21,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.unmasking.figures import draw_decodability
-from benchmarks.engine.unmasking.record import EAGER, NO_EVICTION, Recorder, recording
-from benchmarks.engine.unmasking.rows import RowRules, consistent
-from benchmarks.engine.unmasking.trace import FOCUS, FULL, UnmaskTrace, write_trace
-from benchmarks.options import parse_options
 from benchmarks.quality.arms import (
     ArmResult,
     Measured,
@@ -42,41 +30,24 @@ from benchmarks.quality.arms import (
     engine_of,
     greedy,
 )
-from benchmarks.quality.decodability_selection import LEFT, SELECTIONS, selecting
-from benchmarks.quality.decodability_signal import SIGNALS, bins_of, concentration
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.quality.decodability_selection import SELECTIONS, selecting
+from benchmarks.results import append_rows
+from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.accelerators.focus import FocusConfig
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
-from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
 from idlm.text.tokenizer import encode_prompt
 
-OPTIONS = {
-    "model": "outputs/tiny_block32",
-    "task": "ledger",
-    "level": "p4",
-    "num": "500",
-    "parts": "signal,judged,selection,left,cache,commit,mage,rule,alphas",
-    "k": "2,4,8",
-    "thresholds": "0.9,0.8,0.7",
-    "alphas": "1.2,1.8",
-    "importance": "masked",
-    "mage_k": "32",
-    "trace": "",
-    "traced": "24",
-    "max_tokens": "288",
-    "batch": "500",
-    "device": "auto",
-    "dtype": "auto",
-    "graphs": "off",
-    "figures": "",
-    "record": "false",
-    "results": str(RESULTS),
-}
+OPTIONS = defaults(
+    "model=outputs/tiny_block32 task=ledger level=p4 num=500 "
+    "parts=judged,selection k=2,4,8 "
+    "thresholds=0.9,0.8,0.7 importance=masked "
+    "max_tokens=288 batch=500 device=auto dtype=auto graphs=off record=false"
+)
+FULL, FOCUS = "full", "focus"
 JUDGED, ALLOWED_LOSS, ERRORS_APART = 0.9, 0.02, 2.0
 ALPHA = FocusConfig().alpha
 SEED = 1
@@ -95,13 +66,12 @@ class Arm:
     def case(self) -> dict[str, Any]:
         """Its case in result rows."""
         focus = self.accelerators.get("focus")
-        evicts = focus is not None and self.selection is None and "alpha" not in focus
-        alpha = ALPHA if evicts else (focus or {}).get("alpha")
+        evicts = focus is not None and self.selection is None
         return {
             "arm": self.name,
             "k": self.k if self.k is not None else "-",
             "threshold": self.threshold,
-            "alpha": "-" if alpha is None or alpha == NO_EVICTION["alpha"] else alpha,
+            "alpha": ALPHA if evicts else "-",
             "commit": "-" if focus is None else focus.get("commit", "clean"),
         }
 
@@ -184,11 +154,6 @@ class Bench:
         return engine_of(self.options, "block", accelerators=chosen, **settings)
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name and record rows; returns 1 if a judged comparison fails."""
     options = parse_options(arguments, OPTIONS)
@@ -202,60 +167,8 @@ def measure(arguments: list[str]) -> int:
     for part in parts:
         print(f"-- {part}", flush=True)
         PARTS[part](bench)
-    if options["figures"]:
-        print(*draw_decodability(Path(options["results"]), Path(options["figures"])), sep="\n")
     print(*bench.failed, sep="\n")
     return int(bool(bench.failed))
-
-
-def signal(bench: Bench) -> None:
-    """Figures 4, 12 and 13, and the trace."""
-    full = _recorded(bench, Arm(name=FULL, accelerators={"focus": NO_EVICTION}))
-    passes = [record for block in full.blocks.values() for record in block]
-    for name in SIGNALS:
-        bins = bins_of(passes, name)
-        for each, concentrated in zip(bins, concentration(bins), strict=True):
-            case = {"percentile": each.percentile, "signal": name, "model": bench.model}
-            print(
-                f"{name:5s} {each.percentile:>7s}  {each.num_masks:6d} masks, decided "
-                f"{100 * each.decoded_share:5.1f} %, of all decided {100 * concentrated:5.1f} %"
-            )
-            shares = (("decoded_share", each.decoded_share), ("share_of_decoded", concentrated))
-            bench.record([result_row("decodability", case, *share, "share") for share in shares])
-    if bench.options["trace"]:
-        _write_trace(bench, full, _recorded(bench, Arm(name=FOCUS, accelerators={"focus": {}})))
-
-
-def _recorded(bench: Bench, arm: Arm) -> Recorder:
-    """All passes of an arm, eager."""
-    engine = bench.engine(arm, **EAGER)
-    with recording(engine) as recorder:
-        evaluate(engine, bench.task, bench.samples, greedy(bench.options, {"threshold": arm.threshold}))
-    engine.close()
-    free_cached_memory()
-    return recorder
-
-
-def _write_trace(bench: Bench, full: Recorder, focus: Recorder) -> None:
-    options, path = bench.options, Path(bench.options["trace"])
-    size = Semantics.load(Path(options["model"])).block_size
-    assert size is not None, f"{options['model']} has no blocks"
-    num = int(options["traced"])
-    blocks = {
-        FULL: full.traced(size, num),
-        FOCUS: consistent(focus.traced(size, num), size, RowRules(alpha=ALPHA)),
-    }
-    trace = UnmaskTrace(
-        name=path.stem,
-        block_size=size,
-        threshold=JUDGED,
-        alpha=ALPHA,
-        source=f"{bench.model}, {num} test questions of {options['task']} {options['level']}, greedy",
-        blocks=blocks,
-    )
-    write_trace(trace, path)
-    counts = {arm: f"{len(trace.whole(arm))} whole blocks" for arm in (FULL, FOCUS)}
-    print(f"wrote {path}: {counts}", flush=True)
 
 
 def selection(bench: Bench) -> None:
@@ -269,13 +182,6 @@ def selection(bench: Bench) -> None:
             worse = found
 
 
-def left(bench: Bench) -> None:
-    """The leftmost masks."""
-    for k in _numbers(bench.options["k"]):
-        arm = Arm(name=LEFT, accelerators={"focus": {}}, selection=LEFT, k=int(k))
-        bench.add(bench.result(arm), bench.full())
-
-
 def judged(bench: Bench) -> None:
     """Tables 4 and 5 at the default alpha. Judged: threshold 0.9."""
     for threshold in _numbers(bench.options["thresholds"]):
@@ -285,51 +191,9 @@ def judged(bench: Bench) -> None:
         bench.add(found, base, gate=keeps_quality(found, base))
 
 
-def alphas(bench: Bench) -> None:
-    """Table 4, other alphas."""
-    for threshold in _numbers(bench.options["thresholds"]):
-        for alpha in _numbers(bench.options["alphas"]):
-            arm = Arm(name=FOCUS, threshold=threshold, accelerators={"focus": {"alpha": alpha}})
-            bench.add(bench.result(arm), bench.full(threshold))
-
-
-def cache(bench: Bench) -> None:
-    """Table 6: tokens frozen once they are decided, or once their right neighbours are; no eviction."""
-    for name, stability in (("dc", "plain"), ("dc+", "neighbour")):
-        options = {"focus": NO_EVICTION | {"stability": stability}}
-        bench.add(bench.result(Arm(name=name, accelerators=options)), bench.full())
-
-
-def commit(bench: Bench) -> None:
-    """FOCUS that stores only unfrozen rows of clean blocks."""
-    options = {"focus": {"commit": "unfrozen"}}
-    bench.add(bench.result(Arm(name=FOCUS, accelerators=options)), bench.full())
-
-
-def rule(bench: Bench) -> None:
-    """FOCUS by the rules of the published code."""
-    arm = Arm(name="focus_published", accelerators={"focus": {"rule": "published"}})
-    bench.add(bench.result(arm), bench.full())
-
-
-def mage(bench: Bench) -> None:
-    """MAGE alone, and with FOCUS."""
-    k = int(bench.options["mage_k"])
-    options: dict[str, dict[str, Any]] = {"mage": {"k": k}}
-    for name, chosen in (("mage", options), ("focus+mage", {**options, "focus": {}})):
-        bench.add(bench.result(Arm(name=name, accelerators=chosen, k=k)), bench.full())
-
-
 PARTS: dict[str, Callable[[Bench], None]] = {
-    "signal": signal,
     "judged": judged,
     "selection": selection,
-    "left": left,
-    "cache": cache,
-    "commit": commit,
-    "mage": mage,
-    "rule": rule,
-    "alphas": alphas,
 }
 
 
@@ -382,4 +246,4 @@ def _numbers(text: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

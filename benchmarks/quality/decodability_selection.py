@@ -14,23 +14,21 @@ from idlm.infer.accelerators.focus import FocusPass
 from idlm.kernels.block_eviction import Selected
 from idlm.kernels.block_eviction.plain import best, with_context
 
-TOP, RANDOM, BOTTOM, LEFT = "top", "random", "bottom", "left"
+TOP, RANDOM, BOTTOM = "top", "random", "bottom"
 SELECTIONS = (TOP, RANDOM, BOTTOM)
 
 
 @contextlib.contextmanager
 def selecting(name: str, k: int) -> Iterator[None]:
-    """Keep K masks of the highest, lowest or random deltas, or the leftmost ones, in place of FOCUS's budget
-    (section 5.1). With each go its predecessor and the masks to its left without keys and values.
+    """Keep K masks of the highest, lowest or random deltas in place of FOCUS's budget (section 5.1). With
+    each go its predecessor and the masks to its left without keys and values.
     """
     original = FocusPass._select
 
     def select(self: FocusPass, first_BPW: torch.Tensor, second_BPW: torch.Tensor) -> Selected:
         view, size = self.view, first_BPW.shape[2]
         deltas_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1)
-        if name == LEFT:
-            deltas_BW = -torch.arange(size, device=deltas_BW.device).expand_as(deltas_BW).float()
-        elif name != TOP:
+        if name != TOP:
             deltas_BW = -deltas_BW if name == BOTTOM else torch.rand_like(deltas_BW)
         is_mask_BW, fed_BW = view.is_mask_BW, view.rows_BW >= 0
         processed_BW = self._memory.processed_ZW[view.plan.lanes_B]

@@ -9,16 +9,13 @@ no answer failed. Tasks that run programs count their sandboxes too.
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.options import parse_options
 from benchmarks.quality.arms import engine_of
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.infer.cli.evaluate import check_samples, evaluate, load_task
@@ -27,26 +24,10 @@ from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.file_tasks import FileTask
 from idlm.tasks import Task, TaskSample
 
-OPTIONS = {
-    "model": "outputs/tiny",
-    "decoder": "ar",
-    "task": "ledger",
-    "data": "",
-    "allow_code": "false",
-    "num": "",
-    "concurrency": "64",
-    "max_tokens": "512",
-    "temperature": "0",
-    "device": "auto",
-    "dtype": "auto",
-    "record": "false",
-    "results": str(RESULTS),
-}
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
+OPTIONS = defaults(
+    "model=outputs/tiny decoder=ar task=ledger data= allow_code=false num= concurrency=64 "
+    "max_tokens=512 temperature=0 device=auto dtype=auto record=false"
+)
 
 
 def measure(arguments: list[str]) -> int:
@@ -83,8 +64,7 @@ def measure(arguments: list[str]) -> int:
             "eval", case, "harness_overhead", outside / inside, "share", gate_passed=num_failed == 0
         )
         rows.append(overhead)
-    if options["record"] == "true":
-        append_rows("eval", rows, results=Path(options["results"]))
+    save("eval", rows, options)
     return int(not is_whole)
 
 
@@ -109,4 +89,4 @@ def timed(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

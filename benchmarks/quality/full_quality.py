@@ -17,32 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import parse_options
 from benchmarks.quality.arms import ArmResult, arm_rows, binomial_error, engine_of, greedy
-from benchmarks.results import RESULTS, append_rows
-from idlm.cli import command
+from benchmarks.results import append_rows
+from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.full_orders import ORDERS
 from idlm.tasks import TASKS, Task, TaskSample
 
-OPTIONS = {
-    "model": "outputs/tiny_full",
-    "task": "ledger",
-    "level": "tiny",
-    "num": "200",
-    "orders": "low_confidence,random,entropy,topk_margin,maskgit_plus",
-    "block_lengths": "16,32,224",
-    "thresholds": "0.7,0.9,0.95",
-    "caches": "none",
-    "max_tokens": "224",
-    "batch": "16",
-    "device": "auto",
-    "dtype": "auto",
-    "record": "false",
-    "results": str(RESULTS),
-}
+OPTIONS = defaults(
+    "model=outputs/tiny_full task=ledger level=tiny num=200 "
+    "orders=low_confidence,random,entropy,topk_margin,maskgit_plus block_lengths=16,32,224 "
+    "thresholds=0.7,0.9,0.95 caches=none max_tokens=224 batch=16 device=auto dtype=auto "
+    "record=false"
+)
 ENOUGH = 0.8
 NO_CACHE = "none"
 
@@ -71,11 +60,6 @@ class Result(ArmResult):
     """The answers of `arm`."""
 
     arm: Arm
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -184,4 +168,4 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

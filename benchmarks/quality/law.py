@@ -28,7 +28,6 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.options import parse_options
 from benchmarks.quality import structured_law
 from benchmarks.quality.law_harness import (
     NEUTRAL,
@@ -39,8 +38,8 @@ from benchmarks.quality.law_harness import (
     sample,
     write_law_toy,
 )
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.stride_controller import Load, StrideController
@@ -52,18 +51,10 @@ PER_REQUEST, AT_ONCE = 1000, 100_000
 STRUCTURED_DRAWS = 100_000
 FAULT_TESTS = {"cuda": "tests/gpu/engine/test_faults_gpu.py", "cpu": "tests/law/test_planted_faults.py"}
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = {
-    "draws": "1000000",
-    "device": "cuda",
-    "cases": "",
-    "workers": "0",
-    "faults": "true",
-    "lanes": "1024",
-    "num_inflight_steps": "2",
-    "structured": "false",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults(
+    "draws=1000000 device=cuda cases= workers=0 faults=true lanes=1024 num_inflight_steps=2 "
+    "structured=false record=true"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +88,6 @@ class Outcome:
     seconds: float
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Draw, test, print and record; returns 1 when the law does not hold or a fault is missed."""
     options = parse_options(arguments, DEFAULTS)
@@ -117,8 +103,7 @@ def measure(arguments: list[str]) -> int:
         rows.append(_structured_row(options))
     if options["faults"] == "true":
         rows += _fault_rows(options["device"])
-    if options["record"] == "true":
-        append_rows("law", rows, results=Path(options["results"]))
+    save("law", rows, options)
     return int(any(row["gate_passed"] is False for row in rows))
 
 
@@ -271,4 +256,4 @@ def _passed(case: ElementTree.Element) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

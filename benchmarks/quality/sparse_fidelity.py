@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import parse_options
 from benchmarks.quality.arms import engine_of, greedy
 from benchmarks.quality.sparse_sets import ARMS, Fidelity, Probe, denoise, fidelity, num_exact_passes
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import append_rows, result_row
+from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.build import resolve_device
@@ -41,26 +40,12 @@ from idlm.tasks import TASKS, Task, TaskSample
 from idlm.tasks.recall_check import asked_pairs
 from idlm.text.tokenizer import encode_prompt, load_tokenizer
 
-OPTIONS = {
-    "model": "outputs/tiny_recall_block",
-    "base": "outputs/tiny_recall_base",
-    "level": "long",
-    "contexts": "2048,4096,8192,12288",
-    "records": "64",
-    "parts": "4,8",
-    "steps": "16",
-    "exact_layers": "2",
-    "num": "100",
-    "sets_parts": "8",
-    "sets_num": "12",
-    "sets_context": "8192",
-    "max_tokens": "64",
-    "batch": "50",
-    "device": "auto",
-    "dtype": "auto",
-    "record": "false",
-    "results": str(RESULTS),
-}
+OPTIONS = defaults(
+    "model=outputs/tiny_recall_block base=outputs/tiny_recall_base level=long "
+    "contexts=2048,4096,8192,12288 records=64 parts=4,8 steps=16 exact_layers=2 num=100 "
+    "sets_parts=8 sets_num=12 sets_context=8192 max_tokens=64 batch=50 device=auto dtype=auto "
+    "record=false"
+)
 EXACT = "exact"
 STRATEGY = "low_confidence_static"
 PAPER_RECALL = {"trained": 0.852, "base": 0.808}
@@ -98,11 +83,6 @@ class Answers:
     needles: float
     exact_match: float
     token_ids: list[tuple[int, ...]]
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -294,4 +274,4 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -16,40 +16,25 @@ import contextlib
 import http.client
 import json
 import random
-import sys
 import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.results import result_row
 from benchmarks.serving.serve_soak import TINY, Server, running_server
-from idlm.cli import command
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.errors import UserError
 
-DEFAULTS = {
-    "requests": "100000",
-    "drawn": "0.02",
-    "seed": "0",
-    "path": str(TINY),
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults("requests=100000 drawn=0.02 seed=0 record=true", path=str(TINY))
 LIMITS = ("max_length=48", "max_num_seqs=4", "max_n=3", "max_prompts=4", "sampling.max_tokens=2")
 SECONDS, MAX_SHOWN = 60, 10
 NUM_CLIENTS = 4
 KINDS = ("valid", "invalid", "spliced")
 Outcomes = tuple[Counter[tuple[str, int]], list[tuple[str, str]]]
 """How many requests of each kind got each status, and those that broke a rule."""
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -75,8 +60,7 @@ def measure(arguments: list[str]) -> int:
         print(f"{row['metric']:16s} {row['value']:10.4g} {row['unit']:9s} {row['case']}")
     for _, problem in problems[:MAX_SHOWN]:
         print(problem)
-    if options["record"] == "true":
-        append_rows("serve_fuzz", rows, results=Path(options["results"]))
+    save("serve_fuzz", rows, options)
     return int(bool(problems) or bool(num_restarts))
 
 
@@ -230,4 +214,4 @@ def broken_rule(status: int, answer: bytes) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

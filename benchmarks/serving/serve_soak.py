@@ -27,20 +27,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
-DEFAULTS = {
-    "path": str(TINY),
-    "requests": "10000",
-    "concurrency": "256",
-    "leave": "0.3",
-    "answer": "16",
-    "record": "true",
-    "results": str(RESULTS),
-}
+DEFAULTS = defaults("requests=10000 concurrency=256 leave=0.3 answer=16 record=true", path=str(TINY))
 NUM_ROUNDS, NUM_KINDS, PATIENCE = 5, 64, 600.0
 LEAKS = ("pages", "sockets", "tasks")
 
@@ -67,11 +58,6 @@ class State(NamedTuple):
     def memory(self) -> int:
         """Resident bytes of both processes."""
         return self.front_memory + self.engine_memory
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -113,8 +99,7 @@ def measure(arguments: list[str]) -> int:
     for row in rows:
         print(f"{row['metric']:24s} {row['value']:10.4g} {row['unit']:9s} {row['case']}")
     print(f"{num_left} streams were left; {num_wrong} of the others have another text than in the quiet run")
-    if options["record"] == "true":
-        append_rows("serve_soak", rows, results=Path(options["results"]))
+    save("serve_soak", rows, options)
     return int(not is_clean)
 
 
@@ -306,4 +291,4 @@ def resident_bytes(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -116,7 +115,6 @@ def _child(
 
         directory = next(item.partition("=")[2] for item in argv if item.startswith("output_dir="))
         record_items(trace, rank)
-        _record_saves(trace, rank)
         if plan is not None and plan.rank == rank:
             _plan_death(plan, Path(directory).resolve(), trace)
         status = cli.main(argv)
@@ -143,21 +141,6 @@ def record_items(trace: Path, rank: int) -> None:
         return plain(self, model, inputs, *args, **kwargs)
 
     setattr(IdlmTrainer, "compute_loss", recorded)  # noqa: B010  (mypy refuses to see a method replaced)
-
-
-def _record_saves(trace: Path, rank: int) -> None:
-    """Append {"blocked", "total"} in seconds for every save."""
-    from idlm.train.checkpoint import writer
-
-    plain = writer.SaveTime
-    path = trace / f"saves-{rank}.jsonl"
-
-    def recorded(blocked: float, total: float) -> Any:
-        with builtins.open(path, "a") as file:
-            file.write(json.dumps({"blocked": blocked, "total": total}) + "\n")
-        return plain(blocked, total)
-
-    setattr(writer, "SaveTime", recorded)  # noqa: B010
 
 
 def _plan_death(plan: Plan, directory: Path, trace: Path) -> None:
@@ -273,15 +256,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def main() -> int:
-    """`python -m benchmarks.crashes TRACE ARGUMENTS`: idlm-train here, with its saves traced."""
-    from idlm.train import cli
-
-    _record_saves(Path(sys.argv[1]), int(os.environ.get("RANK", "0")))
-    return cli.main(sys.argv[2:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,16 @@
 """Loss of the language-model head, forward and backward: memory and time against the unfused loss on a GPU.
 
-    python -m benchmarks.lm_loss [record=true] [sweep=true]
+    python -m benchmarks.lm_loss [record=true]
 
 Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; Liger is measured too if installed.
 The error of every arm against float64 may be at most twice the unfused error, in the loss and both gradients,
-else its rows say that the gate failed. `sweep` varies the size of the chunk of logits. M rows, D width, V
-vocabulary.
+else its rows say that the gate failed. It needs a GPU. M rows, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.options import parse_options
-from benchmarks.results import append_rows, result_row
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import matmul_rate
-from idlm.cli import command
-from idlm.errors import UserError
-from idlm.kernels.linear_cross_entropy import MAX_LOGITS_BYTES, linear_cross_entropy
+from idlm.kernels.linear_cross_entropy import linear_cross_entropy
 
 NUM_ROWS, VOCABULARY = 8192, 151_936
 WIDTHS = (4096, 1024)
-SWEEP_MB = (40, 64, 80, 120, 160, 200, 240, 400)
 WARM_UPS, REPEATS = 2, 7
 REFERENCE_ROWS = 1024
 SLACK = 1e-6
@@ -56,26 +51,17 @@ class Measured:
     errors: tuple[float, ...]
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
-
-
 def measure(arguments: list[str]) -> int:
     """Print and optionally record memory and speed of every arm."""
-    options = parse_options(arguments, {"record": "false", "sweep": "false"})
-    if not torch.cuda.is_available():
-        raise UserError("IDLM-0311", "this measurement needs a GPU", fix="run it on a machine with CUDA")
+    options = parse_options(arguments, defaults("record=false"), needs_gpu="lm_loss")
     rate = matmul_rate()
     print(f"bf16 product of 8192^3: {rate / 1e12:.0f} TFLOP/s")
     rows: list[dict[str, Any]] = []
     for width in WIDTHS:
         problem = make_problem(width)
-        arms: dict[str, Loss] = {"unfused": unfused, "idlm": fused(MAX_LOGITS_BYTES)}
+        arms: dict[str, Loss] = {"unfused": unfused, "idlm": fused}
         if importlib.util.find_spec("liger_kernel") is not None:
             arms["liger"] = liger()
-        if options["sweep"] == "true":
-            arms |= {f"idlm, {mb} MB": fused(mb * 1_000_000) for mb in SWEEP_MB}
         floor_ms = 6 * NUM_ROWS * VOCABULARY * width / rate * 1e3
         results = run_arms(problem, arms)
         baseline = results["unfused"]
@@ -90,8 +76,7 @@ def measure(arguments: list[str]) -> int:
                 f"{'' if gate else '  less exact than PyTorch'}"
             )
             rows += rows_of(name, width, result, baseline, floor_ms=floor_ms, gate=gate)
-    if options["record"] == "true":
-        append_rows("lm_loss", rows)
+    save("lm_loss", rows, options)
     return 0
 
 
@@ -131,16 +116,10 @@ def unfused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(functional.linear(hidden, weight).float(), labels)
 
 
-def fused(max_logits_bytes: int) -> Loss:
-    """Our loss, with a budget for the logits."""
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        coefficients = torch.full((len(labels),), 1 / len(labels), device=labels.device)
-        return linear_cross_entropy(hidden, weight, labels, coefficients, max_logits_bytes=max_logits_bytes)[
-            0
-        ]
-
-    return loss
+def fused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Our loss."""
+    coefficients = torch.full((len(labels),), 1 / len(labels), device=labels.device)
+    return linear_cross_entropy(hidden, weight, labels, coefficients)[0]
 
 
 def liger() -> Loss:
@@ -238,4 +217,4 @@ def timed(run: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

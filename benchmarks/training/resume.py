@@ -1,19 +1,14 @@
 """Proof that a killed run loses nothing: real `idlm-train` runs, killed and resumed, against one left alone.
 
     python -m benchmarks.resume [worlds=1,2] [writers=sync,async] [kills=50] [points=all] [flips=200]
-        [blocked=true] [record=true] [results=FOLDER]
-    python -m benchmarks.resume shape=qwen3_8b [layers=4] [device=cuda] [together=2] [place=FOLDER]
-        [stops=torchrun:async,deepspeed:sync] [seconds=3600] [record=true] [results=FOLDER]
+        [record=true] [results=FOLDER]
 
-World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at random moments, to
-one process or to all. `points` are deaths on every rank at every change of a file (crashes.py) while a stage
-is exported and a checkpoint is saved. After each the run is resumed (`resume=auto`): losses, order of data
-items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips` bit
-flips and truncations of a published checkpoint must all be refused with the name of the file. `writers` are
-values of `train.save`. `blocked`: which share of a save training waits for (blocked_share.py), with
-checkpoints of 181 MB. With `shape` the second command runs instead (launched.py): SIGTERM to a launcher in
-the middle of a save of a large checkpoint, `together` runs at a time; runs that go on after `seconds` are
-killed.
+It needs no GPU. World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at
+random moments, to one process or to all. `points` are deaths on every rank at every change of a file
+(crashes.py) while a stage is exported and a checkpoint is saved. After each the run is resumed
+(`resume=auto`): losses, order of data items and the sha256 of all final weights must equal those of the run
+left alone, bit for bit. `flips` bit flips and truncations of a published checkpoint must all be refused with
+the name of the file. `writers` are values of `train.save`.
 """
 
 from __future__ import annotations
@@ -33,19 +28,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
-from benchmarks.training import blocked_share, crashes, launched
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.training import crashes
 from idlm.checkpoint import verify
-from idlm.cli import command
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
 
-OPTIONS = {"worlds": "1,2", "writers": "sync,async", "kills": "50", "points": "all", "flips": "200"}
-OPTIONS |= {"blocked": "true", "seed": "0", "record": "false", "results": str(RESULTS)}
-OPTIONS |= {"shape": "", "layers": "4", "device": "cuda", "together": "2", "place": "", "seconds": "3600"}
-OPTIONS |= {"stops": "torchrun:async,deepspeed:sync,torchrun:sync,deepspeed:async"}
+OPTIONS = defaults("worlds=1,2 writers=sync,async kills=50 points=all flips=200 seed=0 record=false")
 STEPS = 5
 STAGE_END = 3
 RUN_SECONDS = 120.0
@@ -347,10 +338,9 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
     return rows, [*tally.complaints, *unnamed]
 
 
-def main(arguments: list[str]) -> int:
+def measure(arguments: list[str]) -> int:
+    """Prove all worlds; returns 1 if there is a complaint."""
     options = parse_options(arguments, OPTIONS)
-    if options["shape"]:
-        return launched.measure(options, outcome)
     generator = random.Random(int(options["seed"]))
     import_everything()
     rows: list[Any] = []
@@ -370,15 +360,11 @@ def main(arguments: list[str]) -> int:
             rows += found[0]
             complaints += found[1]
             shutil.rmtree(place)
-    if options["blocked"] == "true":
-        options = blocked_share.OPTIONS | {"device": "cpu", "layers": "12", "steps": str(STAGE_END)}
-        rows += [row for writer in writers for row in blocked_share.blocked_shares(writer, options)]
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    if options["record"] == "true":
-        append_rows("resume", rows, results=Path(options["results"]))
+    save("resume", rows, options)
     return 1 if complaints else 0
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    start(measure, __doc__)

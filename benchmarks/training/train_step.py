@@ -1,26 +1,21 @@
 """Time of one training step of `[x_t | x_0]` against the arithmetic limit of the same machine.
 
-    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,full_zero1,gated_lora] [mode=profile]
-        [accumulation=16] [shortest=64] [record=true] [results=FOLDER]
+    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,full_zero1,gated_lora,ungated_lora]
+        [accumulation=16] [shortest=64] [steps=4] [record=true] [results=FOLDER]
 
-Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights of the true
-shape, real text, samples of 4096 data tokens or of `shortest` to 4096, all supervised. The limit counts the
-FLOPs that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product
-that every process of the arm measures. `dense_recompute` does what public trainers of the method do: a
-dense mask and recomputed activations. `full_zero1` sums gradients on each GPU and reduces them once per
-step; `few_blocks` leaves NCCL 8 thread blocks, so that products keep the others. `gated_lora_in_parts`
-leaves attention out of compiled layers, which are then four pieces each; `gated_lora_plain` trains without
-DeepSpeed, which handles every weight's gradient in Python. Losses of arms that train the same weights must
-agree (`gate_passed`). A LoRA has micro-batches of its own; `accumulation` is that of other arms, by default
-what the recipe has on 8 GPUs.
-`mode=profile` prints and records the milliseconds of one more step by part.
+It needs GPUs. Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights
+of the true shape, real text, samples of 4096 data tokens or of `shortest` to 4096, all supervised. The limit
+counts the FLOPs that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16
+product that every process of the arm measures. `dense_recompute` does what public trainers of the method do:
+a dense mask and recomputed activations. `full_zero1` sums gradients on each GPU and reduces them once per
+step. Losses of arms that train the same weights must agree (`gate_passed`). A LoRA has micro-batches of its
+own; `accumulation` is that of other arms, by default what the recipe has on 8 GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -30,21 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
-from idlm.cli import command
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
 from idlm.errors import UserError
 
 LENGTH = 4096
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
-OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "mode": "time"}
-OPTIONS |= {"accumulation": "", "shortest": "", "record": "false", "results": str(RESULTS)}
+OPTIONS = defaults(
+    "model=qwen3_8b gpus=1 arms=full,dense_recompute steps=4 accumulation= shortest= record=false"
+)
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
 }
-MODES = dict.fromkeys(("gated_lora", "gated_lora_in_parts", "gated_lora_plain"), "gated_lora")
-MODES |= {"ungated_lora": "ungated_lora"}
+MODES = {"gated_lora": "gated_lora", "ungated_lora": "ungated_lora"}
 """What an arm trains, if not all weights."""
 
 
@@ -171,30 +165,16 @@ SHAPES = {
 ARMS: dict[str, tuple[str, ...]] = {
     "full": (),
     "full_zero1": ("train.zero_stage=1",),
-    "full_few_blocks": (),
-    "full_zero1_few_blocks": ("train.zero_stage=1",),
     "dense_recompute": (
         "model.attention=idlm_sdpa",
         "model.gradient_checkpointing=true",
         "model.compile=off",
     ),
     "gated_lora": (),
-    "gated_lora_in_parts": (),
-    "gated_lora_plain": ("train.zero_stage=null", "train.bf16=true"),
     "ungated_lora": ("adapter.gated=false", "export.merge=true"),
-}
-ENVIRONMENTS = {
-    "full_few_blocks": {"NCCL_MAX_CTAS": "8"},
-    "full_zero1_few_blocks": {"NCCL_MAX_CTAS": "8"},
-    "gated_lora_in_parts": {"LEAVE_OUT": "attention"},
 }
 LOSS_TOLERANCE = 0.02
 """Between arms that train the same weights; their bfloat16 sums differ in order."""
-
-
-def main() -> int:
-    """Console entry point."""
-    return command.run(measure)
 
 
 def measure(arguments: list[str]) -> int:
@@ -212,15 +192,11 @@ def measure(arguments: list[str]) -> int:
         else:
             print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
             # At once: the machine may be taken away before the next arm has ended.
-            known = {(row["case"]["arm"], row["metric"], row["case"].get("part")) for row in rows}
-            new = [
-                row
-                for row in _rows(options, shape, results)
-                if (row["case"]["arm"], row["metric"], row["case"].get("part")) not in known
-            ]
+            known = {(row["case"]["arm"], row["metric"]) for row in rows}
+            made = _rows(options, shape, results)
+            new = [row for row in made if (row["case"]["arm"], row["metric"]) not in known]
             rows += new
-            if options["record"] == "true":
-                append_rows("train_step", new, results=Path(options["results"]))
+            save("train_step", new, options)
     _print_table(results, rows)
     return 0 if len(results) == len(arms) else 1
 
@@ -228,11 +204,11 @@ def measure(arguments: list[str]) -> int:
 def _chosen(options: dict[str, str]) -> tuple[Shape, list[str]]:
     arms = options["arms"].split(",")
     unknown = [arm for arm in arms if arm not in ARMS]
-    if options["model"] not in SHAPES or unknown or options["mode"] not in ("time", "profile"):
+    if options["model"] not in SHAPES or unknown:
         raise UserError(
             "IDLM-0107",
-            f"model={options['model']} arms={options['arms']} mode={options['mode']}",
-            fix=f"models are {', '.join(SHAPES)}; arms are {', '.join(ARMS)}; modes are time, profile",
+            f"model={options['model']} arms={options['arms']}",
+            fix=f"models are {', '.join(SHAPES)}; arms are {', '.join(ARMS)}",
         )
     return SHAPES[options["model"]], arms
 
@@ -263,8 +239,7 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
         ]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options['gpus']}"]
         worker = ["-m", "benchmarks.training.train_step_worker", str(target), options["steps"], *overrides]
-        environment = os.environ | ENVIRONMENTS.get(arm, {})
-        done = subprocess.run([sys.executable, *launch, *worker], env=environment, check=False)
+        done = subprocess.run([sys.executable, *launch, *worker], check=False)
         if done.returncode != 0 or not target.is_file():
             raise UserError(
                 "IDLM-0108", f"the arm {arm} ended with status {done.returncode}", fix="see its output above"
@@ -337,16 +312,11 @@ def _rows_of_arm(
     if arm == "full" and "dense_recompute" in speeds:
         measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
     command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
-    rows = [
+    return [
         result_row(
             "train_step", case, metric, value, unit, floor=floor, gate_passed=agrees, command=command_line
         )
         for metric, value, unit, floor in measured
-    ]
-    profiled = result["profile_ms"] if options["mode"] == "profile" else {}
-    return rows + [
-        result_row("train_step", case | {"part": part}, "profile_ms", value, "ms", command=command_line)
-        for part, value in profiled.items()
     ]
 
 
@@ -354,17 +324,14 @@ def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]])
     for arm, result in results.items():
         print(
             f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, "
-            f"steps {result['seconds_per_step']}, losses of the last {result['losses'][-1]}",
-            *result["profile_lines"],
-            sep="\n  ",
+            f"steps {result['seconds_per_step']}, losses of the last {result['losses'][-1]}"
         )
     print(f"{'arm':<22} {'metric':<34} {'value':>10} {'of limit':>9} agrees")
     for row in rows:
         share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
         agrees = "" if row["gate_passed"] is None else str(row["gate_passed"])
-        name = " ".join([row["metric"], row["case"].get("part", "")])
-        print(f"{row['case']['arm']:<22} {name:<34} {row['value']:>10.2f} {share:>9} {agrees}")
+        print(f"{row['case']['arm']:<22} {row['metric']:<34} {row['value']:>10.2f} {share:>9} {agrees}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(measure, __doc__)

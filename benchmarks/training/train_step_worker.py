@@ -7,7 +7,6 @@ step.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ import torch
 from torch import distributed as dist
 from transformers import PrinterCallback, TrainerCallback
 
-from benchmarks.step_profile import StepProfile
 from benchmarks.stream import matmul_rate
 from benchmarks.training.packed_text import TextSource
 from idlm.config.compose import compose
@@ -29,7 +27,6 @@ from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage
 from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer
-from idlm.train.model.attention import leave_out_of_compiled_layers
 from idlm.train.planning.estimate import estimate_run
 
 WARM_STEPS = 1
@@ -67,7 +64,7 @@ class _Clock(TrainerCallback):
 
     def gaps(self) -> list[float]:
         """Seconds of the measured steps."""
-        ends = self.ends[WARM_STEPS - 1 : -1]
+        ends = self.ends[WARM_STEPS - 1 :]
         pairs = zip(ends, ends[1:], strict=False)
         if not torch.cuda.is_available():
             return [end - start for start, end in pairs]
@@ -76,24 +73,19 @@ class _Clock(TrainerCallback):
 
 
 def main() -> int:
-    """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`.
-
-    The step after the measured ones is profiled.
-    """
+    """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`."""
     target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     args = pipeline.training_arguments(config)
-    if os.environ.get("LEAVE_OUT") == "attention":
-        leave_out_of_compiled_layers()
     prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
     estimate = estimate_run(
         config, prepared.model, prepared.dataset, prepared.curriculum, gpus=args.world_size
     )
-    args.max_steps = WARM_STEPS + num_steps + 1
+    args.max_steps = WARM_STEPS + num_steps
     args.save_strategy = "no"
     rate = matmul_rate(device=str(args.device)) if args.device.type == "cuda" else 1.0
-    clock, profiled = _Clock(ends=[]), StepProfile(after=WARM_STEPS + num_steps)
+    clock = _Clock(ends=[])
     trainer = IdlmTrainer(
         model=prepared.model,
         args=args,
@@ -101,7 +93,7 @@ def main() -> int:
         objective=prepared.objective,
         attention=prepared.attention,
         log_every=LEARNT_STEPS,
-        callbacks=[clock, profiled],
+        callbacks=[clock],
         balance=config.train.balance,
     )
     clock.trainer, trainer.zero_stage = trainer, zero_stage(config.train)
@@ -115,8 +107,6 @@ def main() -> int:
     found = {
         "seconds_per_step": clock.gaps(),
         "losses": [losses.tolist() for losses in clock.losses],
-        "profile_ms": profiled.ms,
-        "profile_lines": profiled.lines,
         "data_tokens_per_step": num_tokens,
         "matmul_flops": rate,
         "peak_allocated": torch.cuda.max_memory_allocated(),

@@ -194,7 +194,7 @@ def open_arena(kind: str, device: torch.device) -> Arena:
     """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work.
 
     AUTO is MAPPED on a GPU: 200 requests of 1K to 64K spent 1.5 % of their time on resizing, with PLAIN 3.3 %
-    (LLaDA-8B with 2 layers, H200; `python -m benchmarks.memory parts=resize resize_layers=2`).
+    (LLaDA-8B with 2 layers, H200).
     """
     assert kind in (AUTO, PLAIN, MAPPED), kind
     if kind == MAPPED or (kind == AUTO and device.type == "cuda"):

@@ -1,6 +1,6 @@
 """Templates of dense and mixture-of-experts trunks, from plain numbers.
 
-Three arms of attention (issue 15): `paper` keeps x, norm, q, k, v and out alive together, as attention
+Three arms of attention: `paper` keeps x, norm, q, k, v and out alive together, as attention
 without a plan does; `whole` gives them their true lifetimes; `query` computes K and V of all rows first and
 then attends in chunks of query rows, each of which updates x in place. K and V come from products of their
 own: a fused product would keep both twice. The FFN is a loop of its own after attention, not part of the

@@ -26,7 +26,7 @@ ADMIT_WARPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Launch parameters of one product; benchmarks/kernels/experts.py sweeps them.
+    """Launch parameters of one product.
 
     `block_o` outputs; with `stacked` (gate and up only) the M side of the instruction is twice as large,
     which must be a multiple of 64. `block_i` columns per step.

@@ -23,7 +23,7 @@ A constant, so that the same weights give the same bits on every device.
 """
 FIXED_ROWS = (16, 32, 64, 128)
 FEW_ROWS = 32
-"""With more rows a decoding step is faster with cuBLAS on an H200 (benchmarks/engine/decode.py, 60 rows)."""
+"""With more rows a decoding step is faster with cuBLAS on an H200 (measured at 60 rows)."""
 FEW_PROGRAMS = 264
 """Two for each of an H200's multiprocessors."""
 AHEAD = 128
@@ -39,7 +39,7 @@ MAX_RANKS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Launch parameters; benchmarks/kernels/linears.py sweeps them.
+    """Launch parameters.
 
     The bits of a row depend on `splits` and the matrix instruction only.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_LOGITS_BYTES = 200_000_000
-"""Maximum bytes of logits in memory; benchmarks/training/lm_loss.py sweeps it on an H200."""
+"""Maximum bytes of logits in memory."""
 ROW_MULTIPLE = 128
 ALIGNED_BYTES = 16
 DIVERGENCES = ("kl", "overlap")

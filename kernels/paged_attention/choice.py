@@ -32,7 +32,7 @@ FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Launch parameters; benchmarks/kernels/attention.py sweeps them."""
+    """Launch parameters."""
 
     block_m: int
     """Rows times query heads of one KV head in a tile."""

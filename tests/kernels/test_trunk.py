@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from benchmarks.kernels.linears_small import rms_norm, rotate
 from idlm.kernels.backend import rounds_as_written
 from idlm.kernels.linear import dequantised, library_linear, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
+from tests.kernels.cases.plain_torch import rms_norm, rotate
 from tests.margins import assert_same_rows, rows_keep_bits
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@ gradients and optimizer, collectives, and the device's wait for the host.
 
 A product takes the time of its multiply-adds and most of that of moving its operands and its result. The
 constants are a compromise of profiled steps on one H200 and one H100: 8B, 1B, 0.6B and 135M shapes, full and
-gated LoRA. The plan is within a tenth of every measured step (tests/unit/planning/test_step_time.py,
-benchmarks/RESULTS.md). A small model waits for its host, whose launches take as long whatever its width: the
-plan assumes the hosts of those machines.
+gated LoRA. The plan is within a tenth of every measured step (tests/unit/planning/test_step_time.py). A small
+model waits for its host, whose launches take as long whatever its width: the plan assumes the hosts of those
+machines.
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
 optimizer on the host or a network take longer.
 """

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from benchmarks.engine.canvas.models import CONFIGS, family_of
 from benchmarks.engine.canvas.native_arms import Canvas, Proposals
-from benchmarks.engine.canvas.product import Options, ProductArm
 from idlm.infer.decoders.full import SCORE_BYTES
 from idlm.infer.models.base import ModelSpec
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.mosaic.arena import PLAIN, open_arena
-from idlm.infer.mosaic.planner import Plan, live_bytes, plan_template, storage_bytes
-from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.mosaic.planner import Plan, live_bytes, storage_bytes
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.page_pool import PagePool
 from idlm.kernels.sampling import judged_draws, row_probs
 
+PRODUCT_ARMS = ("paper", "mosaic", "ours")
 
-class ExecutorArm(ProductArm):
+
+class ExecutorArm:
     """An arm of `trunk_forward` (`infer/mosaic/chunking.py`); the workspace may have all that is free once
     the weights exist.
     """
@@ -44,7 +44,6 @@ class ExecutorArm(ProductArm):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        options: Options,
     ) -> None:
         planned = import_module("idlm.infer.mosaic.canvas")
         runner = import_module("idlm.infer.mosaic.canvas_runner")
@@ -63,32 +62,17 @@ class ExecutorArm(ProductArm):
         )
         self._mask_id, self._shift = config["mask_token_id"], int(family.logit_shift)
         self._mask_id_S = torch.tensor([self._mask_id], device=device)
-        self._vocab, self._chunks = spec.vocab_size, options.chunks
+        self._vocab = spec.vocab_size
         shape = planned.canvas_shape(spec, dtype)
-        self._arena = open_arena(options.arena or PLAIN, device)
-        self._time_resizes(device)
+        self._arena = open_arena(PLAIN, device)
         capacity = planned.workspace_bytes(shape, device)
         # Pages only count rows for the scheduler, which does not run here.
         pool = PagePool(num_pages=1, page_size=1, num_lanes=1, max_slots=1, device=device)
         self._runner = runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity, arm=arm)
 
-    def _time_resizes(self, device: torch.device) -> None:
-        resize, arena = self._arena.resize, self._arena
-
-        def timed(num_bytes: int) -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            resize(num_bytes)
-            self.resize_seconds += time.perf_counter() - start
-
-        arena.resize = timed  # type: ignore[method-assign]
-
     def propose(self, canvas: Canvas) -> Proposals:
         """Tokens [X] and confidences [X] of the masks."""
         ids_R, places_X = canvas.ids_BL[0], canvas.places_M
-        if self._chunks:
-            self._force(len(ids_R), len(places_X))
         wanted = self._runner.forward(self._step_plan(ids_R, places_X))
         best = wanted.best(self._mask_id_S, torch.ones_like(places_X, dtype=torch.bool))
         if best is not None:
@@ -114,7 +98,7 @@ class ExecutorArm(ProductArm):
 
     @torch.inference_mode()
     def step(self, canvas: Canvas) -> Tensor:
-        """See `ProductArm.step`."""
+        """Return the ids [1, L] after one step; UserError IDLM-0466 if the canvas does not fit."""
         tokens_X, confidence_X = self.propose(canvas)
         best = confidence_X.argmax()
         ids_BL = canvas.ids_BL.clone()
@@ -147,36 +131,30 @@ class ExecutorArm(ProductArm):
         )
 
     def plan(self, canvas: Canvas) -> Plan:
-        """See `ProductArm.plan`."""
+        """The plan of a canvas."""
         num_rows, num_wanted = canvas.ids_BL.shape[1], len(canvas.places_M)
-        if self._chunks:
-            self._force(num_rows, num_wanted)
         found: Plan = self._runner.plan_of(num_rows, num_wanted, takes_best=True)
         return found
 
     def library_bytes(self) -> int:
-        """See `ProductArm.library_bytes`."""
+        """Bytes that libraries may allocate beside the workspace, at any length."""
         return int(self._runner.library_bytes)
 
+    def planned(self, canvas: Canvas) -> dict[str, int]:
+        """Bytes of the workspace, the most that live in it at once, and all bytes that are planned."""
+        plan = self.plan(canvas)
+        return {
+            "workspace_bytes": plan.peak_bytes,
+            "planned_live_bytes": plan.live_bytes,
+            "planned_bytes": plan.peak_bytes + self.library_bytes(),
+        }
+
     def shrink(self) -> None:
-        """See `ProductArm.shrink`."""
+        """Give the workspace back to the card."""
         self._arena.resize(0)
 
-    def force_chunks(self, count: int) -> None:
-        """See `ProductArm.force_chunks`."""
-        self._chunks = count
-        self._runner._plans.clear()
-
-    def _force(self, num_rows: int, num_wanted: int) -> None:
-        """Put a plan with the forced chunk counts where the runner looks for the plan of a length."""
-        forward = self._runner._best_templates or self._runner._templates
-        chunks = dict.fromkeys(forward.chunk_counts, self._chunks)
-        sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=chunks)
-        if (num_rows, True) not in self._runner._plans:
-            self._runner._plans[num_rows, True] = plan_template(forward.template(chunks), sizes)
-
     def timeline(self, canvas: Canvas) -> list[tuple[float, float]]:
-        """See `ProductArm.timeline`: the plan's bytes at the start of each op, when it starts."""
+        """Microseconds and bytes alive at the start of each op of one step."""
         plan, points, run_op = self.plan(canvas), [], self._ops.CanvasPass.execute
         lifetimes = plan.template.lifetimes
         live = live_bytes(lifetimes, storage_bytes(lifetimes, plan.sizes))

@@ -1,7 +1,7 @@
 """Shapes of the full-diffusion models, their bytes and FLOPs, and the floors that follow from them.
 
-Sizes are those of issue 15: bytes of a token that live at once in one denoising step, so that the longest
-canvas of an arm is (cap - weights - 1 GiB) / bytes per token.
+Sizes are bytes of a token that live at once in one denoising step, so that the longest canvas of an arm is
+(cap - weights - 1 GiB) / bytes per token.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def attention_flops(spec: ModelSpec, length: int) -> float:
 
 
 def live_bytes_per_token(spec: ModelSpec, arm: str, prompt_share: float) -> float:
-    """Bytes of a token that an arm has alive at once (the table of issue 15)."""
+    """Bytes of a token that an arm has alive at once."""
     x = ITEM_BYTES * spec.width
     q = ITEM_BYTES * spec.num_heads * spec.head_dim
     kv = ITEM_BYTES * spec.num_kv_heads * spec.head_dim

@@ -56,7 +56,6 @@ def l_max_rows(found: Mapping[tuple[Any, ...], Row], command: str) -> list[Row]:
                 "tokens",
                 baseline=max(others) if others and arm in OURS else None,
                 floor=length_floor(model_spec(model), arm, share, cap),
-                gate_passed=answer.get("gate_passed"),
                 command=command,
             )
         )
@@ -145,25 +144,6 @@ def arm_rows(arm: str, answer: Row, command: str) -> list[Row]:
         is_passed = physical <= 1.01 * planned + PHYSICAL_SLACK
         rows.append(row("physical_over_planned", physical / planned, is_passed))
     return rows
-
-
-def length_rows(metric: str, length: int, value: float, unit: str, command: str) -> list[Row]:
-    """The row of a metric whose case is the length."""
-    return [result_row(BENCH, {"length": length}, metric, value, unit, command=command)]
-
-
-def resize_rows(arena: str, answer: Row, command: str) -> list[Row]:
-    """`resize_stall_share` of an arena; the gate is that no request failed."""
-    row = result_row(
-        BENCH,
-        {"arena": arena},
-        "resize_stall_share",
-        answer["share"],
-        "share",
-        gate_passed=not answer["failures"],
-        command=command,
-    )
-    return [row]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -44,9 +44,7 @@ class Session:
         """The answer of a task in a fresh process; None, with a printed reason, if there is none."""
         label = (
             " ".join(
-                str(part)
-                for part in (task.kind, task.model, task.arm, task.arena, f"share={task.prompt_share}")
-                if part
+                str(part) for part in (task.kind, task.model, task.arm, f"share={task.prompt_share}") if part
             )
             + (f" cap={task.cap_gib:g}" if task.cap_gib else "")
             + (" expandable" if task.expandable else "")

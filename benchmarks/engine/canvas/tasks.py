@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.engine.canvas import card, product
+from benchmarks.engine.canvas import card
+from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
 from benchmarks.engine.canvas.models import (
     CONFIGS,
     ITEM_BYTES,
@@ -34,7 +35,7 @@ from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, time
 from benchmarks.stream import matmul_rate
 from idlm.errors import UserError
 
-ARMS = (*NATIVE_ARMS, *product.PRODUCT_ARMS)
+ARMS = (*NATIVE_ARMS, *PRODUCT_ARMS)
 WARM_UP_LENGTHS = (512, 768)
 """Two lengths, so that a compiler sees that the length varies before anything is measured."""
 TIMED_SECONDS, MIN_STEPS, MAX_STEPS = 1.5, 3, 20
@@ -44,10 +45,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """`layers` 0: all of the model; `cap_gib` 0: no cap. `length` is the guess of a search for L_max.
-
-    `arena` and `chunks` are of our arms only; `chunks` 0 leaves them to the planner.
-    """
+    """`layers` 0: all of the model; `cap_gib` 0: no cap. `length` is the guess of a search for L_max."""
 
     kind: str
     model: str
@@ -58,9 +56,6 @@ class Task:
     layers: int = 0
     cap_gib: float = 0.0
     expandable: bool = False
-    arena: str = ""
-    chunks: int = 0
-    requests: int = 0
     limit: int = 1 << 22
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -99,8 +94,7 @@ def open_arm(task: Task) -> Arm:
             is_shifted=is_shifted(task.model),
             backend="inductor" if device.type == "cuda" else "eager",
         )
-    options = product.Options(arena=task.arena, chunks=task.chunks)
-    return product.open_arm(task.arm, task.model, spec, device=device, dtype=dtype, options=options)
+    return ExecutorArm(task.arm, task.model, spec, device=device, dtype=dtype)
 
 
 def canvas_of(task: Task, length: int) -> Canvas:
@@ -142,7 +136,7 @@ def find_longest(task: Task) -> Answer:
     warm_up(arm, task)
     reasons: dict[int, str] = {}
     found, limit = Search(fits=task.length), task.limit
-    if isinstance(arm, product.ProductArm):
+    if isinstance(arm, ExecutorArm):
         # Plans cost nothing, and a step of a million rows takes a minute.
         found = longest(lambda length: is_planned(arm, task, length, reasons), guess=task.length, limit=limit)
         limit = found.fits
@@ -153,23 +147,13 @@ def find_longest(task: Task) -> Answer:
     return {"length": ran.fits, "probes": ran.probes, "reason": reason, **_compilations(arm)}
 
 
-def is_planned(arm: product.ProductArm, task: Task, length: int, reasons: dict[int, str]) -> bool:
+def is_planned(arm: ExecutorArm, task: Task, length: int, reasons: dict[int, str]) -> bool:
     """Whether a canvas of the length has a plan; notes why if it has none."""
     try:
         arm.plan(canvas_of(task, length))
     except UserError as error:
         reasons[length] = error.message
     return length not in reasons
-
-
-def confirm(task: Task) -> Answer:
-    """Whether one whole step of `length` runs, and its seconds."""
-    arm = open_arm(task)
-    warm_up(arm, task)
-    reasons: dict[int, str] = {}
-    start = time.perf_counter()
-    is_fit = fits(arm, task, task.length, reasons)
-    return {"fits": is_fit, "seconds": time.perf_counter() - start, "reason": reasons.get(task.length, "")}
 
 
 def time_steps(task: Task) -> Answer:
@@ -199,16 +183,9 @@ def step_ms(arm: Arm, task: Task, length: int) -> float:
         return 1e3 * statistics.median(_seconds(lambda: arm.step(canvas), device) for _ in range(steps))
 
 
-def measure_peak(task: Task) -> Answer:
-    """Bytes of one step at `length`: alive, reserved and taken from the card, and planned ones."""
-    arm = open_arm(task)
-    warm_up(arm, task)
-    return _memory(arm, task, task.length)
-
-
 def _memory(arm: Arm, task: Task, length: int) -> Answer:
     device, canvas = torch.device(task.device), canvas_of(task, length)
-    if isinstance(arm, product.ProductArm):
+    if isinstance(arm, ExecutorArm):
         arm.shrink()
     card.release(device)
     before, free = card.device_counts(device), card.free_bytes(device)
@@ -221,7 +198,7 @@ def _memory(arm: Arm, task: Task, length: int) -> Answer:
         "reserved_bytes": after["max_reserved"] - before["allocated"],
         "physical_bytes": physical,
     }
-    if isinstance(arm, product.ProductArm):
+    if isinstance(arm, ExecutorArm):
         # torch sees one workspace at most: the bytes that are alive in it are those of the plan.
         answer |= arm.planned(canvas) | {"reserved_bytes": physical}
     return answer
@@ -233,7 +210,7 @@ def record_timeline(task: Task) -> Answer:
     warm_up(arm, task)
     canvas = canvas_of(task, task.length)
     arm.step(canvas)
-    if isinstance(arm, product.ProductArm):
+    if isinstance(arm, ExecutorArm):
         points, end = arm.timeline(canvas), None
     else:
         points, end = _traced(lambda: arm.step(canvas), device), None
@@ -280,42 +257,6 @@ def attention_rate(task: Task, length: int) -> Answer:
     return {"rate": max(rates.values(), default=0.0), "backends": rates, "reasons": reasons}
 
 
-def measure_chunking(task: Task) -> Answer:
-    """Milliseconds of a step whole, and with `chunks` chunks of everything that can be cut."""
-    arm = open_arm(task)
-    assert isinstance(arm, product.ProductArm), task.arm
-    warm_up(arm, task)
-    milliseconds = {}
-    for chunks in (0, task.chunks):
-        arm.force_chunks(chunks)
-        milliseconds[str(chunks)] = step_ms(arm, task, task.length)
-    return {"whole_ms": milliseconds["0"], "chunked_ms": milliseconds[str(task.chunks)]}
-
-
-def measure_resizes(task: Task) -> Answer:
-    """Requests of one step each, of lengths in random order: share of the time spent on resizing."""
-    arm, device = open_arm(task), torch.device(task.device)
-    assert isinstance(arm, product.ProductArm), task.arm
-    warm_up(arm, task)
-    generator = torch.Generator().manual_seed(0)
-    low, high = task.lengths
-    lengths = torch.randint(low, high + 1, (task.requests,), generator=generator).tolist()
-    failures: dict[int, str] = {}
-    arm.resize_seconds = 0.0
-    start = time.perf_counter()
-    for length in lengths:
-        try:
-            arm.step(canvas_of(task, length))
-        except Exception as error:
-            reason = card.shortage(error)
-            if reason is None:
-                raise
-            failures[length] = reason
-    synchronize(device)
-    seconds = time.perf_counter() - start
-    return {"share": arm.resize_seconds / seconds, "seconds": seconds, "failures": failures}
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for all work of a device."""
     if device.type == "cuda":
@@ -346,11 +287,7 @@ def _compilations(arm: Arm) -> Answer:
 
 KINDS: dict[str, Callable[[Task], Answer]] = {
     "l_max": find_longest,
-    "confirm": confirm,
     "step": time_steps,
-    "peak": measure_peak,
     "timeline": record_timeline,
     "rates": measure_rates,
-    "chunking": measure_chunking,
-    "resize": measure_resizes,
 }

@@ -21,7 +21,6 @@ from benchmarks.engine.decoding.harness import (
     memory_of,
 )
 from benchmarks.engine.decoding.host import host_cost
-from benchmarks.engine.decoding.profile import print_profiles
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
@@ -34,21 +33,6 @@ ADAPTED = (1, 2, 4, 8, 16, 64)
 BRANCH_ROWS = 512
 """Branch passes of more rows are not measured: they are bound by arithmetic long before."""
 PUBLISHED_STRIDE = 4
-OURS = Arm(name="ours", strategy="branch", stride=PUBLISHED_STRIDE)
-TOGGLED = (
-    OURS,
-    replace(OURS, name="cold steps", strategy="cold"),
-    replace(OURS, name="host loop", num_inflight_steps=0),
-    replace(OURS, name="eager", graphs=False),
-    replace(OURS, name="eager, torch attention", graphs=False, attention="torch"),
-    replace(OURS, name="eager, unfused verify", graphs=False, is_fused=False),
-    replace(OURS, name="published, but graphs and fused verify", strategy="cold", num_inflight_steps=0),
-    replace(OURS, name="published, but fused verify", strategy="cold", num_inflight_steps=0, graphs=False),
-    replace(OURS, name="published", strategy="cold", num_inflight_steps=0, graphs=False, is_fused=False),
-)
-"""Our configuration without one feature, then the authors' configuration with some features added. Unfused
-verification waits for the host, so it cannot be in a graph and is compared with eager.
-"""
 
 
 def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = True) -> dict[str, Measured]:
@@ -220,23 +204,6 @@ def _over_formula(bench: Bench, measured: Measured) -> None:
     bench.add(case, "tokens_per_forward", measured.tokens_per_forward(), "tokens", baseline=predicted)
 
 
-def published(bench: Bench) -> None:
-    """Compare ours with the authors' configuration and with every single toggle, at one sequence."""
-    load = bench.load(bench.concurrency[0], bench.contexts[0])
-    found = measure_arms(bench, list(TOGGLED), load, has_rows=False)
-    ours = found.get("ours")
-    if ours is None:
-        return
-    for name, measured in found.items():
-        if name == "ours":
-            continue
-        is_whole = name == "published"
-        metric = "isd_over_published_configuration" if is_whole else "isd_over_toggle"
-        case = {"concurrency": load.concurrency, "context": load.context, "without": name}
-        ratio = ours.tokens_per_second() / measured.tokens_per_second()
-        bench.add(case, metric, ratio, "x")
-
-
 def host(bench: Bench) -> None:
     """Measure the GPU's idle share and the passes per wait of the host, in steady decoding."""
     stride = _published_stride(bench)
@@ -288,18 +255,9 @@ def deterministic(bench: Bench) -> None:
                 bench.add(case, "deterministic_over_plain_step", ratio, "x")
 
 
-def profile(bench: Bench) -> None:
-    """Print the kernels of AR, and of ISD and R-ISD at the largest stride with the first strategy."""
-    arm = _isd_arms(replace(bench, strategies=bench.strategies[:1], strides=[max(bench.strides)]), 1)
-    print_profiles(bench, [AR, *arm], adapter_rank=ADAPTER_RANK)
-    free_cached_memory()
-
-
 PARTS: dict[str, Callable[[Bench], None]] = {
     "sweep": sweep,
-    "published": published,
     "host": host,
     "adapter": adapter,
     "deterministic": deterministic,
-    "profile": profile,
 }

@@ -24,16 +24,9 @@ STEP_BETWEEN_LANES = 617
 
 
 class Replay:
-    """A trace on a device, and the position of each lane in it. `draws_from_p`: the token after a rejection
-    is drawn as if nothing had been rejected. Where a grammar allows one token only, nothing is left of p
-    without q.
-    """
+    """A trace on a device, and the position of each lane in it."""
 
-    def __init__(
-        self, trace: Trace, num_lanes: int, device: torch.device, *, draws_from_p: bool = False
-    ) -> None:
-        self._draws_from_p = draws_from_p
-
+    def __init__(self, trace: Trace, num_lanes: int, device: torch.device) -> None:
         def ints(values: tuple[int, ...]) -> Tensor:
             return torch.tensor(values or (0,), dtype=torch.int64, device=device)
 
@@ -69,8 +62,6 @@ class Replay:
             decode_kernels.overwrite(trace, verdict, tables, columns)
         else:
             self._overwrite_plainly(verdict, tables, columns)
-        if self._draws_from_p:
-            verdict.rejected_B.zero_()
 
     def _overwrite_plainly(
         self, verdict: Verdict, tables: LayoutTables, columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

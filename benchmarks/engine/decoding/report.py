@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks.engine.decoding.harness import Measured
 
 HEAD = ("context", "C", "arm", "ms/step", "of stream", "TPF", "tok/s", "tok/s/user", "over AR")
@@ -40,31 +38,3 @@ def _line(
         f"{rate / one.load.concurrency:.1f}",
         f"{rate / ar[load]:.2f}x" if load in ar else "-",
     )
-
-
-def plot(measured: list[Measured], path: Path) -> None:
-    """Tokens per second of a user against those of all, one line per arm, one panel per context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    contexts = sorted({one.load.context for one in measured})
-    figure, axes = pyplot.subplots(1, len(contexts), figsize=(6 * len(contexts), 5), squeeze=False)
-    for axis, context in zip(axes[0], contexts, strict=True):
-        here = [one for one in measured if one.load.context == context]
-        for name in dict.fromkeys(one.arm.name for one in here):
-            points = sorted(
-                (one.load.concurrency, one.tokens_per_second()) for one in here if one.arm.name == name
-            )
-            rates = [rate for _, rate in points]
-            users = [rate / concurrency for concurrency, rate in points]
-            axis.plot(users, rates, marker="o", label=name)
-        axis.set(xlabel="tokens/s per user", ylabel="tokens/s in all", title=f"context {context}")
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)

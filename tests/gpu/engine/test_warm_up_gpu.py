@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.serving.passes import watching
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs import warm_up
@@ -73,21 +72,24 @@ def test_traffic_after_a_warm_up_captures_nothing_and_answers_alike(
 def test_all_kernels_are_compiled_before_the_first_pass(
     checkpoint: Path, decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_ahead, calls = warm_up.compile_ahead, []
+    from triton import knobs
+
+    compile_ahead, calls, late = warm_up.compile_ahead, list[int](), list[str]()
 
     def noting(*arguments: Any) -> int:
         calls.append(compile_ahead(*arguments))
-        passes.take()
+        late.clear()
         return calls[-1]
 
+    def heard(*, src: Any, **_: Any) -> None:
+        late.append(src.name)
+
     monkeypatch.setattr(warm_up, "compile_ahead", noting)
-    with watching() as passes:
-        engine = Engine.from_pretrained(checkpoint, decoder, warmup="full", **OPTIONS, **options)
-        assert len(calls) == 1
-        engine.generate(PROMPTS, _params())
-        late = [name for _, name in passes.compiled]
-        assert not late
-        assert passes.loaded == 0, "what another process has compiled is loaded first, too"
+    monkeypatch.setattr(knobs.compilation, "listener", heard)
+    engine = Engine.from_pretrained(checkpoint, decoder, warmup="full", **OPTIONS, **options)
+    assert len(calls) == 1
+    engine.generate(PROMPTS, _params())
+    assert not late, "kernels are compiled, or loaded from the cache, before the first pass"
 
 
 def test_eager_passes_between_graphs_leave_answers_alone(

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.launched import fix_order_of_sums
+from tests.integration.zero.determinism import fix_order_of_sums
 
 STEPS = 6
 STOP_AT = 3

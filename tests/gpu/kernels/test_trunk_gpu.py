@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.linears_small import rms_norm, rotate
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear import Linears, check_rows_agree, linear, linear_swiglu
 from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch, fixed_launch, make_workspace
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
+from tests.kernels.cases.plain_torch import rms_norm, rotate
 from tests.kernels.cases.trunk import CHECKS, Draw
 
 pytestmark = [
@@ -266,8 +266,8 @@ def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_
 
 @pytest.mark.parametrize("block_r", [8, 16, 32, 64])
 @pytest.mark.parametrize("block_e", [64, 128])
-def test_every_choice_of_the_sweep_is_right(block_e: int, block_r: int) -> None:
-    """Tiles, splits, warps and stages of benchmarks/kernels/linears.py on one odd shape."""
+def test_every_launch_is_right(block_e: int, block_r: int) -> None:
+    """Tiles, splits, warps and stages on one odd shape."""
     torch.manual_seed(0)
     x, weight = randn(50, 1000), randn(300, 1000, scale=0.03)
     true = x.double() @ weight.double().T

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from benchmarks.serving import http_overhead
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.clients.generator import run_on_engine, run_on_server
-from idlm.infer.clients.http import Server
 from idlm.infer.server.messages import Event
 from idlm.infer.server.protocol import CompletionRequest
 from idlm.infer.server.replies import CompletionReply, TokenTexts
@@ -283,14 +279,3 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
     assert server.metric("vllm:request_success_total", finished_reason="length") > 0
     assert server.metric("vllm:inter_token_latency_seconds_count") > 0
     server.wait_until_idle()
-
-
-@pytest.mark.sweep
-def test_the_benchmark_of_http_counts_all_tokens(server: Running) -> None:
-    options = {**http_overhead.DEFAULTS, "prompt": "6", "answer": "5", "rounds": "2", "concurrency": "2"}
-    loads = http_overhead.make_loads(options)
-    runs = (partial(run_on_server, Server(server.url)), partial(run_on_engine, reference()))
-    for run in runs:
-        rate, seconds, num_tokens = http_overhead.measure_arm(run, loads)
-        assert num_tokens == 2 * 2 * 5
-        assert rate > 0 and seconds > 0

@@ -8,8 +8,7 @@ import json
 import random
 import socket
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from benchmarks.results import read_rows
-from benchmarks.serving import http_overhead
-from benchmarks.serving.over_http import lean_client
-from idlm.infer.clients.generator import run_on_server
-from idlm.infer.clients.http import Server
 from idlm.infer.server.app import EventStream, connected
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.guard import TimedProtocol
@@ -238,30 +232,3 @@ def unchunked(data: bytes) -> bytes:
             assert data == b"\r\n"
             return body
         body, data = body + data[:length], data[length + 2 :]
-
-
-def test_the_lean_client_counts_what_the_other_one_counts(server: Running) -> None:
-    options = {**http_overhead.DEFAULTS, "prompt": "6", "answer": "9", "rounds": "3", "concurrency": "2"}
-    load, known = http_overhead.make_loads(options)[1], Server(server.url)
-    runs: list[Callable[[], Any]] = [
-        lambda: run_on_server(known, load),
-        lambda: lean_client.run_on_server(known, server.url, load),
-    ]
-    usual, lean = ([(each.num_input_tokens, each.num_output_tokens) for each in run()] for run in runs)
-    assert usual == lean == [(6, 9)] * 6
-
-
-def test_the_lean_client_raises_for_an_answer_that_is_none(server: Running) -> None:
-    options = {**http_overhead.DEFAULTS, "prompt": "600", "rounds": "1", "concurrency": "1"}
-    with pytest.raises(ExceptionGroup) as failure:
-        lean_client.run_on_server(Server(server.url), server.url, http_overhead.make_loads(options)[1])
-    assert "400 Bad Request" in str(failure.value.exceptions[0])
-
-
-def test_processor_time_is_measured_for_each_process(tmp_path: Path) -> None:
-    words = ["parts=host", "concurrency=4", "rounds=1", "answer=50", "pass_ms=1", "burst=2"]
-    assert http_overhead.measure([*words, f"results={tmp_path}"]) == 0
-    rows = read_rows("serve", results=tmp_path)
-    assert [row["case"]["process"] for row in rows[::2]] == ["client", "front end", "engine"]
-    assert {row["metric"] for row in rows} == {"host_us_per_event", "host_ms_per_request"}
-    assert all(row["gate_passed"] for row in rows)

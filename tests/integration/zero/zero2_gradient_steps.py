@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from benchmarks.training.launched import fix_order_of_sums
 from idlm.config.compose import compose
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed_settings import deepspeed_config, prepare_environment
 from idlm.train.distributed.zero2_gradients import shorten
+from tests.integration.zero.determinism import fix_order_of_sums
 
 MICRO_BATCHES, STEPS = 3, 4
 RATE = 1e-2

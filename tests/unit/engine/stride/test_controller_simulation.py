@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.engine.decoding import simulation
-from benchmarks.engine.decoding.simulation import CONTEXT, Disturbances, decoder_of
 from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.runtime.stride_controller import Load, StrideController
+from tests.unit.engine.stride import simulation
+from tests.unit.engine.stride.simulation import CONTEXT, Disturbances, decoder_of
 
 DECODER = decoder_of(8, "tree")
 MODES, WIDTHS, tokens_of = DECODER.modes, rows_by_mode(DECODER, 0), DECODER.tokens_per_forward

@@ -1,1 +1,0 @@
-"""The study of what a conversion keeps (`benchmarks.study`): its arms, their work, records and report."""

@@ -1,0 +1,73 @@
+"""The decode benchmark, tiny and on a CPU: replay, counts, and all its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import decode
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine, random_model
+from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.results import read_rows
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.errors import UserError
+from idlm.infer.decoders.base import max_rows
+
+SMALL = ["model=tiny", "device=cpu", "dtype=float32", "contexts=24", "rounds=1", "tokens=12", "least=12"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stride", "sampling"), [("cold", 4, "T1"), ("branch", 4, "greedy"), ("branch", 2, "qwen3")]
+)
+def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
+    strategy: str, stride: int, sampling: str
+) -> None:
+    """Random weights accept almost nothing, so the emitted tokens follow the trace alone."""
+    model = random_model("tiny", device="cpu", dtype=torch.float32)
+    arm = Arm(name="arm", strategy=strategy, stride=stride)
+    load = Load(concurrency=32, context=8, num_tokens=60, sampling=SAMPLING[sampling])
+    trace = trace_of("p0.90", stride)
+    steady = SteadyEngine(model, arm, load, trace)
+    measured = Measured(arm=arm, load=load, width=max_rows(steady.engine.decoder, 0))
+    steady.measure(measured)
+    formula = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}[strategy]
+    assert measured.tokens_per_forward() == pytest.approx(formula(trace.acceptance()), rel=0.05)
+
+
+def test_without_a_trace_random_weights_accept_little() -> None:
+    """Shows that the test above can fail."""
+    model = random_model("tiny", device="cpu", dtype=torch.float32)
+    load = Load(concurrency=8, context=8, num_tokens=12, sampling=SAMPLING["greedy"])
+    arm = Arm(name="arm", strategy="branch")
+    measured = Measured(arm=arm, load=load, width=1)
+    SteadyEngine(model, arm, load, None).measure(measured)
+    assert measured.tokens_per_forward() < 2
+
+
+def test_every_part_runs_and_leaves_rows(tmp_path: Path) -> None:
+    arguments = [*SMALL, "concurrency=2", "strides=4", "passes=8", "strategies=cold,branch,adaptive"]
+    arguments.append("parts=sweep,host,adapter")
+    assert decode.measure([*arguments, f"results={tmp_path}"]) == 0
+    rows = read_rows("decode", results=tmp_path)
+    metrics = {row["metric"] for row in rows}
+    assert metrics >= {
+        "step_ms",
+        "isd_over_ar",
+        "gpu_idle_share",
+        "steps_per_host_sync",
+        "risd_over_isd_step",
+        "branch_over_cold",
+    }
+    steps = [row for row in rows if row["metric"] == "step_ms"]
+    assert all(row["share_of_floor"] is not None and row["baseline"] is not None for row in steps)
+    assert {row["case"]["decoder"] for row in steps} == {"ar", "isd"}
+    idle = [row["value"] for row in rows if row["metric"] == "gpu_idle_share"]
+    assert all(0 < share < 1 for share in idle)
+
+
+@pytest.mark.parametrize(("name", "stride"), [("missing", 4), ("p1.5", 4)])
+def test_a_missing_trace_is_refused(name: str, stride: int) -> None:
+    with pytest.raises(UserError, match="IDLM-0109"):
+        trace_of(name, stride)

@@ -1,0 +1,187 @@
+"""The eviction benchmark, tiny and on a CPU: rows, the trace behind them, and its limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engine import eviction
+from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Load, random_model
+from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, UnmaskingReplay, implied_rows
+from benchmarks.engine.eviction_trace import (
+    FOCUS,
+    FULL,
+    FULL_BLOCK,
+    BlockTrace,
+    RowCounts,
+    RowRules,
+    limit_ms,
+    rows_of,
+    synthetic_trace,
+)
+from benchmarks.results import read_rows
+from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.dense import DenseTrunk
+from idlm.infer.models.loader import LoadedModel
+from idlm.semantics import Semantics
+from tests.focus_reference import BlockState, FocusRules, Selection, budget, fed_places, note
+
+SMALL = ["model=tiny", "device=cpu", "dtype=float32", "context=64", "rounds=1", "passes=10"]
+
+
+def test_throughput_and_gate_leave_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "block=8,16", "batch=1", "parts=gate,throughput", f"results={tmp_path}"]
+    assert eviction.measure(arguments) == 0
+    rows = read_rows("eviction", results=tmp_path)
+    assert {row["metric"] for row in rows} == {
+        "full_budget_error",
+        "tokens_per_second",
+        "tokens_per_pass",
+        "step_ms",
+        "rows_per_token",
+        "waiting_share",
+        "padding_share",
+        "graphs_captured",
+        "full_block_share_of_matmul",
+        "throughput_over_full_block",
+    }
+    ratios = [row for row in rows if row["metric"] == "throughput_over_full_block"]
+    assert {(row["case"]["block"], row["case"]["commit"]) for row in ratios} == {
+        (size, commit) for size in (8, 16) for commit in ("clean", "unfrozen")
+    }
+    assert all(row["case"]["trace"] == "synthetic" and row["floor"] > 0 for row in ratios)
+    shares = [row for row in rows if row["metric"] == "tokens_per_pass"]
+    assert {row["case"]["arm"] for row in shares} == {"full", "focus"}
+    assert all(row["gate_passed"] for row in rows)
+    assert capsys.readouterr().out.count("x of ") == 4
+
+
+def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
+    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=8)
+    load = Load(concurrency=batch, context=32, num_tokens=160, sampling=SAMPLING["T1"])
+    return SteadyTrace(model, arm, load, synthetic_trace(8))
+
+
+@pytest.mark.parametrize("commit", ["clean", "unfrozen"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_passes_compute_the_rows_that_the_trace_implies(commit: str, graphs: bool) -> None:
+    """Over a window; without waits, rows asked for differ from those implied by where the window begins."""
+    arm = EvictionArm(name="focus", stride=8, alpha=1.5, commit=commit, graphs=graphs)
+    found, implied = steady(arm).window(1, 40), implied_rows(synthetic_trace(8), arm)
+    assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)
+    assert found.asked.fed / found.num_tokens == pytest.approx(implied.prefix_per_token, rel=0.12)
+    assert found.asked.kept / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.12)
+    assert found.asked.head / found.num_tokens == pytest.approx(implied.head / implied.tokens, rel=0.15)
+
+
+def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that forgets a place decides fewer tokens a pass than its trace."""
+    propose = UnmaskingReplay.propose
+
+    def forgetful(self: UnmaskingReplay, *given: Any) -> Any:
+        proposed, *others = propose(self, *given)
+        confidence_BW = proposed.confidence_BW.clone()
+        confidence_BW[:, 5] = 0
+        return (replace(proposed, confidence_BW=confidence_BW), *others)
+
+    monkeypatch.setattr(UnmaskingReplay, "propose", forgetful)
+    with pytest.raises(AssertionError, match="not the places of the trace"):
+        for num_passes in range(20, 40):
+            steady(EvictionArm(name="full", stride=8)).window(1, num_passes)
+
+
+def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "parity_error", lambda *given: 0.5)
+    assert eviction.measure([*SMALL, "block=8", "batch=1", f"results={tmp_path}"]) == 1
+    assert {row["metric"] for row in read_rows("eviction", results=tmp_path)} == {"full_budget_error"}
+
+
+def slow_rows(block: BlockTrace, size: int, rules: FocusRules, *, evicts: bool) -> list[tuple[int, ...]]:
+    """Of each pass: rows fed, rows kept, rows of the head; last, what is frozen. By tests/focus_reference."""
+    state, left, found = BlockState(), list(range(size)), []
+    for decided, values in zip(block.decided, block.deltas, strict=True):
+        deltas, fed = dict(zip(left, values, strict=True)), fed_places(state, rules)
+        number, _ = budget(state, deltas, left, rules)
+        kept = set(fed)
+        if evicts and len(left) > number:
+            chosen = set(sorted(left, key=lambda place: (-deltas[place], place))[:number])
+            kept = chosen | {place - 1 for place in chosen if place - 1 in left} | set(fed) - set(left)
+            kept |= {place for place in left if place < max(kept) and place not in state.processed}
+        found.append((len(fed), len(kept), len(kept & set(left))))
+        selection = Selection(kept=tuple(sorted(kept)), budget=number, limit=size, deltas=deltas)
+        note(state, left, selection, len(decided), rules)
+        left = [place for place in left if place not in decided]
+    return [*found, (len(state.frozen),)]
+
+
+def trace_rows(arm: str, size: int, *, commit: str = "clean") -> RowCounts:
+    trace = synthetic_trace(size, num_blocks=12 if size < 32 else 192)
+    rules = RowRules(alpha=trace.alpha, commit=commit) if arm == FOCUS else FULL_BLOCK
+    return rows_of(trace.blocks[arm], size, rules)
+
+
+def test_rows_are_those_of_the_slow_reference() -> None:
+    size = 16
+    trace = synthetic_trace(size, num_blocks=12)
+    rules = FocusRules(size=size, alpha=trace.alpha, stability="neighbour")
+    slow = [slow_rows(block, size, rules, evicts=True) for block in trace.blocks[FOCUS]]
+    num_passes = sum(len(one) - 1 for one in slow)
+    for commit in ("clean", "unfrozen"):
+        rows = trace_rows(FOCUS, size, commit=commit)
+        for column, value in enumerate((rows.fed, rows.kept, rows.head)):
+            assert value * num_passes == pytest.approx(sum(each[column] for one in slow for each in one[:-1]))
+        num_frozen = sum(one[-1][0] for one in slow) if commit == "unfrozen" else 0
+        assert rows.committed * num_passes == pytest.approx(size * len(slow) - num_frozen)
+    assert num_passes * rows.tokens == pytest.approx(size * len(slow))
+
+
+def test_a_trace_of_another_arm_is_found_out() -> None:
+    """Full blocks decide what FOCUS would have left out."""
+    trace = synthetic_trace(16, num_blocks=12)
+    with pytest.raises(AssertionError, match="decide rows that are not kept"):
+        rows_of(trace.blocks[FULL], 16, RowRules(alpha=1.0))
+
+
+def test_the_drawn_trace_is_as_redundant_as_it_says() -> None:
+    full, focus = trace_rows(FULL, 32), trace_rows(FOCUS, 32, commit="unfrozen")
+    assert full.kept / full.tokens == pytest.approx(15.0, abs=0.5)
+    assert focus.suffix_per_token == pytest.approx(3.25, abs=0.1)
+
+
+def sdar_8b() -> LoadedModel:
+    config = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False}
+    spec = FAMILIES.get("Qwen3ForCausalLM").spec(config | MODELS["qwen3-8b"])
+    device = torch.device("meta")
+    return LoadedModel(
+        trunk=DenseTrunk(spec, device=device, dtype=torch.bfloat16),
+        spec=spec,
+        local=spec,
+        semantics=Semantics(mask_token_id=0, causality="block", block_size=32, logit_shift=False),
+        architecture="Qwen3ForCausalLM",
+        dtype=torch.bfloat16,
+        device=device,
+        directory=Path("none"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "paper", "clean"),
+    [(1024, 1, 1.0, 1.0), (1024, 32, 3.9, 3.2), (1024, 128, 3.97, 3.24), (4096, 128, 2.81, 2.47)],
+)
+def test_limits_follow_from_rows_and_rates(context: int, batch: int, paper: float, clean: float) -> None:
+    """2.13 tokens a pass, 15.0 rows a token without eviction, 3.12 and 4.12 with it."""
+    model = sdar_8b()
+
+    def least(kept: float, *, fed: float = 20, head: float = 4.1, committed: float = 2.13) -> float:
+        rows = RowCounts(fed=fed, kept=kept, head=head, tokens=2.13, committed=committed, passes=15)
+        return limit_ms(model, rows, batch=batch, slots=context + 32, stream=4.23e12, product=785e12)
+
+    full = least(32, fed=32, head=17)
+    assert full / least(3.12 * 2.13, committed=0) == pytest.approx(paper, abs=0.02)
+    assert full / least(3.12 * 2.13) == pytest.approx(clean, abs=0.02)
+    if (context, batch) == (1024, 128):
+        assert full == pytest.approx(85.5, abs=0.1)

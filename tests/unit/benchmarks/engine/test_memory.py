@@ -1,0 +1,170 @@
+"""The memory benchmark without a GPU: its sizes, its search, its processes and its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engine import memory
+from benchmarks.engine.canvas import card, report, session, tasks
+from benchmarks.engine.canvas.child import ArmFailedError
+from benchmarks.engine.canvas.executor import PRODUCT_ARMS
+from benchmarks.engine.canvas.models import (
+    layer_weights,
+    length_floor,
+    live_bytes_per_token,
+    model_spec,
+    total_weights,
+)
+from benchmarks.engine.canvas.search import longest
+from benchmarks.engine.canvas.tasks import Task
+from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, timeline_of
+from benchmarks.results import read_rows
+from idlm.errors import UserError
+
+
+def test_sizes_follow_from_shapes() -> None:
+    """Parameters are published totals; KiB a token and L_max are counted by hand."""
+    totals = {"llada_8b": 8_015_581_184, "dream_7b": 7_615_616_512, "llada_moe": 7_356_880_896}
+    table = {
+        "llada_8b": (2239, 510, 263, 139.5, 48, 40, 24),
+        "dream_7b": (2687, 608, 311, 162.5, 30, 23, 9),
+        "llada_moe": (2771, 622, 315, 161.5, 24, 20, 12),
+    }
+    arms = ("native_fp64", "native", "compile", "masked", "paper", "mosaic", "ours")
+    for model, expected in table.items():
+        spec = model_spec(model)
+        assert total_weights(spec) == totals[model]
+        assert tuple(live_bytes_per_token(spec, arm, 0.5) / 1024 for arm in arms) == expected
+    spec = model_spec("llada_8b")
+    assert [round(length_floor(spec, arm, 0.5, 24) / 1000) for arm in ("masked", "mosaic", "ours")] == [
+        61,
+        212,
+        353,
+    ]
+    assert total_weights(spec) - total_weights(model_spec("llada_8b", num_layers=2)) == 30 * layer_weights(
+        spec
+    )
+
+
+@pytest.mark.parametrize("guess", [1, 900, 1000, 1003, 5000, 100_000])
+@pytest.mark.parametrize("limit", [1003, 64])
+def test_the_search_finds_the_longest_length(guess: int, limit: int) -> None:
+    found = longest(lambda length: length <= limit, guess=guess)
+    assert found.fits <= limit < (found.too_long or 0)
+    assert (found.too_long or 0) - found.fits <= 32
+    assert len({length for length, _ in found.probes}) == len(found.probes)
+
+
+def test_the_search_ends_where_nothing_or_everything_fits() -> None:
+    assert longest(lambda length: False, guess=5000).fits == 0
+    assert longest(lambda length: True, guess=5000, limit=9000).fits == 9000
+    assert len(longest(lambda length: length <= 352_575, guess=342_000).probes) <= 8
+
+
+def test_the_ballast_leaves_the_cap() -> None:
+    assert card.ballast_bytes(24, total_bytes=140, absent_bytes=10) == 126
+    assert card.ballast_bytes(140, total_bytes=140, absent_bytes=0) == 0
+
+
+def test_only_shortages_of_memory_are_answers() -> None:
+    assert card.shortage(torch.OutOfMemoryError("CUDA out of memory.\nmore")) == "CUDA out of memory."
+    assert card.shortage(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")) is not None
+    assert card.shortage(UserError("IDLM-0466", "a canvas does not fit", fix="less")) is not None
+    assert card.shortage(UserError("IDLM-0107", "a bad option", fix="another")) is None
+    assert card.shortage(RuntimeError("an illegal memory access was encountered")) is None
+
+
+def test_a_timeline_counts_releases_when_they_are_done() -> None:
+    events = [
+        {"action": "alloc", "size": 4, "time_us": 100},
+        {"action": "segment_alloc", "size": 64, "time_us": 100},
+        {"action": "alloc", "size": 6, "time_us": 101},
+        {"action": "free_requested", "size": 6, "time_us": 102},
+        {"action": "free_completed", "size": 6, "time_us": 103},
+    ]
+    points = timeline_of(events)
+    assert points == [(0.0, 4.0), (1.0, 10.0), (3.0, 4.0)]
+    assert peak_over_average(points) == pytest.approx(10 / ((4 + 10 + 10) / 3))
+    assert peak_over_average([]) == 1
+    many = [(float(time), float(time % 97)) for time in range(5000)]
+    assert len(fewer_points(many)) <= 400 and max(size for _, size in fewer_points(many)) == 96
+
+
+def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
+    """What a GPU would answer; `compile` never does."""
+    if task.arm == "compile":
+        raise ArmFailedError("InductorError: no")
+    milliseconds = {"native": 40.0, "masked": 30.0}.get(task.arm, 25.0)
+    plan = {"planned_bytes": 101, "workspace_bytes": 100, "planned_live_bytes": 100}
+    planned = plan if task.arm in PRODUCT_ARMS else {}
+    memory_use = {"live_bytes": 100, "reserved_bytes": 130, "physical_bytes": 101, **planned}
+    answers: dict[str, dict[str, Any]] = {
+        "l_max": {"length": task.length + ALLOCATOR_GAIN * task.expandable, "reason": "out", "probes": []},
+        "step": {"lengths": {str(length): {"ms": milliseconds} for length in task.lengths}},
+        "rates": {"matmul": 7e14, "attention": {str(length): {"rate": 6e14} for length in task.lengths}},
+        "timeline": {**memory_use, "points": [(0.0, 50.0), (1.0, 100.0)], "peak_over_average": 1.5},
+    }
+    return answers[task.kind]
+
+
+ALLOCATOR_GAIN = 100
+
+
+@pytest.fixture
+def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "run_child", fake_answer)
+
+
+CASES = {
+    "l_max_tokens": "model cap_gib prompt_share arm allocator",
+    "l_max_over": "model cap_gib arm",
+    "step_ms": "model length prompt_share arm",
+    "planned_over_live": "arm",
+    "physical_over_planned": "arm",
+    "peak_over_average": "arm",
+    "reserved_over_live": "arm",
+}
+"""Metrics, and the keys of their cases."""
+
+
+@pytest.mark.usefixtures("on_a_fake_gpu")
+def test_every_part_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"results={tmp_path}", "device=cpu", f"figures={tmp_path}"]
+    assert memory.measure(arguments) == 0
+    rows = read_rows("memory", results=tmp_path)
+    assert {row["metric"]: " ".join(row["case"]) for row in rows} == CASES
+    assert {row["case"]["arm"] for row in rows if "arm" in row["case"]} == set(tasks.ARMS) - {"compile"}
+    assert {row["command"] for row in rows} == {"python -m benchmarks.memory"}
+    [ours] = [
+        row
+        for row in rows
+        if row["metric"] == "l_max_tokens"
+        and row["case"]["arm"] == "ours"
+        and row["case"]["prompt_share"] == 0.5
+    ]
+    assert ours["floor"] == length_floor(model_spec("llada_8b"), "ours", 0.5, 24)
+    assert ours["share_of_floor"] == pytest.approx(0.97, abs=0.02)
+    over = {row["case"]["arm"]: row["value"] for row in rows if row["metric"] == "l_max_over"}
+    assert over["native"] == pytest.approx(21, abs=1)
+    step = next(row for row in rows if row["metric"] == "step_ms" and row["case"]["arm"] == "ours")
+    assert step["ratio"] == pytest.approx(25 / 25)
+    assert step["floor"] > 0
+    printed = capsys.readouterr().out
+    assert "l_max llada_8b compile share=0.5 cap=24: InductorError: no" in printed
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
+        "memory_l_max_llada_8b_24gib.svg",
+        "memory_timelines.svg",
+    ]
+
+
+@pytest.mark.usefixtures("on_a_fake_gpu")
+def test_a_floor_of_a_step_counts_linears_and_attention() -> None:
+    rows = report.step_rows(
+        {("llada_8b", None, 8192, 0.5, "ours"): 200.0}, {("llada_8b", None, 8192, 0.5): 180.0}, "x"
+    )
+    assert rows[0]["share_of_floor"] == pytest.approx(0.9)
+    assert rows[0]["ratio"] is None

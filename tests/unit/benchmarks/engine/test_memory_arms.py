@@ -1,0 +1,127 @@
+"""Arms of the memory benchmark on a CPU: the native modules, the product's passes, and what tasks measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
+from benchmarks.engine.canvas.models import (
+    CONFIGS,
+    family_of,
+    model_spec,
+    num_masks,
+)
+from benchmarks.engine.canvas.native import loaded_model
+from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, NativeArm, masked_logits, random_canvas
+from idlm.infer.models.dense import weight_targets
+from idlm.infer.models.loader import make_trunk
+from tests.numerics import full_reference
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+FAMILIES = tuple(full_reference.CONFIGS)
+
+
+class WholeCanvas:
+    """KV access of a pass that stores nothing: all layers share one K and one V, and all rows see all."""
+
+    def __init__(self, length: int, num_kv_heads: int, head_dim: int) -> None:
+        self.slot_mapping_R = torch.arange(length)
+        self.keys, self.values = torch.zeros(2, length, num_kv_heads, head_dim)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def scales(self, number: int) -> tuple[None, None]:
+        return None, None
+
+    def select_rows(self, number: int, q_RNH: Tensor) -> None:
+        return None
+
+    def attend(self, number: int, q_RNH: Tensor) -> Tensor:
+        qkv = (rows.transpose(0, 1)[None] for rows in (q_RNH, self.keys, self.values))
+        return F.scaled_dot_product_attention(*qkv, enable_gqa=True)[0].transpose(0, 1)
+
+
+def native_of(kind: str) -> Any:
+    family = family_of(full_reference.CONFIGS[kind])
+    spec = family.spec(full_reference.CONFIGS[kind])
+    return loaded_model(spec, full_reference.random_tensors(kind), family.tensor_names, device=CPU)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_native_models_equal_the_reference_and_the_trunk(kind: str) -> None:
+    tensors, ids = full_reference.random_tensors(kind), list(range(3, 40, 3))
+    family = family_of(full_reference.CONFIGS[kind])
+    trunk = make_trunk(family.spec(full_reference.CONFIGS[kind]), device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        for name, target in weight_targets(trunk, family.tensor_names).items():
+            target.view.copy_(tensors[name])
+    ids_L = torch.tensor(ids)
+    with torch.inference_mode():
+        native_LV = native_of(kind)(ids_L[None])[0]
+        kv = WholeCanvas(len(ids), trunk.spec.num_kv_heads, trunk.spec.head_dim)
+        trunk_LV = trunk.logits(trunk(ids_L, torch.arange(len(ids)), kv))
+    torch.testing.assert_close(native_LV, full_reference.logits(kind, tensors, ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(native_LV, trunk_LV, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arm", "is_shifted"),
+    [*((arm, arm in ("native", "compile_masked")) for arm in NATIVE_ARMS), ("masked", True)],
+)
+def test_every_native_arm_proposes_the_same(arm: str, is_shifted: bool) -> None:
+    model = native_of("dream")
+    canvas = random_canvas(12, 0.5, vocab=48, mask_id=47, device=CPU)
+    logits_LV = full_reference.logits(
+        "dream", full_reference.random_tensors("dream"), canvas.ids_BL[0].tolist()
+    )
+    if is_shifted:
+        logits_LV = torch.cat((logits_LV[:1], logits_LV[:-1]))
+    expected, tokens_L = logits_LV.double().softmax(-1).max(-1)
+    native = NativeArm(arm, model, is_shifted=is_shifted, backend="eager")
+    tokens_M, confidence_M = native.propose(canvas)
+    assert tokens_M.tolist() == tokens_L[6:].tolist()
+    torch.testing.assert_close(confidence_M.double(), expected[6:], atol=TOLERANCE, rtol=0)
+    ids, old = native.step(canvas)[0], canvas.ids_BL[0]
+    best = 6 + int(confidence_M.argmax())
+    assert ids[best] == tokens_L[best]
+    assert (ids != old).sum() == 1
+
+
+def test_the_prompt_has_no_masks_and_its_share() -> None:
+    canvas = random_canvas(1000, 0.9, vocab=8, mask_id=3, device=CPU)
+    assert (
+        (canvas.ids_BL[0] == 3).nonzero()[:, 0].tolist() == canvas.places_M.tolist() == list(range(900, 1000))
+    )
+    assert int(canvas.ids_BL.max()) == 7 and int(canvas.ids_BL.min()) == 0
+    assert [num_masks(10, share) for share in (0.0, 0.1, 0.5, 1.0)] == [9, 9, 5, 1]
+
+
+@pytest.mark.parametrize("arm", PRODUCT_ARMS)
+def test_our_arms_propose_what_the_native_arms_do(arm: str) -> None:
+    spec = model_spec("tiny")
+    ours = ExecutorArm(arm, "tiny", spec, device=CPU, dtype=torch.float32)
+    canvas = random_canvas(40, 0.5, vocab=spec.vocab_size, mask_id=127, device=CPU)
+    trunk, names = ours._runner._trunk, family_of(CONFIGS["tiny"]).tensor_names
+    tensors = {name: target.view for name, target in weight_targets(trunk, names).items()}
+    native = loaded_model(spec, tensors, names, device=CPU)
+    logits_MV = masked_logits(native, canvas.ids_BL, canvas.places_M, is_shifted=False)
+    # The product never predicts the mask.
+    logits_MV[:, 127] = -torch.inf
+    best_M2 = logits_MV.topk(2).values
+    assert float((best_M2[:, 0] - best_M2[:, 1]).min()) > TOLERANCE
+    confidence_M, expected_M = logits_MV.double().softmax(-1).max(-1)
+    tokens_M, own_M = ours.propose(canvas)
+    assert tokens_M.tolist() == expected_M.tolist()
+    torch.testing.assert_close(own_M.double(), confidence_M, atol=TOLERANCE, rtol=0)
+    points = ours.timeline(canvas)
+    assert max(size for _, size in points) == ours.plan(canvas).live_bytes
+    assert ours.planned(canvas)["planned_bytes"] > ours.plan(canvas).peak_bytes
+    ours.shrink()
+    assert ours._arena.num_bytes == 0

@@ -1,0 +1,84 @@
+"""The benchmark of mixed traffic, tiny and on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import read_rows
+from benchmarks.serving import serve
+
+SMALL = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=4,2", "requests=6"]
+
+
+def test_both_decoders_answer_the_load_and_leave_rows(tmp_path: Path) -> None:
+    arguments = [*SMALL, "parts=mixed", f"path={tmp_path / 'toy'}", f"results={tmp_path}"]
+    assert serve.measure(arguments) == 0
+    rows = read_rows("serve", results=tmp_path)
+    rates = [row for row in rows if row["metric"] == "output_tokens_per_s"]
+    assert [(row["case"]["decoder"], row["case"]["concurrency"]) for row in rates] == [
+        ("ar", 4),
+        ("ar", 2),
+        ("isd", 4),
+        ("isd", 2),
+    ]
+    assert [row["case"]["start"] for row in rates] == ["cold", "warm"] * 2
+    assert all(row["gate_passed"] for row in rates)
+    metrics = {row["metric"] for row in rows}
+    assert metrics >= {"isd_over_ar", "graphs_captured_in_traffic", "ready_s"}
+
+
+FAKE_VLLM = '''
+from types import SimpleNamespace
+
+__version__ = "0.0"
+SamplingParams = SimpleNamespace
+
+
+class LLM:
+    """Answers greedily with transformers; what is drawn is nothing."""
+
+    def __init__(self, model, **options):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"])
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    def generate(self, prompts, params, use_tqdm):
+        answers = [SimpleNamespace(token_ids=self._answer(*pair)) for pair in zip(prompts, params)]
+        return [SimpleNamespace(outputs=[answer]) for answer in answers]
+
+    def _answer(self, prompt, params):
+        import torch
+
+        ids = list(prompt["prompt_token_ids"])
+        if params.temperature:
+            return [0] * params.max_tokens
+        for _ in range(params.max_tokens):
+            ids.append((self.model(torch.tensor([ids])).logits[0, -1].argmax().item() + SHIFT) % 100)
+        return ids[-params.max_tokens :]
+'''
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
+    tmp_path: Path, is_right: bool
+) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM.replace("SHIFT) % 100", "0)" if is_right else "1) % 100"))
+    arguments = [
+        "decoders=ar",
+        "parts=mixed,steady",
+        f"vllm={tmp_path}",
+        "settings=num_inflight_steps=2,max_num_batched_tokens=512",
+    ]
+    assert serve.measure([*SMALL, *arguments, f"results={tmp_path}"]) == int(not is_right)
+    rows = read_rows("serve", results=tmp_path)
+    over = [row for row in rows if row["metric"] == "over_vllm"]
+    assert [(row["case"]["load"], row["gate_passed"]) for row in over] == [
+        ("mixed", is_right),
+        ("steady", is_right),
+    ]
+    assert all(row["case"]["num_inflight_steps"] == 2 for row in over)
+    peers = [row for row in rows if row["case"].get("engine") == "vllm 0.0"]
+    assert [row["metric"] for row in peers] == ["ready_s", *["output_tokens_per_s"] * 2]

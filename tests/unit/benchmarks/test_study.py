@@ -1,0 +1,115 @@
+"""The study: what its records say as rows, and a toy run of an arm."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results import read_rows
+from benchmarks.training import study
+from benchmarks.training.study import ARMS, CHAINS
+from benchmarks.training.study_report import CONTROL, collect, read_records
+
+
+def record_of(name: str, seed: int, marks: str, **changes: Any) -> dict[str, Any]:
+    cell = {
+        "task": "long",
+        "decoder": "isd" if name.startswith("idlm") else "ar",
+        "strategy": "cold" if name.startswith("idlm") else "ar",
+        "temperature": 1.0,
+        "stride": 3 if name.startswith("idlm") else 1,
+        "exactness": "exact",
+        "marks": f"{sum((mark == '+') << place for place, mark in enumerate(marks)):x}",
+        "num_tokens": 170,
+        "num_forwards": 110,
+        "num_prompt_passes": 10,
+        "accepted": [40, 30] if name.startswith("idlm") else [],
+        "tested": [50, 40] if name.startswith("idlm") else [],
+        "seconds": 1.0,
+        "equal_to_ar": None,
+    }
+    machine = {
+        "gpu": None,
+        "num_gpus": 0,
+        "torch": "2",
+        "triton": None,
+        "commit": None,
+        "date": f"2026-1-{seed}",
+    }
+    return {
+        "name": name,
+        "seed": seed,
+        "size": "toy",
+        "steps": 5,
+        "flops": 1.0,
+        "num": len(marks),
+        "trained": {"seconds": 1.5},
+        "is_whole": True,
+        "machine": machine,
+        "cells": [cell | changes],
+    }
+
+
+def test_rows_are_means_over_seeds_beside_the_control(tmp_path: Path) -> None:
+    records = [
+        *(record_of(CONTROL, seed, marks) for seed, marks in enumerate(("++++", "+++-", "++--"))),
+        *(record_of("idlm_4", seed, marks) for seed, marks in enumerate(("+++-", "++--", "++--"))),
+    ]
+    for record in records:
+        path = tmp_path / "study" / f"{record['seed']}_{record['name']}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record))
+    assert study.measure(["part=table", f"results={tmp_path}", f"plots={tmp_path}"]) == 0
+    found = {
+        (row["case"]["arm"], row["metric"]): (row["value"], row["baseline"], row["case"]["seeds"])
+        for row in read_rows("study", results=tmp_path)
+    }
+    assert found["idlm_4", "exact_match"] == (pytest.approx(7 / 12), pytest.approx(9 / 12), 3)
+    shares = (3 / 4, 2 / 4, 2 / 4)
+    deviation = math.sqrt(sum((share - 7 / 12) ** 2 for share in shares) / 2)
+    assert found["idlm_4", "exact_match_se"][0] == pytest.approx(deviation / math.sqrt(3))
+    assert found["idlm_4", "paired_difference"][0] == pytest.approx(-2 / 12)
+    assert found["idlm_4", "acceptance_2"][0] == pytest.approx(0.75)
+    assert found["idlm_4", "tokens_per_forward"][0] == pytest.approx(1.6)
+    # Eq. 3 with P_1 = 0.8, P_2 = 0.6: (2 + 0.8) / (2 - 0.6) = 2.
+    assert found["idlm_4", "eq3_ratio"][0] == pytest.approx(0.8)
+    assert ("ar", "paired_difference") not in found
+    assert {path.name for path in tmp_path.glob("*.svg")} == {
+        "study_quality.svg",
+        "study_tokens_per_forward.svg",
+    }
+
+
+def test_one_seed_has_the_error_of_its_problems() -> None:
+    cells = collect([record_of(CONTROL, 0, "+++-")])
+    [cell] = cells.values()
+    assert cell.exact_match_se == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+    assert cell.tokens_per_forward == pytest.approx(1.6)
+
+
+def test_all_arms_have_the_flops_of_the_control() -> None:
+    options = study.parse_options(["size=toy", "device=cpu"], study.DEFAULTS)
+    flops = {name: study.budget(options, name)[1] for name in ("ar", "idlm_4", "block_4", "lora_4")}
+    for value in flops.values():
+        assert value == pytest.approx(flops["ar"], rel=0.02)
+
+
+@pytest.mark.sweep
+def test_a_toy_run_leaves_records(tmp_path: Path) -> None:
+    small = ["size=toy", "device=cpu", "base_steps=16", "num=2", "batch=4", "max_tokens=8"]
+    places = [f"folder={tmp_path / 'runs'}", f"results={tmp_path}"]
+    assert study.measure(["arms=base,idlm_4", *small, *places]) == 0
+    records = read_records(tmp_path)
+    assert [record["name"] for record in records] == ["base", "idlm_4"]
+    for record in records:
+        found = [(cell["strategy"], cell["temperature"], cell["task"]) for cell in record["cells"]]
+        cells = ARMS[record["name"]].cells
+        assert sorted(found) == sorted(
+            (one.label, one.temperature, chain) for one in cells for chain in CHAINS
+        )
+        shares = [cell["equal_to_ar"] for cell in record["cells"] if cell["temperature"] == 0]
+        assert shares == [1.0] * len(shares)
