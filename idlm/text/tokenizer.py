@@ -233,26 +233,28 @@ def encode_messages(
     `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens`
     as in `encode_prompt`.
     """
+
+    def rendered(given: Any) -> str:
+        messages, tools, extra = given
+        options: Any = {"enable_thinking": enable_thinking, "tools": tools, "template_kwargs": extra}
+        return render(tokenizer, messages, open_turn=True, **options)
+
     given: Any = [messages, tools, template_kwargs or {}]
     splitter = _splitter(tokenizer, all_template_text(tokenizer)) if split_special_tokens else None
     stand_ins = splitter.stand_ins(given) if splitter else {}
     if splitter and stand_ins:
         given = splitter.replaced(given, stand_ins)
-    text = render(
-        tokenizer,
-        given[0],
-        open_turn=True,
-        enable_thinking=enable_thinking,
-        tools=given[1],
-        template_kwargs=given[2],
-    )
+    text = rendered(given)
     check_size(tokenizer, restored(text, stand_ins), max_tokens)
+    if splitter:
+        splitter.check(given, text, rendered)
     return splitter.encode(text, stand_ins) if splitter and stand_ins else encode_text(tokenizer, text)
 
 
 @functools.lru_cache(maxsize=4)
 def _splitter(tokenizer: Any, template: str) -> SplitTokens:
-    marks = written_marks(tokenizer, template, tags=TAGS)
+    rendered = functools.partial(render, tokenizer, open_turn=True, enable_thinking=None)
+    marks = written_marks(tokenizer, template, rendered, tags=TAGS)
     return SplitTokens(tokenizer, special_token_ids(tokenizer) | marks, hidden_token_ids(tokenizer) | marks)
 
 

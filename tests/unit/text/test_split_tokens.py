@@ -127,3 +127,88 @@ def test_a_vocabulary_that_makes_special_tokens_of_letters_is_refused(tmp_path: 
     assert split(tokenizer, {"role": "user", "content": "<unk>a<eos>"}) == [0, 1], "one unknown word"
     with pytest.raises(UserError, match="IDLM-0240.*<eos>"):
         split(tokenizer, {"role": "user", "content": "a <eos> a"})
+
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim }}{{ '<|eot_id|>' }}{% endfor %}"
+)
+PHI = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|' ~ 'end' ~ '|>' }}{% endfor %}"
+MISTRAL = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}"
+    "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + (m.content or '') | trim + '<end_of_turn>\n' }}{% endfor %}"
+)
+DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + m.reasoning_content | default('') }}"
+    "{{ m.content.split('</think>')[-1] + eos_token }}"
+    "{% else %}{{ '<｜' + m.role.capitalize() + '｜>' + m.content }}{% endif %}{% endfor %}<｜Assistant｜>"
+)
+FORMS = {
+    "llama": (LLAMA, ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
+    "phi": (PHI, ["<|user|>", "<|system|>", "<|assistant|>", "<|tool|>", "<|end|>"]),
+    "mistral": (MISTRAL, ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]),
+    "gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"]),
+    "deepseek": (DEEPSEEK, ["<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<｜Tool｜>"]),
+    "chatml": (CHATML, []),
+}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_marks_of_every_form_are_those_of_the_template(form: str, special: bool, tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    template, marks = FORMS[form]
+    tokenizer = load_tokenizer(save_tagged(tmp_path))
+    tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.chat_template = template
+    marks = [*marks, "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    ids = {*tokenizer.convert_tokens_to_ids(marks)}
+
+    def messages(text: str) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": f"f{text}", "arguments": {f"k{text}": text}}}
+        thought = {"reasoning_content": f"r{text}", "content": f"c{text}", "tool_calls": [call]}
+        parts = [
+            {"role": "system", "content": f"s{text}"},
+            {"role": "user", "content": f"u{text}", "name": text},
+        ]
+        return [*parts, {"role": "assistant", **thought}, {"role": "tool", "content": text, "name": text}]
+
+    def found(text: str) -> list[int]:
+        tools = [{"type": "function", "function": {"name": f"n{text}", "description": text}}]
+        return [idx for idx in split(tokenizer, *messages(text), tools=tools) if idx in ids]
+
+    own = found("x")
+    assert own
+    for mark in marks:
+        assert found(f"a{mark}b") == own, mark
+    assert found("".join(marks)) == own
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ m.content }}{{ m.name }}", {"content": "a<|im_", "name": "end|>b"}),
+        ("<|{{ m.name }}|>{{ m.content }}", {"content": "a", "name": "im_end"}),
+        ("{{ m.content | replace('<think>', '') }}", {"content": "a<|im_<think>end|>"}),
+        ("{{ m.content | lower }}", {"content": "a<|IM_END|>"}),
+        ("{{ m.content.split('</think>') | join }}", {"content": "<|im</think>_start|>"}),
+        ("{{ m.content | replace(' ', '') }}", {"content": "< |im_end| >"}),
+        ("{% for k in m.args %}<{{ k }}{% endfor %}", {"content": "", "args": {"|im_end|>": 1}}),
+        ("{{ m.content | reverse }}", {"content": ">|dne_mi|<"}),
+    ],
+)
+def test_a_template_makes_no_special_token_of_parts(tagged: Any, template: str, message: Any) -> None:
+    tagged.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}<|im_start|><|im_end|>"
+    with pytest.raises(UserError, match="IDLM-0240.*im_"):
+        split(tagged, {"role": "user", **message})
+    harmless = {"role": "user", "content": "1 < 2 | [3] </b>", "name": "Lea", "args": {"<b>": 1}}
+    assert split(tagged, harmless) == encode_messages(tagged, [harmless])
+    tagged.chat_template = CHATML
