@@ -164,11 +164,7 @@ class SamplingParams:
             ),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
             ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
-            (
-                "stop_in_reasoning",
-                isinstance(self.stop_in_reasoning, bool | None),
-                "true, false or null",
-            ),
+            ("stop_in_reasoning", isinstance(self.stop_in_reasoning, bool | None), "true, false or null"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("logprobs", _is_count(self.logprobs), f"an integer in [0, {MAX_LOGPROBS}]"),
             ("prompt_logprobs", _is_count(scores), f"an integer in [0, {MAX_LOGPROBS}]"),

@@ -46,8 +46,7 @@ class EngineSettings:
     )
     max_length: int | None = option("prompt and answer together; null is the model's context", None)
     max_num_batched_tokens: int | None = option(
-        "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD after a warm-up",
-        None,
+        "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD after a warm-up", None
     )
     page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = option("KV pages; null lets the memory manager decide", None)

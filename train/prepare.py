@@ -44,14 +44,7 @@ from idlm.train.model.checks import (
 )
 from idlm.train.model.fit import check_fit, needed_attention, require_row
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.load import (
-    base_config,
-    compile_layers,
-    compiles,
-    create_base,
-    load_base,
-    new_config,
-)
+from idlm.train.model.load import base_config, compile_layers, compiles, create_base, load_base, new_config
 from idlm.train.model.stand_in import check_architecture
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum

@@ -78,10 +78,7 @@ class Config:
         }
 
 
-LEVELS = {
-    "tiny": Config(),
-    "long": Config(max_context=8192, max_records=64, asked=14),
-}
+LEVELS = {"tiny": Config(), "long": Config(max_context=8192, max_records=64, asked=14)}
 
 
 def _between(low: float, high: float, share: float) -> float:

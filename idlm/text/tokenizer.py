@@ -186,11 +186,7 @@ def stop_token_ids(
 
 
 def encode_prompt(
-    tokenizer: Any,
-    prompt: str,
-    *,
-    template: Literal["auto", "none"] = "auto",
-    max_tokens: int | None = None,
+    tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto", max_tokens: int | None = None
 ) -> list[int]:
     """Return the ids of `prompt`.
 

@@ -39,8 +39,5 @@ class Mage(PrefixAccelerator):
         """Sequences without a set for their active block rank."""
         has_set_B = self.sets.memory.knows(view)
         return PrefixPass(
-            view,
-            self.sets,
-            is_sparse_B=view.is_working_B & has_set_B,
-            ranks_B=view.is_working_B & ~has_set_B,
+            view, self.sets, is_sparse_B=view.is_working_B & has_set_B, ranks_B=view.is_working_B & ~has_set_B
         )

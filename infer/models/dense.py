@@ -192,11 +192,7 @@ class Rows:
         q_INH, residual_ID, positions_I, *others = gather_rows(
             rows_I, (q_RNH, residual_RD, self.rope.positions_R, *tables, *gates)
         )
-        rope = replace(
-            self.rope,
-            positions_R=positions_I,
-            tables=(others[0], others[1]) if tables else None,
-        )
+        rope = replace(self.rope, positions_R=positions_I, tables=(others[0], others[1]) if tables else None)
         return q_INH, residual_ID, replace(self, rope=rope, gate_R=others[-1] if gates else None)
 
 

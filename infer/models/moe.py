@@ -93,11 +93,7 @@ class Experts(nn.Module):
         """The chosen experts of each row and their weights (fp32), both [R, C]."""
         logits_RE = linears.linear(x_RD.to(self.router.dtype), self.router)
         return route(
-            logits_RE,
-            self.routing,
-            bias_X=self.router_bias,
-            slots_R=slot_mapping_R,
-            positions_R=positions_R,
+            logits_RE, self.routing, bias_X=self.router_bias, slots_R=slot_mapping_R, positions_R=positions_R
         )
 
     def targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:

@@ -88,11 +88,7 @@ def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignore
 
 
 def misfits(
-    targets: Mapping[str, WeightTarget],
-    files: Mapping[str, Path],
-    ignored: Collection[str],
-    *,
-    said_by: str,
+    targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str], *, said_by: str
 ) -> list[str]:
     """Messages about names, shapes and types that do not fit; `said_by` is the file with the shapes.
 

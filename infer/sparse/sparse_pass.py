@@ -189,9 +189,7 @@ class SparseKV:
             if num_listed:
                 assert self._kv is not None
                 lists = AttentionLists(
-                    starts_B=self.view.active.starts_B,
-                    listed_B=self._kv.is_sparse_B,
-                    num_listed=num_listed,
+                    starts_B=self.view.active.starts_B, listed_B=self._kv.is_sparse_B, num_listed=num_listed
                 )
             self._plans[num_listed] = self._make_plan(self.plan, lists)
         return self._plans[num_listed]

@@ -31,11 +31,7 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Starte
             stays_BW = F.pad(stays_BW[:, :-1], (0, 1))
         keep_R &= by_row(~stays_BW, rows_BW, len(keep_R), other=True)
     return StartedBlocks(
-        mine_B=mine_B,
-        evicts_B=evicts_B,
-        mean_decoded_B=mean_decoded_B,
-        token_ids_BW=ids_BW,
-        keep_R=keep_R,
+        mine_B=mine_B, evicts_B=evicts_B, mean_decoded_B=mean_decoded_B, token_ids_BW=ids_BW, keep_R=keep_R
     )
 
 

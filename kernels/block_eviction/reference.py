@@ -121,13 +121,7 @@ def begin_reference(
 
 
 def finish_reference(
-    lane: LaneState,
-    fed: dict[int, int],
-    masks: set[int],
-    computed: set[int],
-    *,
-    evicts: bool,
-    stability: str,
+    lane: LaneState, fed: dict[int, int], masks: set[int], computed: set[int], *, evicts: bool, stability: str
 ) -> None:
     """The end of a pass of a block that is fed whole with masks, and that does not wait: `computed` places
     went through all layers.

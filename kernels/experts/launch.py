@@ -70,9 +70,7 @@ COMPUTED = {
     for block_r in (64, 128)
 }
 EXACT = Launch(
-    block_r=16,
-    gate_up=Tile(block_o=64, block_i=32, stages=2),
-    down=Tile(block_o=64, block_i=32, stages=2),
+    block_r=16, gate_up=Tile(block_o=64, block_i=32, stages=2), down=Tile(block_o=64, block_i=32, stages=2)
 )
 """fp32 products use fma in an order that follows the tile, so all numbers of rows share one tile."""
 

@@ -40,11 +40,7 @@ class Routing:
 
 
 def route_reference(
-    logits_RE: Tensor,
-    routing: Routing,
-    *,
-    bias_E: Tensor | None = None,
-    blocks: list[int] | None = None,
+    logits_RE: Tensor, routing: Routing, *, bias_E: Tensor | None = None, blocks: list[int] | None = None
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Per row the numbers of the chosen experts, ascending, and their weights, not rounded. `blocks`: with a
     capacity, the number of each row's block; rows of a block may stand anywhere.

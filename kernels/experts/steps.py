@@ -103,14 +103,7 @@ def add_experts(y_PD: Tensor, experts_RC: Tensor, weights_RC: Tensor, x_RD: Tens
 
 
 def _grouped(
-    x: Tensor,
-    weight: Tensor,
-    experts_RC: Tensor,
-    order_P: Tensor,
-    tiles: Tensor,
-    y: Tensor,
-    *,
-    gated: bool,
+    x: Tensor, weight: Tensor, experts_RC: Tensor, order_P: Tensor, tiles: Tensor, y: Tensor, *, gated: bool
 ) -> None:
     """Launch one grouped product with the tiles of `sort_pairs`."""
     from idlm.kernels.experts.launch import choose, grouped, num_tiles

@@ -35,13 +35,7 @@ class GatedLora:
 
 
 def expand_add(
-    y_RE: Tensor,
-    is_mask_R: Tensor,
-    h_RX: Tensor,
-    b_Er: Tensor,
-    *,
-    sizes: tuple[int, ...],
-    scaling: float,
+    y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, sizes: tuple[int, ...], scaling: float
 ) -> Tensor:
     """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows keep their bits. Returns `y_RE`.
 

@@ -37,12 +37,7 @@ class Linears:
         self._workspace: Workspace | None = None
 
     def linear(
-        self,
-        x_RD: Tensor,
-        weight_ED: Weight,
-        *,
-        bias_E: Tensor | None = None,
-        lora: GatedLora | None = None,
+        self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
     ) -> Tensor:
         """x W^T (+ bias), [R, E]. `lora`, whose A are the last rows of the weight, is added to MASK rows and
         changes no bit of the others.
@@ -55,12 +50,7 @@ class Linears:
         return expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
 
     def swiglu(
-        self,
-        x_RD: Tensor,
-        weight_ED: Weight,
-        *,
-        bias_E: Tensor | None = None,
-        lora: GatedLora | None = None,
+        self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
     ) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections; `lora` as in `linear`."""
         launch = self._launch(x_RD, weight_ED, lora, gated=True)

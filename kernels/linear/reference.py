@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 
-def linear_reference(
-    x_RD: Tensor,
-    weight_ED: Tensor,
-    *,
-    bias_E: Tensor | None = None,
-) -> Tensor:
+def linear_reference(x_RD: Tensor, weight_ED: Tensor, *, bias_E: Tensor | None = None) -> Tensor:
     """x W^T + bias, [R, E], not rounded."""
     dtype = torch.promote_types(x_RD.dtype, torch.float32)
     y_RE = x_RD.to(dtype) @ weight_ED.to(dtype).T

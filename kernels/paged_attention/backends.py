@@ -15,10 +15,7 @@ import torch
 from idlm.kernels.paged_attention import op
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
-BACKENDS = {
-    "triton": "idlm.kernels.paged_attention.launch",
-    "torch": "idlm.kernels.paged_attention.op",
-}
+BACKENDS = {"triton": "idlm.kernels.paged_attention.launch", "torch": "idlm.kernels.paged_attention.op"}
 AUTO = {"cuda": ("triton", "torch"), "cpu": ("torch", "triton")}
 """What "auto" tries, in this order, by device type."""
 

@@ -14,11 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.paged_attention.kernel_parts import (
-    store_part,
-    store_sums,
-    write_before,
-)
+from idlm.kernels.paged_attention.kernel_parts import store_part, store_sums, write_before
 from idlm.kernels.paged_attention.kernel_walk import (
     NO_SLOT,
     listed_of,

@@ -64,11 +64,7 @@ class TritonPlan:
 
 
 def plan(
-    rows: AttentionRows,
-    shape: HeadShape,
-    *,
-    deterministic: bool = False,
-    launch: Launch | None = None,
+    rows: AttentionRows, shape: HeadShape, *, deterministic: bool = False, launch: Launch | None = None
 ) -> TritonPlan:
     """Plan the tiles and items of one step by two small kernels, or twice two; nothing is read back."""
     if launch is not None:

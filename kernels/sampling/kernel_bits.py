@@ -100,14 +100,7 @@ def restrict_kernel(
     do_not_specialize=["num_masks", "num_drafts"], do_not_specialize_on_alignment=["p_lanes", "p_only"]
 )
 def restricted_mass_kernel(
-    p_store_numbers,
-    p_store_masses,
-    p_lanes,
-    p_only,
-    num_chunks,
-    num_masks,
-    num_drafts,
-    CHUNKS: tl.constexpr,
+    p_store_numbers, p_store_masses, p_lanes, p_only, num_chunks, num_masks, num_drafts, CHUNKS: tl.constexpr
 ):
     """The mass of one stored draft after `restrict_kernel`; all numbers where one token is left alone."""
     i_draft = tl.program_id(0).to(tl.int64)

@@ -56,11 +56,7 @@ WIDE_QUERIES = Launch(rows=64, walk=32, warps=8, stages=1)
 
 
 def run_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    see: Visibility,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, see: Visibility, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, T, N, H] and base-2 log-sum-exp [B, N, T] in float32."""
     batch, num_heads, num_rows, head_dim = query.shape

@@ -47,11 +47,7 @@ def takes(query_BNTH: torch.Tensor) -> bool:
 
 @torch.library.custom_op("idlm::split_attention", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ranges: Sequence[torch.Tensor],
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: Sequence[torch.Tensor], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, T, N, H] and base-2 log-sum-exp [B, N, T] in float32."""
     from idlm.kernels.split_attention.launch import run_forward
@@ -61,11 +57,7 @@ def _forward(
 
 @_forward.register_fake
 def _forward_shapes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ranges: Sequence[torch.Tensor],
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: Sequence[torch.Tensor], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, num_rows, head_dim = query.shape
     lse = query.new_empty(batch, num_heads, num_rows, dtype=torch.float32)

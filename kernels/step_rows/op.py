@@ -61,11 +61,7 @@ def _cu_rows(
 
 
 def _plain(
-    lanes: Lanes,
-    table: RowTable,
-    columns_B: tuple[Tensor, Tensor, Tensor],
-    num_rows: int,
-    mask_token_id: int,
+    lanes: Lanes, table: RowTable, columns_B: tuple[Tensor, Tensor, Tensor], num_rows: int, mask_token_id: int
 ) -> PackedRows:
     lanes_B, feed_B, _ = columns_B
     cu_rows_B1, width_B, draft_buffer_B, samples_B, advances_B = _cu_rows(lanes, table, *columns_B)
@@ -109,11 +105,7 @@ def _plain(
 
 
 def _launched(
-    lanes: Lanes,
-    table: RowTable,
-    columns_B: tuple[Tensor, Tensor, Tensor],
-    num_rows: int,
-    mask_token_id: int,
+    lanes: Lanes, table: RowTable, columns_B: tuple[Tensor, Tensor, Tensor], num_rows: int, mask_token_id: int
 ) -> PackedRows:
     """One launch; `columns_B`: lanes_B, num_feed_B, wants_B."""
     import triton

@@ -135,8 +135,7 @@ class LoopConfig:
     save_every: int = option("steps between checkpoints", 500)
     save_total_limit: int = option("checkpoints kept", 2)
     save: str = option(
-        "async: training waits for copies in host memory, which a thread writes; sync: for the files",
-        "async",
+        "async: training waits for copies in host memory, which a thread writes; sync: for the files", "async"
     )
     max_minutes: float | None = option(
         "save and end with status 85 within this many minutes of the start; null: no limit", None

@@ -41,13 +41,7 @@ from idlm.train.planning.folded import config_lines
 from idlm.train.planning.memory import DEVICE_BYTES, host_bytes
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.planning.warnings import run_warnings
-from idlm.train.prepare import (
-    make_objective,
-    prepare_adapter,
-    prepare_data,
-    prepare_model,
-    prepare_tokenizer,
-)
+from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,13 +19,7 @@ from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.model_card import table
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
-from idlm.train.loop.metrics import (
-    EVALUATION,
-    clean_weight_warning,
-    describe,
-    read_metrics,
-    training_records,
-)
+from idlm.train.loop.metrics import EVALUATION, clean_weight_warning, describe, read_metrics, training_records
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text

@@ -188,9 +188,7 @@ def _ways(config: TrainConfig, gpus: int, *, on_gpu: bool) -> Iterator[TrainConf
                     config,
                     adapter=adapter,
                     model=replace(
-                        config.model,
-                        dtype="bfloat16" if is_bf16 else "float32",
-                        gradient_checkpointing=again,
+                        config.model, dtype="bfloat16" if is_bf16 else "float32", gradient_checkpointing=again
                     ),
                     train=replace(config.train, bf16=on_gpu and not is_bf16, zero_stage=zero_stage),
                 )

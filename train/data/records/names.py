@@ -39,13 +39,7 @@ TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 """Keys of a record that are variables of the chat template, as all keys in `TEMPLATE_DICT` are."""
 TEMPLATE_DICT = "chat_template_kwargs"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-BESIDE_KEYS = (
-    *SYSTEM_KEYS,
-    *TOOLS_KEYS,
-    *("history", "chat_template_kwargs"),
-    *TEMPLATE_KEYS,
-    *MEDIA_KEYS,
-)
+BESIDE_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, *("history", "chat_template_kwargs"), *TEMPLATE_KEYS, *MEDIA_KEYS)
 """Parts of a conversation that a record of any shape may have beside its turns, and what no model reads."""
 
 UNTRAINED_BY = {

@@ -62,9 +62,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     arguments = {} if arguments is None else parsed(arguments, f"{name}.arguments", fix=WRITE_CALL)
     if not isinstance(arguments, dict):
         raise UserError(
-            "IDLM-0202",
-            f"{name}.arguments={shown(arguments)}, which is not a JSON object",
-            fix=WRITE_CALL,
+            "IDLM-0202", f"{name}.arguments={shown(arguments)}, which is not a JSON object", fix=WRITE_CALL
         )
     return whole | {"function": function | {"arguments": arguments}}
 
