@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from idlm.config import schema
-from idlm.config.suggest import did_you_mean, renamed
+from idlm.config.suggest import did_you_mean
 from idlm.contracts import plain_value
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder
@@ -88,7 +88,7 @@ def decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
     """The decoder's Config. Raises UserError IDLM-0416 for an unknown option or a value of the wrong type."""
     known = [field.name for field in dataclasses.fields(chosen.Config)]
     engine = list(schema.fields_of(EngineSettings))
-    unknown = [_unknown_option(key, [*known, *engine]) for key in options if key not in known]
+    unknown = [f"{key!r}{did_you_mean(key, [*known, *engine])}" for key in options if key not in known]
     if unknown:
         raise UserError(
             "IDLM-0416",
@@ -100,8 +100,3 @@ def decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
     if problems:
         raise UserError("IDLM-0416", "; ".join(problems), fix=f"correct the options of {chosen.name!r}")
     return config
-
-
-def _unknown_option(key: str, known: list[str]) -> str:
-    new = renamed(key)
-    return f"{key!r}{did_you_mean(key, known)}" if new is None else f"{key!r}; it is now called {new!r}"

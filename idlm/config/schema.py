@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal
 
-from idlm.config.suggest import ALIASES, absent, nearest, renamed
+from idlm.config.suggest import ALIASES, absent, nearest
 from idlm.errors import UserError
 from idlm.files.paths import expand_home
 
@@ -119,9 +119,6 @@ def suggest_key(schema: type, key: str) -> str | None:
 
 def unknown_key(schema: type, key: str) -> str:
     """Return the error text for a key that the schema does not have."""
-    new = renamed(key)
-    if new is not None and lookup(schema, new) is not None:
-        return f"unknown key {key!r}; it is now called {new!r}"
     lacking = absent(key)
     if lacking is not None:
         return f"unknown key {key!r}{lacking}"

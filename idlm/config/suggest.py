@@ -55,15 +55,6 @@ _NAMES_ELSEWHERE = {
 ALIASES = {name: tuple(keys.split()) for keys, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 """The keys that the last segment of a written key may mean. The first one that a command has counts."""
 
-RENAMED = {
-    "accelerator": "accelerators",
-    "max_prompt_rows": "max_num_batched_tokens",
-    "on_rejection": "rejection_strategy",
-    "run_ahead": "num_inflight_steps",
-    "template": "chat_template",
-}
-"""Options that had another name in earlier versions: they are refused with the new one."""
-
 _ELSEWHERE_ONLY = {
     "beam search": "beam_width best_of num_beams use_beam_search",
     "bans and biases of tokens": "allowed_token_ids bad_words logit_bias no_repeat_ngram_size",
@@ -84,12 +75,6 @@ def absent(key: str) -> str | None:
     """The sentence part that follows an unknown key of other engines for what idlm lacks; None for others."""
     what = ABSENT.get(key.rpartition(".")[2].replace("-", "_").lower())
     return None if what is None else f"; other engines have it, and idlm has no {what}"
-
-
-def renamed(key: str) -> str | None:
-    """The dotted key with the new names of its segments; None if none of them was renamed."""
-    new = ".".join(RENAMED.get(segment, segment) for segment in key.split("."))
-    return None if new == key else new
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -34,7 +34,7 @@ STEADY = 0.97
 MIN_PLACES = 256
 """Places up to which reading its weights takes all the time of the head, so that all places have room."""
 PARTS = 8
-"""Room grows by this part of all places: each size in use is a graph of its own. Passes that drop rows have
+"""Room grows by this share of all places: each size in use is a graph of its own. Passes that drop rows have
 finer room (`HEAD_STEPS`): few of their places ask for logits.
 """
 STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))

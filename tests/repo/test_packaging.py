@@ -1,4 +1,4 @@
-"""What is installed and from where (issue 13, lines 19 and 20): the package and its extras."""
+"""What is installed and from where: the package and its extras."""
 
 from __future__ import annotations
 

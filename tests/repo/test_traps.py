@@ -1,4 +1,4 @@
-"""The 28 traps of the shared facts on model families: each has a test that bears its number."""
+"""The 28 traps of model families, mistakes in loading that fail silently: each has a test with its number."""
 
 from __future__ import annotations
 

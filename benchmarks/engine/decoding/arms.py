@@ -141,7 +141,7 @@ def _published_stride(bench: Bench) -> int:
     if not served:
         raise UserError(
             "IDLM-0107",
-            f"strides={','.join(map(str, bench.strides))}, but this part takes one up to {PUBLISHED_STRIDE}",
+            f"strides={','.join(map(str, bench.strides))}, but one up to {PUBLISHED_STRIDE}",
             fix=f"name strides={PUBLISHED_STRIDE} as well",
         )
     return max(served)

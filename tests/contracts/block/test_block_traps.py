@@ -1,4 +1,4 @@
-"""Traps of block decoding that fail silently, by their numbers in the shared facts (section 8).
+"""Traps of block decoding that fail silently, each with a number.
 
 Those of loading are in tests/unit/models/test_family_loading.py; tests/repo/test_traps.py says whether any
 number has no test.

@@ -1,4 +1,4 @@
-"""The traps of full-diffusion checkpoints by number (shared facts on model families, section 8): mistakes
+"""The traps of full-diffusion checkpoints by number: mistakes
 that still give fluent text. Each is planted in the reference, and must show in its logits.
 """
 

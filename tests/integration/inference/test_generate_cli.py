@@ -162,7 +162,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
 
 
 def test_line_13_carried_keys_and_dropped_turns_reach_the_records(tmp_path: Path) -> None:
-    """Issue 13: from a packed file, and a run that is resumed with the same options."""
+    """From a packed file, and a run that is resumed with the same options."""
     user = {"role": "user", "content": PROMPTS[0]}
     lines = [
         {"messages": [user, {"role": "assistant", "content": "7"}], "gold": "7"},

@@ -310,7 +310,7 @@ def test_a_line_the_engine_refuses_is_named_before_any_is_answered(
 def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
-    """Issue 13: encoding 104 MB took minutes and 16.7 GB."""
+    """Encoding 104 MB would take minutes and 16.7 GB."""
     text = "a " * (160 * tokens.MAX_CHARS_PER_TOKEN)
     line = {shape: text if shape == "prompt" else [{"role": "user", "content": text}]}
     source = write_lines(tmp_path / "in.jsonl", [line])

@@ -1,4 +1,4 @@
-"""System prompts of `idlm-generate` (issue 13, line 18)."""
+"""System prompts of `idlm-generate`."""
 
 from __future__ import annotations
 

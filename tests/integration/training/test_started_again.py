@@ -1,4 +1,4 @@
-"""A run that is started while it runs, or again when it is finished (issue 13, lines 5 and 10)."""
+"""A run that is started while it runs, or again when it is finished."""
 
 from __future__ import annotations
 

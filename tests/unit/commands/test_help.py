@@ -1,4 +1,4 @@
-"""Help, typos and missing keys of the command lines (issue 13, line 18): what they say, and that they say it
+"""Help, typos and missing keys of the command lines: what they say, and that they say it
 without importing torch.
 """
 

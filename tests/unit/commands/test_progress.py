@@ -1,4 +1,4 @@
-"""Progress of long runs (issue 13, line 17): a bar that fits the terminal, plain lines elsewhere, and nothing
+"""Progress of long runs: a bar that fits the terminal, plain lines elsewhere, and nothing
 on standard output.
 """
 

@@ -1,4 +1,4 @@
-"""Files of prompts (issue 13, line 13): what a line may be."""
+"""Files of prompts: what a line may be."""
 
 from __future__ import annotations
 

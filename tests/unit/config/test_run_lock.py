@@ -1,4 +1,4 @@
-"""One run per output_dir for the life of the run (issue 13, line 5)."""
+"""One run per output_dir for the life of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 13, lines 11, 14 and 15: keys of a config.json that change the arithmetic are refused by name.
+"""Keys of a config.json that change the arithmetic are refused by name.
 
 Those of released models are not; counts are compared with the tensors first; full diffusion is refused when
 it is loaded.

@@ -1,4 +1,4 @@
-"""What a user reads of a disk that refuses a file (issue 13, line 9): cause, space, and what is intact."""
+"""What a user reads of a disk that refuses a file: cause, space, and what is intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenising for hours (issue 13, line 4): the watchdog sees its progress, and finished parts are kept."""
+"""Tokenising for hours: the watchdog sees its progress, and finished parts are kept."""
 
 from __future__ import annotations
 

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from idlm.config.compose import compose
-from idlm.config.suggest import RENAMED
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig, split_plugin_options
 from idlm.infer.cli.help import describe_plugins
 from idlm.infer.engine import Engine
 from idlm.infer.options import check_options
@@ -36,20 +33,6 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         call(*args, **kwargs)
     assert caught.value.fix
     return caught.value
-
-
-@pytest.mark.parametrize("old", sorted(RENAMED))
-def test_old_names_are_refused_with_the_new_one(old: str) -> None:
-    """In Python and on the command line, where decoder options are written decoder.NAME."""
-    error = _refusal(check_options, "isd", {old: 1})
-    assert (error.code, f"{old!r}; it is now called {RENAMED[old]!r}" in error.message) == ("IDLM-0416", True)
-    if RENAMED[old] == "rejection_strategy":
-        _, options, _ = split_plugin_options([f"decoder.{old}=cold"], plugin="decoder")
-        assert RENAMED[old] in _refusal(check_options, "isd", options).message
-        return
-    for key in (old, f"{old}.mage.k") if old == "accelerator" else (old,):
-        error = _refusal(compose, "generate", GenerateConfig, [f"{key}=1"])
-        assert f"it is now called {key.replace(old, RENAMED[old])!r}" in error.message
 
 
 def test_help_says_that_a_seed_does_not_reproduce_an_adaptive_stride() -> None:

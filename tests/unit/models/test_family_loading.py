@@ -1,4 +1,4 @@
-"""What tells model families apart: the traps of loading by number (shared facts, section 8), each refused or
+"""What tells model families apart: the traps of loading by number, each refused or
 read right.
 """
 

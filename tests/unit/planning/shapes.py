@@ -1,4 +1,4 @@
-"""The real models of issue 15 as plain numbers, and the KiB a token that their arms must keep alive."""
+"""Real models as plain numbers, and the KiB a token that their arms must keep alive."""
 
 from __future__ import annotations
 

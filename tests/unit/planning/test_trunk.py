@@ -31,7 +31,7 @@ def test_the_bytes_of_a_row_are_those_of_the_issue(model: str, arm: str, prompt_
 
 @pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
 def test_fine_chunks_leave_the_attention_set(model: str, arm: str) -> None:
-    """With fixed fine chunks the peak itself grows by the bytes of the issue's table."""
+    """With fixed fine chunks the peak itself grows by the bytes of the table in shapes.py."""
     attention = {"paper": PAPER, "mosaic": WHOLE, "ours": QUERY}[arm]
     template = trunk_template(SHAPES[model], attention)
     chunks = FINE | ({"query": 10_000} if arm == "ours" else {})

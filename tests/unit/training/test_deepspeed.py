@@ -214,7 +214,7 @@ STATES = [
 def test_training_state_has_one_formula_that_is_the_hand_worked_one(
     dtype: str, stage: int | None, offloads: bool, expected: int
 ) -> None:
-    """Issue 13, line 10: the plan said 2,000 and the error message 3,000 bytes (ZeRO-2, offloaded)."""
+    """The plan and the error message name the same bytes (ZeRO-2, offloaded)."""
     changes = {"model.dtype": dtype, "train.zero_stage": "null" if stage is None else stage}
     config = config_of(**changes, **{"train.offload_optimizer": "true"} if offloads else {})
     assert state_bytes(config, 1000, 0, world_size=4) == expected
