@@ -1,7 +1,7 @@
 """Block diffusion under load: 64 requests at steps of their own are as 64 alone; none of hundreds that come,
 go and are thrown out leaves anything behind.
 
-All 2,000: python -m pytest tests/contracts/block/test_block_soak.py -m sweep (4 minutes)
+All of them: python -m pytest tests/contracts/block/test_block_soak.py -m sweep
 """
 
 from __future__ import annotations
@@ -109,17 +109,10 @@ def soak(toy: Path, count: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.decides
-@pytest.mark.parametrize("number", range(len(WAYS)))
-def test_60_with_aborts_leak_nothing(toys: dict[bool, Path], number: int) -> None:
-    soak(toys[number == 2], 60, WAYS[number])
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("number", range(len(WAYS)))
-def test_thousands_with_aborts_leak_nothing(toys: dict[bool, Path], shifted: bool, number: int) -> None:
-    soak(toys[shifted], 2_000 // (2 * len(WAYS)) + 1, WAYS[number])
+def test_hundreds_with_aborts_leak_nothing(toys: dict[bool, Path], shifted: bool, number: int) -> None:
+    soak(toys[shifted], 100, WAYS[number])
 
 
 def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]:
