@@ -86,8 +86,7 @@ def _uncached(
 
 @pytest.mark.sweep_but("ar-3")
 @pytest.mark.decides
-@pytest.mark.parametrize("num_inflight_steps", [0, 3])
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(("decoder", "num_inflight_steps"), zip(DECODERS, itertools.cycle((3, 0))))
 def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_inflight_steps: int) -> None:
     """From a cold cache, from a full one (all whole pages of every prompt are in it), and when pages
     are so few that they are evicted and sequences preempted.

@@ -192,7 +192,8 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 EDITS = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3}
 """The only difference of LLaDA2.1 from 2.0; the published mode changes little in a random model."""
-CASES = [(name, options) for name in ("sdar", "sdar_moe", "fast_dllm", "llada2") for options in STRATEGIES]
+CASES = [("sdar", options) for options in STRATEGIES]
+CASES += zip(("fast_dllm", "sdar_moe", "llada2") * 2, STRATEGIES * 2, strict=False)
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "seed": 1},

@@ -98,9 +98,9 @@ def engine_of(directory: Path, options: dict[str, Any], **settings: Any) -> Engi
 
 
 def spread(cases: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """(family, case): all cases for the first family, and each for one more, which changes only the model."""
-    others = itertools.cycle(FAMILIES[1:])
-    return [(FAMILIES[0], case) for case in cases] + list(zip(others, cases, strict=False))
+    """(family, case): all for the first family, each other one for one more, which changes only the model."""
+    others = itertools.cycle(FAMILIES[:0:-1])
+    return [(FAMILIES[0], case) for case in cases] + list(zip(others, cases[::2], strict=False))
 
 
 @pytest.mark.sweep_but(family="llada", options={"order": "maskgit_plus", "steps": 4})

@@ -118,7 +118,8 @@ def test_it_answers_as_caching(directory: Path, options: dict[str, Any]) -> None
     [
         *(("llada", chunks) for chunks in CHUNKS),
         ("dream", CHUNKS[2]),
-        *(("llada_moe", c) for c in CHUNKS[1::2]),
+        ("llada_moe", CHUNKS[1]),
+        ("llada_moe", {"experts": 100}),
     ],
     indirect=["directory"],
     ids=str,

@@ -241,10 +241,10 @@ def accelerator_of(name: str, **options: Any) -> KVAccelerator:
 
 
 CASES: list[tuple[int, str, dict[str, Any], Any]] = [
-    (10, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
+    (4, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
     (1, "mage", {"k": 200}, lambda: SlowMage(k=200)),
-    (10, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
-    (10, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
+    (4, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
+    (4, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
     (1, "quest", {"k": 9, "page": 4, "exact_layers": 1}, lambda: SlowQuest(k=9, page=4, exact_layers=1)),
     (1, "quest", {"k": 12, "page": 6}, lambda: SlowQuest(k=12, page=6)),
 ]
@@ -258,7 +258,7 @@ CASES: list[tuple[int, str, dict[str, Any], Any]] = [
     ids=lambda value: "" if callable(value) else str(value),
 )
 def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make_rule: Any) -> None:
-    """500 of each accelerator, and some of other settings."""
+    """200 of each accelerator, and some of other settings."""
     num_sparse = 0
     for seed in range(num_worlds):
         world, rules = World(seed), [make_rule() for _ in range(NUM_SEQUENCES)]
