@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from idlm.cli.imports import importing
 from idlm.cli.progress import Progress
 from idlm.contracts import Completion, SamplingParams
 
@@ -22,10 +21,7 @@ def loading(**options: Any) -> Iterator[None]:
     """Show how much of the weights of models loaded inside is copied. `options` are those of `Progress`."""
     with Progress("loading", counts=False, **options) as shown:
         # Importing torch takes seconds, so the bar is shown first.
-        with importing():
-            import transformers  # noqa: F401
-
-            from idlm.infer.models.weights import WATCHER
+        from idlm.infer.models.weights import WATCHER
 
         def watch(num_done: int, total: int) -> None:
             shown.begin(total)

@@ -1,7 +1,6 @@
 """Where `idlm-chat` gets its answers from: an engine of this process, or a server.
 
-Both yield a `Piece` for each forward pass that emits tokens.
-"""
+Both yield a `Piece` for each forward pass that emits tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Piece(NamedTuple):
     """What one pass emitted, and the answer so far: its forward passes, and its drafts.
 
     A server says the last three at the end of an answer only, and counts tokens per piece if it is one that
-    does; None is unknown.
-    """
+    does; None is unknown."""
 
     text: str
     num_tokens: int | None = None
@@ -58,8 +56,7 @@ class EngineAnswerer:
         """Stream the next turn. `always`: settings that hold even if they are the defaults.
 
         Raises UserError; KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of
-        a pass, and the engine goes on afterwards. Closing it aborts.
-        """
+        a pass, and the engine goes on afterwards. Closing it aborts."""
         engine = self._engine
         prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
         with closing(engine.stream(prompt, params)) as events:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from idlm.infer.cli.config import EngineArguments
 from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.generator import OnDone, Record, run_on_engine, run_on_server
 from idlm.infer.clients.loads import Job, Load
+from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:
     from idlm.infer.clients.http import Server
@@ -53,13 +55,17 @@ class EngineArm:
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
         """Put a load on it."""
-        return run_on_engine(self._engine, load, on_done=on_done)
+        return run_on_engine(self._engine, load._replace(jobs=self._encoded(load.jobs)), on_done=on_done)
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
         """Greedy answers of its own, for the parity gate."""
-        return list(
-            map(to_greedy, self._engine.generate([job.prompt for job in jobs], [job.params for job in jobs]))
-        )
+        prompts = [job.prompt for job in self._encoded(jobs)]
+        return list(map(to_greedy, self._engine.generate(prompts, [job.params for job in jobs])))
+
+    def _encoded(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs with conversations as token ids."""
+        encode = functools.partial(encode_messages, self._engine.tokenizer)
+        return [job._replace(prompt=encode(job.turns)) if job.turns else job for job in jobs]
 
 
 def to_greedy(done: Completion) -> Greedy:
@@ -111,8 +117,7 @@ Arm = EngineArm | ServerArm
 def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding: float) -> int:
     """Number of tokens that were compared: those of greedy answers up to a choice that rounding decides.
 
-    Raises UserError IDLM-0711 for another difference.
-    """
+    Raises UserError IDLM-0711 for another difference."""
     num_compared = 0
     for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         pairs = enumerate(zip(ours.token_ids, theirs.token_ids))
@@ -156,8 +161,7 @@ def served_arm(name: str, program: Sequence[str], ready: str, **options: Any) ->
 def launched(program: Sequence[str], ready: str, *, seconds: float = READY_SECONDS) -> Iterator[str]:
     """Start a server, wait until its route `ready` answers, and yield its address; `{port}` in a word
     of `program` stands for a free port. Raises UserError IDLM-0712 with the end of its output if it is not
-    ready.
-    """
+    ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -214,8 +218,7 @@ def serve_program(words: Sequence[str]) -> list[str]:
 
 def vllm_program(config: BenchConfig) -> list[str]:
     """The command of a vLLM server on the same checkpoint with the same limits. UserError IDLM-0713 without
-    vLLM.
-    """
+    vLLM."""
     found = shutil.which("vllm")
     if found is None:
         raise UserError(
@@ -237,7 +240,6 @@ def vllm_program(config: BenchConfig) -> list[str]:
 
 def greedy_jobs(jobs: Sequence[Job], *, num: int, num_prompt_tokens: int, num_tokens: int) -> list[Job]:
     """The first jobs as the parity gate asks them: the ends of their prompts backwards, so that no prefix
-    cache holds a prompt of the load.
-    """
+    cache holds a prompt of the load."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
-    return [Job(job.prompt[::-1][:num_prompt_tokens], params) for job in jobs[:num]]
+    return [job.backwards(params, num_prompt_tokens) for job in jobs[:num]]

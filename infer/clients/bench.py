@@ -3,13 +3,13 @@ of servers.
 
 With a checkpoint the first arm decodes one token per pass (AR), and greedy answers of both decoders are
 compared before any load: a decoder that changes them is not measured. Modules that import torch or httpx are
-imported inside functions, so that help and configuration errors come at once.
-"""
+imported inside functions, so that help and configuration errors come at once."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +25,8 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
 from idlm.infer.clients.config import BenchConfig, check_unused
-from idlm.infer.clients.loads import FIRST_ID, Job, Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.loads import FIRST_ID, Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.prompts import load_prompts
 from idlm.infer.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -158,10 +159,11 @@ def _engine_words(words: Sequence[str], arguments: EngineArguments) -> list[str]
 def make_loads(config: BenchConfig) -> list[Load]:
     """One load for each concurrency, or each rate of arrival."""
     closed: list[tuple[int | None, float | None]] = [(each, None) for each in config.concurrency]
-    return [_make_load(config, *each) for each in [(None, rate) for rate in config.rate] or closed]
+    texts = [] if config.prompts == "random" else load_prompts(config.prompts)
+    return [_make_load(config, texts, *each) for each in [(None, rate) for rate in config.rate] or closed]
 
 
-def _make_load(config: BenchConfig, concurrency: int | None, rate: float | None) -> Load:
+def _make_load(config: BenchConfig, texts: list[Any], concurrency: int | None, rate: float | None) -> Load:
     num = config.num_requests or max(MIN_REQUESTS, 2 * (concurrency or 0))
     dice = random.Random(config.seed)
     lengths, scenario = [(config.input_tokens, config.output_tokens)] * num, "mixed"
@@ -169,14 +171,19 @@ def _make_load(config: BenchConfig, concurrency: int | None, rate: float | None)
         lengths = mixed_lengths(num, scale=config.scale, dice=dice)
     else:
         scenario = f"D({config.input_tokens},{config.output_tokens})"
+    dice, ignores = random.Random(f"{config.seed} {concurrency} {rate}"), config.ignore_eos
     jobs = make_jobs(
         lengths,
-        dataclasses.replace(config.sampling, ignore_eos=config.ignore_eos),
+        dataclasses.replace(config.sampling, ignore_eos=not texts if ignores is None else ignores),
         ids=range(FIRST_ID, config.vocab_size),
         # Other prompts than those of the other loads, whose KV may still be in a prefix cache.
-        dice=random.Random(f"{config.seed} {concurrency} {rate}"),
+        dice=dice,
         is_chat=config.endpoint == "chat",
     )
+    if texts:
+        chosen = itertools.cycle(dice.sample(texts, len(texts)))
+        jobs = [job._replace(prompt=text) for job, text in zip(jobs, chosen)]
+        scenario = Path(config.prompts).name
     arrivals = [] if rate is None else poisson_arrivals(num, rate, dice=random.Random(config.seed))
     return Load(scenario, jobs, concurrency, rate, arrivals)
 
@@ -191,10 +198,12 @@ def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str
         if config.output is not None:
             output = stack.enter_context(answer_file(config.output))
         for plan in plans:
+            _tell(f"{plan.name}  starts")
             with plan.open() as arm:
                 parity = check_gate(arm, loads[0], first)
                 for load in loads:
-                    row = {"arm": arm.name, **arm.case, "parity_tokens": parity, **measure(arm, load)}
+                    about = {"arm": arm.name, "prompts": config.prompts, **arm.case}
+                    row = {**about, "parity_tokens": parity, **measure(arm, load)}
                     row["over_first"] = _over_first(row, rows)
                     rows.append(row)
                     if output is not None:
@@ -205,8 +214,7 @@ def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str
 def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
     """Compare greedy answers of an arm of ours with those of the first arm, kept in `first`; returns how many
     tokens were compared. None for an arm that makes no such promise: another server, another way of decoding
-    than ar and isd, a lossy setting.
-    """
+    than ar and isd, a lossy setting."""
     from idlm.infer.clients.arms import check_parity, greedy_jobs
 
     can_tell = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
@@ -226,13 +234,22 @@ def measure(arm: Arm, load: Load) -> dict[str, Any]:
 
     num = load.concurrency or MIN_REQUESTS
     short = [
-        Job(job.prompt[::-1], dataclasses.replace(job.params, max_tokens=WARM_TOKENS))
-        for job in load.jobs[:num]
+        job.backwards(dataclasses.replace(job.params, max_tokens=WARM_TOKENS)) for job in load.jobs[:num]
     ]
-    arm.run(Load("warm-up", short, concurrency=num), on_done=lambda _: None)
     rate = f"{load.rate:g}/s" if load.concurrency is None else f"C={load.concurrency}"
-    with Progress(f"{arm.name} {rate}", total=len(load.jobs)) as progress:
-        return aggregate(arm.run(load, on_done=progress.update), load)
+    title = f"{arm.name} {rate}"
+    with Progress(f"{title} warm-up", total=len(short)) as progress:
+        arm.run(Load("warm-up", short, concurrency=num), on_done=progress.update)
+    with Progress(title, total=len(load.jobs)) as progress:
+        row = aggregate(arm.run(load, on_done=progress.update), load)
+    _tell(f"{title}  {row['num_completed_requests']} requests done in {row['run_duration']:.1f} s")
+    return row
+
+
+def _tell(text: str) -> None:
+    """Say where a run without a bar of progress is."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def _over_first(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:

@@ -15,6 +15,7 @@ HEADINGS = (
     *("TTFT p50", "p95", "p99", "TPOT p50", "ITL p50", "p95", "p99"),
 )
 FILE_WIDTH = 200
+RANDOM_NOTE = ", after which drafts fail more often than in text (prompts=text or FILE)"
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
@@ -35,6 +36,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     console.print(
         "tok/s: output tokens; x first: over the first arm; tok/pass: per forward pass; times in ms"
     )
+    console.print(f"prompts: {rows[0]['prompts']}{RANDOM_NOTE if rows[0]['prompts'] == 'random' else ''}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

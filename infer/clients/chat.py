@@ -1,8 +1,7 @@
 """`idlm-chat`: a conversation on a terminal or through pipes, with an engine of this process or a server.
 
 Modules that import torch or httpx are imported inside functions, so that help and configuration errors come
-at once.
-"""
+at once."""
 
 from __future__ import annotations
 

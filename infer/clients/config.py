@@ -50,8 +50,7 @@ class ChatConfig(EngineSettings):
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(EngineSettings):
     """`idlm-bench`. Raises UserError IDLM-0706 that names every number out of range, and options that exclude
-    each other.
-    """
+    each other."""
 
     model: str | None = option(MODEL, None, is_path=True)
     url: list[str] = option("addresses of servers with OpenAI's interface; ratios are over the first", [])
@@ -79,11 +78,19 @@ class BenchConfig(EngineSettings):
     endpoint: Literal["completions", "chat"] = option(
         "completions: prompts are random token ids; chat: messages of as many short words", "completions"
     )
+    prompts: str = option(
+        "random: as endpoint= says; text: a built-in list of questions; a task such as ledger; or a file, of "
+        "JSON lines as for idlm-generate or with a text a line. All but random are chats",
+        "random",
+    )
     vocab_size: int = option("random token ids are below this; every checkpoint has 150", 150)
     seed: int = option(
         "draws lengths, prompts and arrivals; a running server may know the prompts of a run", 1
     )
-    ignore_eos: bool = option("answers have their whole length; false leaves the field out of requests", True)
+    ignore_eos: bool | None = option(
+        "answers have their whole length; null: with random prompts; false leaves the field out of requests",
+        None,
+    )
     timeout: float = option("seconds until a request fails", 600.0)
     output: str | None = option("JSON lines, one for each arm and load", None, is_path=True)
     overwrite: bool = option("replace an existing output file", False)

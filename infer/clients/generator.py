@@ -1,8 +1,7 @@
 """The load generator: puts a load on an engine of this process, or on a server, and records every request.
 
 A request that fails is a record with an error. Over HTTP the latencies include what the client takes; both
-ways one process does it all.
-"""
+ways one process does it all."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class Record:
     """One request: when it was sent, when its chunks arrived (seconds of one clock), and its counts.
 
     `num_output_tokens` and `num_input_tokens` are what the server says. Counts of forward passes and drafts
-    are None for servers without them.
-    """
+    are None for servers without them."""
 
     start: float
     times: list[float] = field(default_factory=list)

@@ -1,8 +1,7 @@
 """OpenAI's interface from the side of a client: requests, streams, and what is wrong when there is no answer.
 
 Needs httpx (extra `serve`). Requests carry only what differs from `SamplingParams()`, so that the defaults of
-a server hold and servers without our extensions understand them.
-"""
+a server hold and servers without our extensions understand them."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def no_answer(error: Exception) -> UserError:
 class Server:
     """A server at `url`, and one of its models: `model`, or its first.
 
-    Raises UserError IDLM-0707 if there is no server, IDLM-0708 if it refuses to list its models.
-    """
+    Raises UserError IDLM-0707 if there is no server, IDLM-0708 if it refuses to list its models."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 600.0
@@ -114,10 +112,9 @@ class Server:
         return body | {"stream": True, "stream_options": options}
 
     def load_body(self, job: Job) -> tuple[str, dict[str, Any]]:
-        """Path and body of a streamed request: a completion of token ids, or a chat of one turn."""
-        asked: dict[str, Any] = {"prompt": job.prompt}
-        if isinstance(job.prompt, str):
-            asked = {"messages": [{"role": "user", "content": job.prompt}]}
+        """Path and body of a streamed request: a completion of token ids, or a chat."""
+        one = [{"role": "user", "content": job.prompt}] if isinstance(job.prompt, str) else job.turns
+        asked: dict[str, Any] = {"messages": one} if one else {"prompt": job.prompt}
         # Seeds cost vLLM a random generator for each request; ours take none more.
         params = job.params if self.owner == "idlm" else dataclasses.replace(job.params, seed=None)
         body = {"model": self.model, **asked, **sampling_fields(params)}

@@ -1,6 +1,5 @@
 """Loads: requests whose lengths are drawn, and the times at which they arrive. The same numbers give the same
-load, for every arm.
-"""
+load, for every arm."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from idlm.contracts import SamplingParams
 
@@ -20,16 +19,27 @@ WORDS = ("Mia", "has", "five", "nuts", "and", "Tom", "finds", "six", "pens", "bu
 
 
 class Job(NamedTuple):
-    """One request: token ids, or a text for the chat template, and what is asked for it."""
+    """One request: token ids, or for the chat template a text or messages, and what is asked for it."""
 
-    prompt: list[int] | str
+    prompt: Any
     params: SamplingParams
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The messages of a prompt that is a conversation; else empty."""
+        return [turn for turn in self.prompt if isinstance(turn, dict)]
+
+    def backwards(self, params: SamplingParams, length: int | None = None) -> Job:
+        """The same with the end of its prompt backwards, at most `length` of it, which no cache holds."""
+        if not self.turns:
+            return Job(self.prompt[::-1][:length], params)
+        *before, last = self.turns
+        return Job([*before, {**last, "content": last["content"][::-1][:length]}], params)
 
 
 class Load(NamedTuple):
     """Jobs, and how they come: `concurrency` at a time (closed loop), else at `arrivals`, in seconds from the
-    start (open loop). `scenario` is genai-bench's name: D(input,output) for fixed lengths.
-    """
+    start (open loop). `scenario` is genai-bench's name: D(input,output) for fixed lengths."""
 
     scenario: str
     jobs: list[Job]
@@ -55,8 +65,7 @@ def make_jobs(
     is_chat: bool = False,
 ) -> list[Job]:
     """Jobs with prompts of these lengths: token ids out of `ids`, or as many words. Seeds are
-    their numbers.
-    """
+    their numbers."""
     jobs = []
     for seed, (length, max_tokens) in enumerate(lengths):
         prompt: list[int] | str = [dice.randrange(ids.start, ids.stop) for _ in range(length)]

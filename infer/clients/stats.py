@@ -3,8 +3,7 @@
 Names and formulas follow genai-bench 0.0.5 (docs/getting-started/metrics-definition.md). Ours are `itl`
 (seconds between two chunks of an answer, each with one or more tokens, as `vllm bench serve` has it),
 `tokens_per_forward` and `acceptance_rate`. `tpot` divides by tokens, so it compares decoders; `itl` says how
-long a reader waits.
-"""
+long a reader waits."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ METRICS = (
 
 def aggregate(records: Sequence[Record], load: Load) -> dict[str, Any]:
     """One JSON line: counts and rates of the whole load, and `stats` of its requests. Requests that failed
-    are in the counts alone.
-    """
+    are in the counts alone."""
     # A stream without one chunk of tokens has no latency.
     done = [record for record in records if record.error is None and record.times]
     failed = [record for record in records if record.error is not None or not record.times]

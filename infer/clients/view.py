@@ -2,8 +2,7 @@
 
 Tokens that one forward pass emitted together have a colour, another one than the group before; single tokens
 have none. A server that does not count the tokens of its chunks has a colour for each.
-rich leaves colours out without a colour terminal and with NO_COLOR.
-"""
+rich leaves colours out without a colour terminal and with NO_COLOR."""
 
 from __future__ import annotations
 
@@ -148,8 +147,7 @@ View = PlainView | TerminalView
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
     """What is typed meanwhile does not appear within an answer, and is there at the next prompt.
-    Changes nothing where the input is no terminal.
-    """
+    Changes nothing where the input is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return

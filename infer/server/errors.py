@@ -85,8 +85,7 @@ def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first of the errors that pydantic found in a body; of several alternatives, which fail together,
-    that of the one which fits best, since it fails deepest.
-    """
+    that of the one which fits best, since it fails deepest."""
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"body: not valid JSON ({errors[0]['ctx']['error']})", param="body")
     fields = [_field(error) for error in errors]

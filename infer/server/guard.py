@@ -1,8 +1,7 @@
 """What every request passes before it reaches a route: the API key, and limits on its headers and body.
 
 The body is read whole, so that no route sees one that is too large or too slow. The HTTP parser limits only
-headers that are incomplete (`run.py`).
-"""
+headers that are incomplete (`run.py`)."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def keys_of(api_key: str | None) -> list[str]:
 
 def is_safe_host(host: str, allowed: Collection[str]) -> bool:
     """Whether a Host header is an address, a name of this machine, or allowed. Any other name may be that of
-    a web page whose owner lets it resolve to this machine: browsers call that the page's own origin.
-    """
+    a web page whose owner lets it resolve to this machine: browsers call that the page's own origin."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
         return name == "localhost" or name in allowed or bool(ipaddress.ip_address(name))
@@ -46,8 +44,7 @@ def is_safe_host(host: str, allowed: Collection[str]) -> bool:
 
 class Guard:
     """ASGI middleware. `allowed_hosts`: names for `is_safe_host`, or `*` for all; None: all with a key,
-    else none. `observe` gets the status of every response; `logs` prints a line for each.
-    """
+    else none. `observe` gets the status of every response; `logs` prints a line for each."""
 
     def __init__(
         self,
@@ -169,8 +166,7 @@ class Guard:
 
 class TimedProtocol(H11Protocol):
     """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`, or whose client
-    reads nothing for `READ_SECONDS`, and refuses what is no HTTP in the shape of other errors.
-    """
+    reads nothing for `READ_SECONDS`, and refuses what is no HTTP in the shape of other errors."""
 
     _timer: asyncio.TimerHandle | None = None
     _reading_timer: asyncio.TimerHandle | None = None

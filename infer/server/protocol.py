@@ -2,8 +2,7 @@
 
 The fields after `stop` are extensions, named as vLLM names them where it has them. Fields that the engine
 cannot honour are refused unless their value changes nothing: an answer never follows other rules than those
-that were asked for.
-"""
+that were asked for."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class Sampling(Body, ConstraintFields):
         prompt_logprobs: int | None,
     ) -> SamplingParams:
         """The sampling settings: those given, else `defaults`; seed=-1 is a random one. Raises UserError
-        IDLM-0401.
-        """
+        IDLM-0401."""
         names = ("n", "temperature", "top_p", "seed", "top_k", "min_p", "tau", "ignore_eos")
         given = {name: getattr(self, name) for name in (*names, "stop_token_ids", "decoder_options")}
         given["stop"] = None if self.stop == "" else self.stop

@@ -226,7 +226,33 @@ def test_bench_measures_ar_first_and_compares_answers(
     assert rows[0]["tokens_per_forward"] == 1 and rows[2]["over_first"] > 0
     assert figure.stat().st_size > 1000
     table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("arm ") and len(table) == 6
+    assert table[0].startswith("arm ") and len(table) == 7 and table[-1].startswith("prompts: random, ")
+    assert {row["prompts"] for row in rows} == {"random"}
+
+
+@pytest.mark.sweep
+def test_bench_of_conversations(server: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats, output = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "3"}]
+    lines = [{"prompt": PROMPT}, {"messages": [*turns, turns[0]]}, {"prompt_ids": [5, 6]}]
+    chats.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = [
+        *SMALL,
+        f"prompts={chats}",
+        "concurrency=1",
+        "ignore_eos=true",
+        "overwrite=true",
+        f"output={output}",
+    ]
+    for arm in (ENGINE, [f"url={server.url}"]):
+        assert bench([*arm, *words]) == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert {(row["scenario"], row["prompts"]) for row in rows} == {("chats.jsonl", str(chats))}
+        assert {row["stats"]["num_output_tokens"]["sum"] for row in rows} == {18}
+        assert {row["stats"]["num_input_tokens"]["min"] for row in rows} == {2}
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == f"prompts: {chats}"
+    assert re.search(r"^isd C=1  3 requests done in ", captured.err, re.MULTILINE)
 
 
 def test_bench_refuses_a_decoder_that_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.clients.generator import Record
 from idlm.infer.clients.http import ChunkReader, RequestFailure, sampling_fields
-from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.loads import Job, Load, make_jobs, mixed_lengths, poisson_arrivals
+from idlm.infer.clients.prompts import load_prompts
 from idlm.infer.clients.stats import aggregate, stat_field
 
 GENAI_BENCH = {
@@ -109,6 +111,38 @@ def test_loads_of_the_options() -> None:
     assert opened.concurrency is None and isinstance(opened.jobs[0].prompt, str)
     assert len(opened.jobs[0].prompt.split()) == 3
     assert list(opened.arrivals) == sorted(opened.arrivals) and opened.arrivals[0] == 0
+
+
+def test_prompts_of_a_file_a_task_and_the_list(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    path.write_text(json.dumps({"messages": turns, "source": "x"}) + '\n{"prompt": "a"}\n')
+    assert load_prompts(str(path)) == [turns[:1], "a"]
+    path.write_text(" one \n\ntwo\n")
+    assert load_prompts(str(path)) == ["one", "two"]
+    assert len({*load_prompts("text")}) >= 16 and "How many" in load_prompts("ledger")[0]
+    config, _ = read_arguments("bench", BenchConfig, ["model=x", f"prompts={path}", "concurrency=[1,2]"])
+    one = make_loads(config)[0]
+    assert {job.prompt for job in one.jobs} == {"one", "two"} and one.scenario == "prompts"
+    assert not one.jobs[0].params.ignore_eos, "answers end where they end"
+    for text, said in (
+        ("", "no file with prompts"),
+        ('{"prompt": "a", "sampling": {"n": 2}}', "sampling settings"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"IDLM-0706.*{said}"):
+            load_prompts(str(path))
+    with pytest.raises(UserError, match=r"prompts=nothing is no file with prompts\n.*ledger"):
+        load_prompts("nothing")
+
+
+def test_what_comes_beside_a_load_has_other_prompts() -> None:
+    params = SamplingParams()
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "abc"}]
+    backwards = [turns[0], {"role": "user", "content": "cb"}]
+    for prompt, expected in (("abc", "cb"), ([1, 2, 3], [3, 2]), (turns, backwards)):
+        assert Job(prompt, params).backwards(params, 2).prompt == expected
+    assert [Job(prompt, params).turns for prompt in (turns, "a", [1])] == [turns, [], []]
 
 
 def test_arrivals_have_their_rate() -> None:
