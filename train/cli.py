@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
 from idlm.cli.help import CommandHelp, print_help
+from idlm.cli.imports import importing, leave_out_unused
 
 if TYPE_CHECKING:
     from idlm.train.pipeline import Outcome
@@ -31,16 +32,9 @@ HELP = CommandHelp(
         "idlm-train recipe=qwen3_8b model.path=/models/Qwen3-8B data.path=chats.jsonl dry_run=true",
     ),
     keys=(
-        *(
-            "model.path",
-            "data.path",
-            "output_dir",
-            "dry_run",
-            "resume",
-            "train.learning_rate",
-            "train.epochs",
-        ),
-        *("train.steps", "train.batch_size", "train.global_batch", "train.max_length", "train.device"),
+        *("model.path", "data.path", "output_dir", "dry_run", "resume"),
+        *("train.learning_rate", "train.epochs", "train.steps", "train.batch_size", "train.global_batch"),
+        *("train.max_length", "train.device"),
     ),
     has_recipes=True,
 )
@@ -64,23 +58,28 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
         # Checked before torch is imported. The dry run lists these with all other problems.
         refuse_problems(missing_keys(config))
     if config.train.sizes == "auto":
-        from idlm.train.planning.sizes import with_sizes
+        with importing():
+            leave_out_unused()
+            from idlm.train.planning.sizes import with_sizes
 
         config = with_sizes(config)
     from rich.console import Console
 
     console = Console()
     if config.dry_run:
-        from idlm.train.planning.dry_run import dry_run
+        with importing():
+            leave_out_unused()
+            from idlm.train.planning.dry_run import dry_run
 
         if rank() == 0:
             dry_run(config, console=console, arguments=argv)
         return 0
 
-    from idlm.train.config.trainer_arguments import num_processes
+    with importing():
+        from idlm.train.config.trainer_arguments import num_processes
 
     if num_processes() == 1:
-        # Importing the rest of training takes ten seconds.
+        # Importing the rest of training takes seconds.
         from idlm.train.checkpoint.resume import finished_text
         from idlm.train.config.check import check_config
 
@@ -90,12 +89,14 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
             return 0
 
+    with importing():
+        leave_out_unused()
+        from idlm.train.pipeline import run_training
+
     if sampler is None and (config.report.enabled or config.eval.num_prompts):
         from idlm.train.sampler import engine_sampler
 
         sampler = engine_sampler(config)
-    from idlm.train.pipeline import run_training
-
     outcome = run_training(config, console=console, sampler=sampler)
     if outcome.signal is not None or outcome.is_time_up:
         _print_how_to_resume(console, argv, outcome)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainingArguments
 
+from idlm.cli.imports import absent
 from idlm.devices import require_gpu
 from idlm.log import rank
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
@@ -85,6 +86,8 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     route_library_output()
     args = training_arguments(config)
     with (
+        # accelerate would import it where it is installed, to find that a model is not wrapped by it.
+        absent(*() if uses_deepspeed(config.train) else ("deepspeed",)),
         watching(config.train.hang_seconds, launcher=launcher) as watchdog,
         exclusive_output(config.output_dir),
     ):

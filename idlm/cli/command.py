@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from idlm.cli import imports
 from idlm.errors import UserError, printable
 
 HELP_FLAGS = frozenset({"-h", "--help", "--version"})
@@ -32,6 +33,7 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
     warnings.showwarning = _print_warning
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+    imports.owns_process |= argv is None
     try:
         status = command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

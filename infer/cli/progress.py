@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from idlm.cli.imports import importing
 from idlm.cli.progress import Progress
 from idlm.contracts import Completion, SamplingParams
 
@@ -21,7 +22,10 @@ def loading(**options: Any) -> Iterator[None]:
     """Show how much of the weights of models loaded inside is copied. `options` are those of `Progress`."""
     with Progress("loading", counts=False, **options) as shown:
         # Importing torch takes seconds, so the bar is shown first.
-        from idlm.infer.models.weights import WATCHER
+        with importing():
+            import transformers  # noqa: F401
+
+            from idlm.infer.models.weights import WATCHER
 
         def watch(num_done: int, total: int) -> None:
             shown.begin(total)

@@ -30,9 +30,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     loop = config.train
     disable_progress_bar()  # Those of weight files would break our own progress line.
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()
-    if not on_gpu:
-        # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = None
     if uses_deepspeed(loop):
         from idlm.train.distributed.deepspeed_settings import (

@@ -126,6 +126,8 @@ def prepare_environment(*, on_cpu: bool) -> None:
     Call it before TrainingArguments is created. Without it plain `python` asks for mpi4py, and the first run
     on a CPU compiles an operation for a minute. UserError IDLM-0511 where DeepSpeed cannot be imported.
     """
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
         os.environ.update(LONE_RANK)
         os.environ["MASTER_PORT"] = str(_free_port())

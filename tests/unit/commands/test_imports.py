@@ -1,0 +1,71 @@
+"""Libraries that a command imports, and those that it leaves out though they are installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from idlm.cli.imports import absent
+
+ROOT = Path(__file__).resolve().parents[3]
+RULES = """
+import gc
+from importlib.util import find_spec
+from idlm.cli import imports
+from idlm.cli.imports import UNUSED, importing, leave_out_unused
+
+imports.owns_process = True
+with importing():
+    assert not gc.isenabled()
+    leave_out_unused()
+assert gc.isenabled()
+import transformers.utils
+assert find_spec("datasets"), "a dataset of the Hub needs it"
+assert not any(getattr(transformers.utils, f"is_{name}_available")() for name in UNUSED)
+"""
+RUN = """
+import sys
+from idlm.train.cli import main
+for dry in ("true", "false"):
+    sys.argv = ["idlm-train", *arguments, f"dry_run={dry}"]
+    assert main() == 0
+    unused = ("datasets", "deepspeed", "matplotlib", "pandas", "peft", "pyarrow", "scipy", "wandb")
+    loaded = [name for name in unused if name in sys.modules]
+    assert not loaded, (dry, loaded)
+assert "transformers.trainer" in sys.modules
+"""
+
+
+def _run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_the_process_of_a_command_imports_without_libraries_that_nothing_uses() -> None:
+    _run(RULES)
+
+
+@pytest.mark.sweep
+def test_a_run_on_a_cpu_imports_no_library_that_it_does_not_use(tmp_path: Path) -> None:
+    given = [
+        "recipe=tiny",
+        "train.steps=3",
+        "train.device=cpu",
+        "report.enabled=false",
+        f"output_dir={tmp_path / 'out'}",
+    ]
+    _run(f"arguments = {given}\n{RUN}")
+
+
+def test_what_is_absent_cannot_be_imported_and_what_was_imported_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with absent("colorsys", "pathlib"):
+        with pytest.raises(ModuleNotFoundError):
+            __import__("colorsys")
+        assert __import__("pathlib").Path is Path
+    assert "colorsys" not in sys.modules
