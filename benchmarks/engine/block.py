@@ -25,7 +25,7 @@ from benchmarks.engine.block_harness import (
     pass_cost,
     whole_answers,
 )
-from benchmarks.engine.decoding.bench import linears_ms
+from benchmarks.engine.decoding.arms import linears_ms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.trace import Trace, trace_of
 from benchmarks.results import result_row

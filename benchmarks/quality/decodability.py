@@ -14,7 +14,7 @@ measures attention as equation 2 does, in all arms.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,51 @@ from benchmarks.quality.arms import (
     engine_of,
     greedy,
 )
-from benchmarks.quality.decodability_selection import SELECTIONS, selecting
 from benchmarks.results import append_rows
 from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.infer.accelerators.focus import FocusConfig
+from idlm.infer.accelerators.focus import FocusConfig, FocusPass
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
+from idlm.kernels.block_eviction import Selected
+from idlm.kernels.block_eviction.plain import best, with_context
 from idlm.tasks import TASKS, Task, TaskSample
 from idlm.text.tokenizer import encode_prompt
+
+TOP, RANDOM, BOTTOM = "top", "random", "bottom"
+SELECTIONS = (TOP, RANDOM, BOTTOM)
+
+
+@contextlib.contextmanager
+def selecting(name: str, k: int) -> Iterator[None]:
+    """Keep K masks of the highest, lowest or random deltas in place of FOCUS's budget (section 5.1). With
+    each go its predecessor and the masks to its left without keys and values.
+    """
+    original = FocusPass._select
+
+    def select(self: FocusPass, first_BPW: torch.Tensor, second_BPW: torch.Tensor) -> Selected:
+        view, size = self.view, first_BPW.shape[2]
+        deltas_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1)
+        if name != TOP:
+            deltas_BW = -deltas_BW if name == BOTTOM else torch.rand_like(deltas_BW)
+        is_mask_BW, fed_BW = view.is_mask_BW, view.rows_BW >= 0
+        processed_BW = self._memory.processed_ZW[view.plan.lanes_B]
+        budget_B = torch.full_like(view.plan.lanes_B, k)
+        chosen_BW = best(deltas_BW, view.active.is_maskable_BW & is_mask_BW, budget_B)
+        evicts_B = self._started.mine_B & (is_mask_BW.sum(dim=1) > k)
+        context_BW = with_context(chosen_BW, is_mask_BW, fed_BW, processed_BW)
+        kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
+        place_W = torch.arange(size, device=kept_BW.device)
+        ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
+        return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
+
+    FocusPass._select = select  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FocusPass._select = original  # type: ignore[method-assign]
+
 
 OPTIONS = defaults(
     "model=outputs/tiny_block32 task=ledger level=p4 num=500 "

@@ -4,11 +4,11 @@
         [record=true] [results=FOLDER]
 
 It needs no GPU. World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at
-random moments, to one process or to all. `points` are deaths on every rank at every change of a file
-(crashes.py) while a stage is exported and a checkpoint is saved. After each the run is resumed
-(`resume=auto`): losses, order of data items and the sha256 of all final weights must equal those of the run
-left alone, bit for bit. `flips` bit flips and truncations of a published checkpoint must all be refused with
-the name of the file. `writers` are values of `train.save`.
+random moments, to one process or to all. `points` are deaths on every rank at every change of a file while a
+stage is exported and a checkpoint is saved. After each the run is resumed (`resume=auto`): losses, order of
+data items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips`
+bit flips and truncations of a published checkpoint must all be refused with the name of the file. `writers`
+are values of `train.save`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
-from benchmarks.training import crashes
 from idlm.checkpoint import verify
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.train.config.schema import TrainConfig
+from tests.integration.zero import crashes
 
 OPTIONS = defaults("worlds=1,2 writers=sync,async kills=50 points=all flips=200 seed=0 record=false")
 STEPS = 5

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import docs.errors
+from benchmarks.table import main as table_main
 from docs.letters import legend, legends, meanings
-from tests.repo.test_readme_and_recipes import paths_named, tracked
+from idlm import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -20,6 +23,9 @@ NAMES_OF_OTHERS = ("config.json", "idlm_config.json", "metrics.jsonl", ".json", 
 """Files of checkpoints and runs, a suffix, and a file that must not exist."""
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+PATH = re.compile(r"(?:\.{0,1}[\w-]+/)*[\w.-]*")
+SUFFIXES = (".py", ".yaml", ".md", ".sh", ".toml", ".json", ".jsonl")
+MADE_BY_COMMANDS = ("outputs/", ".venv/")
 
 
 def name_of(path: Path) -> str:
@@ -155,3 +161,37 @@ def test_the_layout_names_every_top_level_file() -> None:
     layout = text_of(ROOT / "CONTRIBUTING.md").partition("## Layout")[2]
     names = {name.split("/")[0] for name in tracked()}
     assert not sorted(name for name in names if not re.search(rf"`{re.escape(name)}[/`]", layout))
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
+    )
+    return [name for name in listed.stdout.split("\0") if name]
+
+
+def paths_named(text: str) -> list[str]:
+    """Inline code spans and link targets that look like paths of this repository."""
+    spans = re.findall(r"`([^`\n]+)`", text) + re.findall(r"\]\(([^)#:\s]+)\)", text)
+    plain = [span for span in spans if PATH.fullmatch(span) and not span.startswith(MADE_BY_COMMANDS)]
+    return [span for span in plain if span.endswith(("/", *SUFFIXES)) or "/" in span]
+
+
+def test_the_path_finder_finds_paths() -> None:
+    text = "`idlm/x.py` and [a](docs/y.md) but not `key=value`, `outputs/tiny` or [b](https://x.org/z)"
+    assert paths_named(text) == ["idlm/x.py", "docs/y.md"]
+
+
+def test_every_figure_of_the_generated_tables_has_a_row() -> None:
+    assert table_main(["--check"]) == 0
+
+
+def test_no_large_file_is_tracked_outside_the_assets() -> None:
+    small = [ROOT / name for name in tracked() if not name.startswith("recipes/assets/")]
+    assert not [str(path) for path in small if path.is_file() and path.stat().st_size > 512_000]
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
+    assert project["scripts"]["idlm-train"] == "idlm.train.cli:main"

@@ -54,7 +54,7 @@ def build(kind: str, clone: Path, folder: Path) -> zipfile.ZipFile:
 
 
 @pytest.mark.sweep
-def test_19_an_editable_install_imports_from_above_a_clone_called_idlm(clone: Path, tmp_path: Path) -> None:
+def test_an_editable_install_imports_from_above_a_clone_called_idlm(clone: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     build("build_editable", clone, tmp_path).extractall(site)
     code = (
@@ -68,14 +68,14 @@ def test_19_an_editable_install_imports_from_above_a_clone_called_idlm(clone: Pa
     assert Path(found).resolve() == clone / "idlm" / "__init__.py"
 
 
-def test_19_without_installation_it_imports_from_above_and_from_within(clone: Path) -> None:
+def test_without_installation_it_imports_from_above_and_from_within(clone: Path) -> None:
     for cwd in (clone.parent, clone):
         found = run("import idlm; print(idlm.__file__)", "-S", cwd=cwd, PYTHONPATH=str(clone))
         assert Path(found) == clone / "idlm" / "__init__.py"
 
 
 @pytest.mark.sweep
-def test_19_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
+def test_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
     clone: Path, tmp_path: Path
 ) -> None:
     names = {name for name in build("build_wheel", clone, tmp_path).namelist() if ".dist-info/" not in name}
@@ -93,7 +93,7 @@ def test_19_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
     assert names == recipes | linked | {name for name in files if name.startswith("idlm/")}
 
 
-def test_20_metadata_has_urls_and_classifiers() -> None:
+def test_metadata_has_urls_and_classifiers() -> None:
     assert PROJECT["urls"] == {"Paper": "https://arxiv.org/abs/2604.11035"}
     minors = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
     assert min(minors) == PROJECT["requires-python"].removeprefix(">=")
@@ -104,12 +104,12 @@ def packages(extra: str | None) -> set[str]:
     return {Requirement(line).name for line in lines}
 
 
-def test_20_every_extra_installs_for_code_that_exists() -> None:
+def test_every_extra_installs_for_code_that_exists() -> None:
     extras = {"gpu", "flash-attn", "serve", "structured", "math", "eval", "docs", "dev", "sweep"}
     assert set(PROJECT["optional-dependencies"]) == extras
 
 
-def test_20_peft_is_needed_by_tests_alone() -> None:
+def test_peft_is_needed_by_tests_alone() -> None:
     assert "peft" not in packages(None)
     assert "peft" in packages("dev")
     sources = [path for name in (*PACKAGED, "benchmarks") for path in (ROOT / name).rglob("*.py")]
@@ -117,14 +117,14 @@ def test_20_peft_is_needed_by_tests_alone() -> None:
     assert not users
 
 
-def test_20_flash_attention_4_is_an_extra_at_tested_versions() -> None:
+def test_flash_attention_4_is_an_extra_at_tested_versions() -> None:
     assert "flash-attn-4" in packages("flash-attn")
     assert not packages("flash-attn") & (packages(None) | packages("dev") | packages("gpu"))
     for line in PROJECT["optional-dependencies"]["flash-attn"]:
         assert [part.operator for part in Requirement(line).specifier] == ["=="], line
 
 
-def test_20_every_extra_that_a_message_or_a_page_names_exists() -> None:
+def test_every_extra_that_a_message_or_a_page_names_exists() -> None:
     folders = (*PACKAGED, "benchmarks")
     texts = [path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")]
     texts += [(ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "Makefile")]

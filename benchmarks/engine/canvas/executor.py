@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.canvas.models import CONFIGS, family_of
-from benchmarks.engine.canvas.native_arms import Canvas, Proposals
+from benchmarks.engine.canvas.native import Canvas, Proposals
 from idlm.infer.decoders.full import SCORE_BYTES
 from idlm.infer.models.base import ModelSpec
 from idlm.infer.models.loader import LoadedModel, make_trunk

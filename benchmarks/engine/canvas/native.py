@@ -5,18 +5,28 @@ LLaDA-MoE), with no code of the engine; only the spec of the shapes is shared. E
 products over rows sorted by expert, as transformers 5 runs them.
 Shapes: B canvases (1), L places, D width, N heads, K KV heads, H head dim, V vocabulary, E experts, C chosen
 experts, F ffn.
+
+Steps of the native arms: `native_fp64`, `native`, `compile`, `masked`, `compile_masked`.
+
+Each decides one mask of a canvas by low confidence at temperature 0. `native_fp64` follows LLaDA's older
+generate.py (softmax of all logits in fp64), `native` today's (bf16 logits and softmax). `masked` computes
+logits of masks only and no softmax: the confidence is exp(max - logsumexp). `compile` and `compile_masked`
+compile the whole step, model and sampler, with dynamic shapes, so that the compiler may fuse the softmax.
+Shapes: B canvases (1), L places, M masks, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from idlm.infer.models.base import ModelSpec, MoeSpec, TensorNames
+from benchmarks.engine.canvas.models import num_masks
+from idlm.infer.models.base import ModelSpec, MoeSpec
 
 
 class RmsNorm(nn.Module):
@@ -124,7 +134,7 @@ class Layer(nn.Module):
 
 
 class NativeModel(nn.Module):
-    """A full-diffusion model. Built on the meta device by `random_model` and `loaded_model`."""
+    """A full-diffusion model. Built on the meta device by `random_model`."""
 
     inv_freq: Tensor
 
@@ -166,7 +176,7 @@ def random_model(
 
     `sharpness` multiplies the head, so that choices of tests do not depend on rounding.
     """
-    model = _empty_model(spec, device, dtype)
+    model = empty_model(spec, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -180,18 +190,7 @@ def random_model(
     return model
 
 
-def loaded_model(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], names: TensorNames, *, device: torch.device
-) -> NativeModel:
-    """A model with the tensors of a checkpoint under the family's names, in their dtype."""
-    model = _empty_model(spec, device, tensors[names.embed].dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_tensor_of(name, tensors, names))
-    return model
-
-
-def _empty_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> NativeModel:
+def empty_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> NativeModel:
     with torch.device("meta"):
         model = NativeModel(spec).to(dtype)
     model.to_empty(device=device)
@@ -199,41 +198,125 @@ def _empty_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> N
     return model.requires_grad_(False).eval()
 
 
-def _tensor_of(name: str, tensors: Mapping[str, Tensor], names: TensorNames) -> Tensor:
-    """The tensor of a parameter; experts are stacked, gate rows before up rows."""
-    top = {"embed.weight": names.embed, "norm.weight": names.final_norm, "head.weight": names.head}
-    if name in top:
-        return tensors[top[name]]
-    _, number, part = name.split(".", 2)
-    layer = int(number)
-    whole = {
-        "attention_norm.weight": names.attention_norm,
-        "mlp_norm.weight": names.mlp_norm,
-        "attention.q_norm.weight": names.q_norm,
-        "attention.k_norm.weight": names.k_norm,
-        "mlp.router.weight": names.router,
-    }
-    if part in whole:
-        return tensors[whole[part].format(layer)]
-    if part in ("mlp.gate_up", "mlp.down"):
-        return _stacked(part, layer, tensors, names)
-    module, _, kind = part.rpartition(".")
-    projections = {
-        "attention.q_proj": names.q,
-        "attention.k_proj": names.k,
-        "attention.v_proj": names.v,
-        "attention.o_proj": names.o,
-        "mlp.gate_proj": names.gate,
-        "mlp.up_proj": names.up,
-        "mlp.down_proj": names.down,
-    }
-    return tensors[f"{projections[module].format(layer)}.{kind}"]
+NATIVE_ARMS = ("native_fp64", "native", "compile", "masked", "compile_masked")
+CHUNK_BYTES = 64 << 20
+"""Bytes of the fp32 copy of one chunk of logits in the fused confidence."""
 
 
-def _stacked(part: str, layer: int, tensors: Mapping[str, Tensor], names: TensorNames) -> Tensor:
-    parts = (names.expert_down,) if part == "mlp.down" else (names.expert_gate, names.expert_up)
-    experts, expert = [], 0
-    while parts[0].format(layer, expert) in tensors:
-        experts.append(torch.cat([tensors[name.format(layer, expert)] for name in parts]))
-        expert += 1
-    return torch.stack(experts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canvas:
+    """Token ids [1, L] and the places of the masks [M], on the device of the model."""
+
+    ids_BL: Tensor
+    places_M: Tensor
+
+
+def random_canvas(
+    length: int, prompt_share: float, *, vocab: int, mask_id: int, device: torch.device, seed: int = 0
+) -> Canvas:
+    """A prompt of random tokens, then masks."""
+    masks = num_masks(length, prompt_share)
+    generator = torch.Generator(device).manual_seed(seed)
+    ids_BL = torch.randint(vocab - 1, (1, length), generator=generator, device=device)
+    # An id from the mask's on moves up by one, so that no token of the prompt is the mask.
+    ids_BL += ids_BL >= mask_id
+    places_M = torch.arange(length - masks, length, device=device)
+    ids_BL[:, places_M] = mask_id
+    return Canvas(ids_BL=ids_BL, places_M=places_M)
+
+
+Proposals = tuple[Tensor, Tensor]
+"""Tokens [M] and confidences [M] (fp32 or wider) of the masks."""
+Propose = Callable[[Tensor, Tensor], Proposals]
+
+
+def proposals_of_all(
+    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool, dtype: torch.dtype | None
+) -> Proposals:
+    """Tokens and confidences by a softmax of the logits of all places, in `dtype` (None: the model's)."""
+    logits_BLV = model(ids_BL)
+    if is_shifted:
+        logits_BLV = torch.cat((logits_BLV[:, :1], logits_BLV[:, :-1]), dim=1)
+    tokens_BL = logits_BLV.argmax(-1)
+    probs_BLV = torch.softmax(logits_BLV if dtype is None else logits_BLV.to(dtype), dim=-1)
+    confidence_BL = probs_BLV.gather(-1, tokens_BL[..., None])[..., 0]
+    return tokens_BL[0, places_M], confidence_BL[0, places_M]
+
+
+def masked_logits(model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool) -> Tensor:
+    """Logits [M, V] of the rows that predict the masks."""
+    rows_M = (places_M - 1).clamp(min=0) if is_shifted else places_M
+    logits_MV: Tensor = model.head(model.hidden(ids_BL)[0, rows_M])
+    return logits_MV
+
+
+def proposals_of_masks(
+    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool
+) -> Proposals:
+    """Tokens and confidences of the masks, by chunks of rows, without a second tensor of logits."""
+    logits_MV = masked_logits(model, ids_BL, places_M, is_shifted=is_shifted)
+    chunk_rows = max(1, CHUNK_BYTES // (4 * logits_MV.shape[1]))
+    parts = [
+        _fused_confidence(logits_MV[start : start + chunk_rows]) for start in _starts(logits_MV, chunk_rows)
+    ]
+    tokens, confidences = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(confidences)
+
+
+def _starts(logits_MV: Tensor, chunk_rows: int) -> range:
+    return range(0, len(logits_MV), chunk_rows)
+
+
+def _fused_confidence(logits_MV: Tensor) -> Proposals:
+    highest_M, tokens_M = logits_MV.max(-1)
+    return tokens_M, (highest_M.float() - logits_MV.float().logsumexp(-1)).exp()
+
+
+def proposals_to_compile(
+    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool
+) -> Proposals:
+    """`proposals_of_masks` without chunks: a compiler fuses the fp32 copy into the reductions."""
+    return _fused_confidence(masked_logits(model, ids_BL, places_M, is_shifted=is_shifted))
+
+
+class NativeArm:
+    """One native arm of a model; `backend` is torch.compile's (tests take one that needs no compiler)."""
+
+    def __init__(self, arm: str, model: NativeModel, *, is_shifted: bool, backend: str = "inductor") -> None:
+        assert arm in NATIVE_ARMS, arm
+        self.arm, self.model, self.is_compiled = arm, model, arm.startswith("compile")
+        self._propose = self._propose_of(arm, is_shifted)
+        if self.is_compiled:
+            self._propose = torch.compile(self._propose, dynamic=True, backend=backend)
+
+    def _propose_of(self, arm: str, is_shifted: bool) -> Propose:
+        model = self.model
+        if arm in ("native_fp64", "native", "compile"):
+            dtype = torch.float64 if arm == "native_fp64" else None
+            return lambda ids, places: proposals_of_all(
+                model, ids, places, is_shifted=is_shifted, dtype=dtype
+            )
+        of_masks = proposals_of_masks if arm == "masked" else proposals_to_compile
+        return lambda ids, places: of_masks(model, ids, places, is_shifted=is_shifted)
+
+    @torch.inference_mode()
+    def propose(self, canvas: Canvas) -> Proposals:
+        """Tokens and confidences of the masks."""
+        if self.is_compiled:
+            # Both sizes vary from call to call. `maybe`: int32 indices may add a bound, which is no error.
+            torch._dynamo.maybe_mark_dynamic(canvas.ids_BL, 1)
+            torch._dynamo.maybe_mark_dynamic(canvas.places_M, 0)
+        return self._propose(canvas.ids_BL, canvas.places_M)
+
+    @torch.inference_mode()
+    def step(self, canvas: Canvas) -> Tensor:
+        """Return the ids [1, L] after one step, which decides the mask of the highest confidence."""
+        tokens_M, confidence_M = self.propose(canvas)
+        best = confidence_M.argmax()
+        ids_BL = canvas.ids_BL.clone()
+        ids_BL[0, canvas.places_M[best]] = tokens_M[best]
+        return ids_BL
+
+    def num_compilations(self) -> int:
+        """Graphs that the compiler made in this process so far."""
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

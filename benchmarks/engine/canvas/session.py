@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engine.canvas import report
 from benchmarks.engine.canvas.child import ArmFailedError, run_child
-from benchmarks.engine.canvas.native_arms import NATIVE_ARMS
+from benchmarks.engine.canvas.native import NATIVE_ARMS
 from benchmarks.engine.canvas.tasks import Task
 
 MIN_SECONDS = 15.0

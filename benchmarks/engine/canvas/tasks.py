@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.engine.canvas import card
+from benchmarks.engine.canvas.card import Search, fewer_points, longest, peak_over_average, timeline_of
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
 from benchmarks.engine.canvas.models import (
     CONFIGS,
@@ -28,10 +29,7 @@ from benchmarks.engine.canvas.models import (
     layer_weights,
     model_spec,
 )
-from benchmarks.engine.canvas.native import random_model
-from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, Canvas, NativeArm, random_canvas
-from benchmarks.engine.canvas.search import Search, longest
-from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, timeline_of
+from benchmarks.engine.canvas.native import NATIVE_ARMS, Canvas, NativeArm, random_canvas, random_model
 from benchmarks.stream import matmul_rate
 from idlm.errors import UserError
 

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.training import crashes, resume
+from benchmarks.training import resume
 from idlm.checkpoint import MANIFEST, verify
 from idlm.lora import WEIGHTS_FILE
 from idlm.train import cli
@@ -28,6 +28,7 @@ from idlm.train.loop import watchdog as watchdogs
 from idlm.train.loop.watchdog import has_ended
 from idlm.train.planning.report import SampleReport
 from tests.integration.training.stopped_runs import num_floats
+from tests.integration.zero import crashes
 
 ASYNC = {"train.save": "async"}
 

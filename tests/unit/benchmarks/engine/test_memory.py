@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.engine import memory
 from benchmarks.engine.canvas import card, report, session, tasks
+from benchmarks.engine.canvas.card import fewer_points, longest, peak_over_average, timeline_of
 from benchmarks.engine.canvas.child import ArmFailedError
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS
 from benchmarks.engine.canvas.models import (
@@ -19,9 +20,7 @@ from benchmarks.engine.canvas.models import (
     model_spec,
     total_weights,
 )
-from benchmarks.engine.canvas.search import longest
 from benchmarks.engine.canvas.tasks import Task
-from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, timeline_of
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,8 +17,15 @@ from benchmarks.engine.canvas.models import (
     model_spec,
     num_masks,
 )
-from benchmarks.engine.canvas.native import loaded_model
-from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, NativeArm, masked_logits, random_canvas
+from benchmarks.engine.canvas.native import (
+    NATIVE_ARMS,
+    NativeArm,
+    NativeModel,
+    empty_model,
+    masked_logits,
+    random_canvas,
+)
+from idlm.infer.models.base import ModelSpec, TensorNames
 from idlm.infer.models.dense import weight_targets
 from idlm.infer.models.loader import make_trunk
 from tests.numerics import full_reference
@@ -46,6 +54,57 @@ class WholeCanvas:
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         qkv = (rows.transpose(0, 1)[None] for rows in (q_RNH, self.keys, self.values))
         return F.scaled_dot_product_attention(*qkv, enable_gqa=True)[0].transpose(0, 1)
+
+
+def loaded_model(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], names: TensorNames, *, device: torch.device
+) -> NativeModel:
+    """A model with the tensors of a checkpoint under the family's names, in their dtype."""
+    model = empty_model(spec, device, tensors[names.embed].dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_tensor_of(name, tensors, names))
+    return model
+
+
+def _tensor_of(name: str, tensors: Mapping[str, Tensor], names: TensorNames) -> Tensor:
+    """The tensor of a parameter; experts are stacked, gate rows before up rows."""
+    top = {"embed.weight": names.embed, "norm.weight": names.final_norm, "head.weight": names.head}
+    if name in top:
+        return tensors[top[name]]
+    _, number, part = name.split(".", 2)
+    layer = int(number)
+    whole = {
+        "attention_norm.weight": names.attention_norm,
+        "mlp_norm.weight": names.mlp_norm,
+        "attention.q_norm.weight": names.q_norm,
+        "attention.k_norm.weight": names.k_norm,
+        "mlp.router.weight": names.router,
+    }
+    if part in whole:
+        return tensors[whole[part].format(layer)]
+    if part in ("mlp.gate_up", "mlp.down"):
+        return _stacked(part, layer, tensors, names)
+    module, _, kind = part.rpartition(".")
+    projections = {
+        "attention.q_proj": names.q,
+        "attention.k_proj": names.k,
+        "attention.v_proj": names.v,
+        "attention.o_proj": names.o,
+        "mlp.gate_proj": names.gate,
+        "mlp.up_proj": names.up,
+        "mlp.down_proj": names.down,
+    }
+    return tensors[f"{projections[module].format(layer)}.{kind}"]
+
+
+def _stacked(part: str, layer: int, tensors: Mapping[str, Tensor], names: TensorNames) -> Tensor:
+    parts = (names.expert_down,) if part == "mlp.down" else (names.expert_gate, names.expert_up)
+    experts, expert = [], 0
+    while parts[0].format(layer, expert) in tensors:
+        experts.append(torch.cat([tensors[name.format(layer, expert)] for name in parts]))
+        expert += 1
+    return torch.stack(experts)
 
 
 def native_of(kind: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-LAUNCH = Path(__file__).resolve().parents[2] / "recipes" / "launch"
+LAUNCH = Path(__file__).resolve().parents[3] / "recipes" / "launch"
 # Like srun: runs the tasks, sends what it gets as SIGUSR2 to all their processes, and kills them at SIGTERM.
 SRUN = """#!/usr/bin/env bash
 set -m

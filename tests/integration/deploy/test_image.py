@@ -24,9 +24,9 @@ from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.run import KEY_VARIABLE, check_address
-from tests.repo.test_readme_and_recipes import tracked
+from tests.repo.test_docs import tracked
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE_PROGRAMS = {"apt-get", "rm", "mkdir", "touch", "chown", "useradd"}
 """Programs of the base image (Ubuntu) that the build runs."""

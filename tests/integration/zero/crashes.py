@@ -1,4 +1,4 @@
-"""Training runs in forked processes that are killed at chosen points, for `benchmarks.training.resume`.
+"""Training runs in forked processes that are killed at chosen points; `benchmarks.resume` kills them too.
 
 The parent has imported everything and computed nothing, so a run costs its own seconds and not those of
 imports. A child records the data items of every step, and can die at its k-th change of a file

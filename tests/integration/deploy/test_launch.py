@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = Path(__file__).resolve().parents[2] / "recipes" / "launch"
+LAUNCH = Path(__file__).resolve().parents[3] / "recipes" / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh") if path.name != "common.sh")
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 NUM_TRAPS = 28
 NAME = re.compile(r"test_traps?_((?:\d\d_(?:and_|to_)?)+)[a-z]")
 

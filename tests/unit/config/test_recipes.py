@@ -12,7 +12,7 @@ from idlm.errors import UserError
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, make_curriculum, settle_accumulation
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 SCALED = [name for name in RECIPES if not name.startswith("tiny")]
 MADE_BASES = ["tiny_recall_block"]
