@@ -29,8 +29,7 @@ Answer = tuple[PromptLine, Completion]
 class AnswerProgress(Progress):
     """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
 
-    Tokens are counted when they are emitted; `tally` holds the figures of finished answers.
-    """
+    Tokens are counted when they are emitted; `tally` holds the figures of finished answers."""
 
     def __init__(self, title: str, *, total: int, **options: Any) -> None:
         super().__init__(title, total=total, **options)
@@ -57,8 +56,7 @@ class AnswerRun:
 
     `check_lines` finds lines that the engine refuses. If one is met here all the same, all lines before it
     are answered and then its UserError is raised. An interrupted run aborts its requests; `finished` returns
-    the answers that it still holds.
-    """
+    the answers that it still holds."""
 
     def __init__(
         self, engine: Engine, lines: Iterator[PromptLine], *, progress: AnswerProgress | None = None
@@ -133,8 +131,7 @@ class AnswerRun:
 
 def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:
     """Number of answers that the lines ask for. UserError, which begins with file and line, for the first
-    line that the engine refuses.
-    """
+    line that the engine refuses."""
     num_answers = 0
     for line in lines:
         with _placed(line):

@@ -88,8 +88,7 @@ def _reader(config: GenerateConfig) -> Reader:
 
 def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader) -> int:
     """Load the engine and answer, while the output is locked. Returns status 1 when some requests failed;
-    their records have an `error`.
-    """
+    their records have an `error`."""
     earlier: ResumeState | None = None
     common: RunConfig = {}
     if config.output is not None:
@@ -115,8 +114,7 @@ def answer_lines(
     engine: Engine, config: GenerateConfig, read: Reader, earlier: ResumeState | None, common: RunConfig
 ) -> Tally:
     """Answer the prompts that `earlier` has no answer to, and write or print the answers. Before the first
-    answer, UserError for a prompt that the engine refuses.
-    """
+    answer, UserError for a prompt that the engine refuses."""
     from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
 
     num_answers, lines = check_lines(engine, read()), read()

@@ -1,8 +1,7 @@
 """Arguments of the commands that build an engine: what all of them share, and those of `idlm-generate`. The
 others have a `config.py` in `idlm.infer.evaluation`, `idlm.infer.server` and `idlm.infer.clients`.
 
-Decoders and accelerators own their options, so no schema here names them.
-"""
+Decoders and accelerators own their options, so no schema here names them."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ AnyConfig = TypeVar("AnyConfig", bound=EngineSettings)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
     """Arguments of `Engine.from_pretrained`: a checkpoint, the decoder (None: the one that it is made for),
-    engine settings, and options of the decoder.
-    """
+    engine settings, and options of the decoder."""
 
     model: str
     decoder: str | None
@@ -112,8 +110,7 @@ def split_plugin_options(
     """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
 
     Returns the name or None, the options with values in the grammar of all overrides, and the remaining
-    arguments.
-    """
+    arguments."""
     name, options, rest = None, {}, []
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
@@ -167,8 +164,7 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
 
 def check_paths(config: EngineSettings) -> None:
     """Raise UserError IDLM-0438 without model= (or url=, for clients), IDLM-0464 for an empty path, such as
-    that of an unset shell variable, and IDLM-0439 for an option of a file that is not given.
-    """
+    that of an unset shell variable, and IDLM-0439 for an option of a file that is not given."""
     for name, (known, _) in fields_of(type(config)).items():
         value = getattr(config, name)
         if known.metadata.get("is_path") and value is not None and not value.strip():
@@ -197,8 +193,7 @@ def check_printed(params: SamplingParams, *, place: str = "") -> None:
 
 def check_text(place: str, text: str) -> None:
     """Raise UserError IDLM-0436 for an empty prompt, and for unpaired surrogates, which neither a tokenizer
-    nor a file accepts.
-    """
+    nor a file accepts."""
     if not text:
         raise UserError("IDLM-0436", f"{place}: prompt is empty", fix="give at least one token")
     try:

@@ -57,8 +57,7 @@ def run_evaluation(arguments: list[str]) -> int:
 
 def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
-    why.
-    """
+    why."""
     if config.harness == "lm_eval":
         from idlm.infer.evaluation.lm_eval_run import run_lm_eval
 
@@ -81,8 +80,7 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
 
 def load_task(config: EvaluateConfig) -> Task | FileTask:
     """The task of `task=`: generated, or read from the file `data=`. UserError for an unknown name, a file
-    that is missing or is not the task's, and one that it does not take.
-    """
+    that is missing or is not the task's, and one that it does not take."""
     from idlm.infer.evaluation.file_tasks import FILE_TASKS
     from idlm.tasks import TASKS
 
@@ -120,8 +118,7 @@ def check_samples(config: EvaluateConfig, task: Task | FileTask) -> list[TaskSam
 
 def table(results: dict[str, Evaluation]) -> str:
     """Plain text, one line per decoder, with 95 % confidence intervals; then each one's difference to the
-    first, over the same prompts.
-    """
+    first, over the same prompts."""
     width = max(10, *map(len, results))
     lines = [
         f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'95%-interval':>13} {'acceptance':>10} "
@@ -167,8 +164,7 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
 class Evaluation:
     """Figures of one engine on one set of prompts. A failed answer (memory, logits) counts as wrong.
 
-    `seconds` is the wall-clock time of decoding all prompts as a batch.
-    """
+    `seconds` is the wall-clock time of decoding all prompts as a batch."""
 
     num_prompts: int
     exact_match: float
@@ -239,8 +235,7 @@ def evaluate(
 ) -> Evaluation:
     """Decode all prompts as one batch and check every answer. Prompt i uses a given seed + i, modulo 2**63.
 
-    Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded.
-    """
+    Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded."""
     from idlm.infer.cli.answers import AnswerRun, check_lines
 
     encoded: Sequence[str | list[int]] = [sample.prompt for sample in samples]

@@ -2,8 +2,7 @@
 defaults.
 
 Every record of an output file holds it, so that a resumed run is compared with the answers it continues
-before a model is loaded.
-"""
+before a model is loaded."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def difference(there: RunConfig, here: RunConfig) -> str | None:
 def model_digest(model: str, *, base: str | None = None) -> str:
     """Digest of a checkpoint's configuration, tokenizer and weights (`idlm.lora.base_identity`). For an
     adapter: of its own files and the small ones of its base, which is at `base` or at the path that they
-    name.
-    """
+    name."""
     with translate_path_errors("IDLM-0600", model, fix="give another model="):
         directory = checkpoint_directory(model)
         folders, digest = [directory], hashlib.sha256()

@@ -134,8 +134,7 @@ def plugins_of(kind: str) -> dict[str, PluginHelp]:
     """Every decoder or accelerator, by name.
 
     Plug-ins import torch, which takes seconds, so their options are read from their source. They are imported
-    only if a source has another form than usual, or if another package adds plug-ins.
-    """
+    only if a source has another form than usual, or if another package adds plug-ins."""
     package, registry = f"idlm.infer.{kind}s", f"{kind.upper()}S"
     if not importlib.metadata.entry_points(group=f"idlm.{kind}s"):
         try:
@@ -160,8 +159,7 @@ def from_sources(package: str, registry: str) -> dict[str, PluginHelp]:
     """Read every plug-in from the source of its file, without importing it.
 
     The usual form is `@REGISTRY.register("name")` on a class with `Config: ... = SomeConfig`, a dataclass of
-    the same package with literal defaults. ValueError or LookupError for any other form.
-    """
+    the same package with literal defaults. ValueError or LookupError for any other form."""
     [folder] = importlib.import_module(package).__path__
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.py")]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -207,8 +205,7 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
 def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=memory` prints: the template of a request's canvases of `max_length` rows (two with
     guidance), all of them wanted, with bytes and lifetimes; then that of greedy passes, where they store no
-    logits. UserError IDLM-0472 for a checkpoint whose passes are not planned.
-    """
+    logits. UserError IDLM-0472 for a checkpoint whose passes are not planned."""
     from idlm.contracts import SamplingParams
     from idlm.infer.build import resolve_device
     from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes

@@ -1,8 +1,7 @@
 """Output files of the command lines: JSON lines, written to `<output>.partial` and renamed when complete, by
 one run at a time.
 
-Not for checkpoints: idlm/publish.py writes those.
-"""
+Not for checkpoints: idlm/publish.py writes those."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class AnswerFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; UserError IDLM-0442 when the disk refuses it. JSON has neither NaN nor infinities,
-        so such log-probabilities (of excluded tokens, of a broken model) become null.
-        """
+        so such log-probabilities (of excluded tokens, of a broken model) become null."""
         try:
             self._out.write(_as_json(record) + "\n")
             self._out.flush()
@@ -72,8 +70,7 @@ def _target(output: str) -> Path:
 @contextmanager
 def exclusive_output(output: str | None, *, overwrite: bool, resume: bool = False) -> Iterator[None]:
     """Check that `output` can be written and would not be lost (UserError IDLM-0431, 0442), and lock it
-    inside; the lock of a killed run is released. UserError IDLM-0462 when another run has the lock.
-    """
+    inside; the lock of a killed run is released. UserError IDLM-0462 when another run has the lock."""
     if output is None:
         yield
         return
@@ -146,8 +143,7 @@ def _check_output(output: str, *, overwrite: bool, resume: bool) -> None:
 def answer_file(output: str, *, earlier: ResumeState | None = None, advice: str = "") -> Iterator[AnswerFile]:
     """Write to `<output>.partial`, which begins with the kept answers of `earlier`, and rename it at the end.
 
-    When the run is stopped, print where the finished answers are, followed by `advice`.
-    """
+    When the run is stopped, print where the finished answers are, followed by `advice`."""
     partial, num_kept = partial_path(output), 0
     caller_error: BaseException | None = None
     try:

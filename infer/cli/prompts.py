@@ -1,6 +1,5 @@
 """Prompts of `idlm-generate`: texts, or JSON lines with `prompt`, `prompt_ids` or `messages` and sampling
-settings of their own.
-"""
+settings of their own."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class PromptLine:
     """One request: a prompt (text, token ids or a conversation), its id and its settings.
 
     `place` (`file:line`) begins every error message about it. `carried` holds keys that are only copied to
-    the output record.
-    """
+    the output record."""
 
     place: str
     request_id: str
@@ -57,8 +55,7 @@ def read_prompts(
 
     `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` keeps unknown keys
     for the output record. Without them both are refused. UserError with file and line number for a line that
-    is not a request.
-    """
+    is not a request."""
     fix = "give a file of JSON lines; text that is piped in needs no input="
     with translate_path_errors("IDLM-0430", path, fix=fix):
         if not Path(path).is_file():
@@ -99,8 +96,7 @@ def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> 
     """Read all requests, to find a mistake in the last line of a file before a model is loaded.
 
     UserError IDLM-0430 if the file `source` has none, IDLM-0465 for two lines with one id; the id of a line
-    without one is its number.
-    """
+    without one is its number."""
     places: dict[str, str] = {}
     for line in lines:
         first = places.setdefault(line.request_id, line.place)
@@ -168,8 +164,7 @@ def _request_id(place: str, given: Any) -> str:
 
 def _prompt(place: str, record: dict[str, Any], *, drop_last_turn: bool) -> Any:
     """The prompt of a line; of a conversation, the turns for the assistant to answer. UserError IDLM-0436 for
-    one that is answered already.
-    """
+    one that is answered already."""
     shape = next(key for key in SHAPES if key in record)
     prompt = record[shape]
     _check_prompt(place, shape, prompt)

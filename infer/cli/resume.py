@@ -1,8 +1,7 @@
 """Continue the answers of an earlier run: finished answers are kept, missing and failed ones are generated.
 
 A record belongs to the line of the input with its request id and prompt. It must have been made with the
-settings that the line has now.
-"""
+settings that the line has now."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class ResumeState:
     `broken_lines` hold neither a record nor a blank.
 
     `missing` yields the lines of the input to answer: `num_failed` have a failed sample, the other
-    `num_unanswered` lack one.
-    """
+    `num_unanswered` lack one."""
 
     source: Path
     kept_lines: frozenset[int]
@@ -59,8 +57,7 @@ def find_resume_state(
     """Match the records of `source` with the lines that every call of `read_lines` reads from the beginning;
     `run_config` returns the settings that a line would be answered with now.
 
-    UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it was made with other settings.
-    """
+    UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it was made with other settings."""
     expected: dict[str, _Expected] = {}
     shared: RunConfig = {}
     for line in read_lines():

@@ -1,8 +1,7 @@
 """`idlm-serve`: an HTTP server with OpenAI's interface.
 
 Modules that need the extra `serve` are imported inside functions, so that help and configuration errors come
-without it.
-"""
+without it."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 def with_system(lines: Iterable[PromptLine], system: str | None) -> Iterator[PromptLine]:
     """Put a system prompt before every text, and before every conversation without one; None changes nothing.
-    UserError IDLM-0458 for token ids, which are rendered already.
-    """
+    UserError IDLM-0458 for token ids, which are rendered already."""
     return iter(lines) if system is None else (_with_system(line, system) for line in lines)
 
 

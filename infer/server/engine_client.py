@@ -2,8 +2,7 @@
 
 All of it runs in one event loop. A request fails when the process that works on it ends; no request moves to
 the next process, because its client may have read a part of the answer. A process that owes an answer and is
-silent for `engine_timeout` seconds is ended as well; one that loads is not, because that may take long.
-"""
+silent for `engine_timeout` seconds is ended as well; one that loads is not, because that may take long."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
 STOP_SECONDS = 10.0
 LOOKS_PER_TIMEOUT = 8
 """How many looks in a row find nothing from an engine that hangs. They are counted, and no time is measured,
-so that a front end which was itself stopped for long blames no engine.
-"""
+so that a front end which was itself stopped for long blames no engine."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 STATUS = {"IDLM-0448": 503, "IDLM-0478": 400}
 """Status of errors that end a request in the engine, if it is not 500."""
@@ -83,8 +81,7 @@ class EngineClient:
     async def run(self) -> None:
         """Keep an engine process running until `close`.
 
-        Raises UserError if the first engine cannot be built. Later ones are tried again, after pauses.
-        """
+        Raises UserError if the first engine cannot be built. Later ones are tried again, after pauses."""
         pause = FIRST_PAUSE
         while not self._closing.is_set():
             start = time.monotonic()
@@ -110,8 +107,7 @@ class EngineClient:
     ) -> Generation:
         """Queue prompts; returns when the engine has taken all of them.
 
-        Raises UserError if it refuses one, ApiError 503 if there is no engine.
-        """
+        Raises UserError if it refuses one, ApiError 503 if there is no engine."""
         number = next(self._numbers)
         request_ids = [f"{number}-{place}" for place in range(len(prompts))]
         generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
@@ -185,8 +181,7 @@ class EngineClient:
 
     async def _end(self, process: asyncio.subprocess.Process, *, hangs: bool) -> int | None:
         """Close the connection, which the process ends at; fail what it worked on. Returns the status, None
-        for a process that not even SIGKILL ends.
-        """
+        for a process that not even SIGKILL ends."""
         # A process that is still loading does not read its end of the connection.
         patience = STOP_SECONDS if self.state == "ready" and not hangs else 0
         if not self._closing.is_set() and self.state == "ready":
@@ -208,8 +203,7 @@ class EngineClient:
 
     async def _read(self, reader: asyncio.StreamReader) -> UserError | None:
         """Handle messages until the process closes its end; returns the error that it reports, or that it
-        hangs.
-        """
+        hangs."""
         messages, num_silent = unpacker(), 0
         while num_silent <= LOOKS_PER_TIMEOUT:
             try:
@@ -306,8 +300,7 @@ class Generation:
     async def wait_until_added(self) -> None:
         """Wait for the engine's next answer to a prompt.
 
-        Raises UserError if it refuses the prompt, ApiError if it fails.
-        """
+        Raises UserError if it refuses the prompt, ApiError if it fails."""
         answer = await self._answers.get()
         if isinstance(answer, ApiError):
             raise answer
@@ -321,8 +314,7 @@ class Generation:
         """Each event, after the number of its sample among all samples of the HTTP request.
 
         A sample's events that a slow reader has not read yet become one. Raises ApiError if the engine is
-        lost, or fails a sample.
-        """
+        lost, or fails a sample."""
         try:
             while self._unread or self.num_open or self._error:
                 while self._unread:

@@ -2,8 +2,7 @@
 work. It ends when the front end is gone.
 
 The front end starts it with the number of an open socket (`engine_client.py`). It reads messages between two
-passes, so an abort frees its pages before the next one.
-"""
+passes, so an abort frees its pages before the next one."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class Inbox:
 
     def take(self, milliseconds: int | None) -> list[Message]:
         """The messages that are here. Waits until there is one or the front end is gone, but no longer than
-        `milliseconds` (None: without a limit).
-        """
+        `milliseconds` (None: without a limit)."""
         if self._poll.poll(milliseconds):
             self._receive()
         return list(self._unpacker)

@@ -46,8 +46,7 @@ class EngineInfo:
     """What the front end knows of an engine that is ready.
 
     `directory` is that of the model, which may have the tokenizer of an adapter. `stride`: most
-    tokens of a pass. `exactness`: see `Engine.exactness`.
-    """
+    tokens of a pass. `exactness`: see `Engine.exactness`."""
 
     directory: str
     decoder: str

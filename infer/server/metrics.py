@@ -1,6 +1,5 @@
 """What /metrics serves: counts and times under vLLM's names where it has them, so that its dashboards and
-schedulers read them; ours begin with `idlm:`.
-"""
+schedulers read them; ours begin with `idlm:`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Answers in the shape of OpenAI's interface: whole ones, and chunks of a stream.
 
 Extensions: `usage` also has forward passes, tested and accepted drafts, acceptance and tokens per forward
-pass; an answer has its `exactness`, and token ids if the request asks for them.
-"""
+pass; an answer has its `exactness`, and token ids if the request asks for them."""
 
 from __future__ import annotations
 

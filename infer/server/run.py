@@ -1,8 +1,7 @@
 """Runs the front end: a listening socket, the HTTP server, and its end.
 
 The first SIGTERM or Ctrl-C drains: new requests are refused, those under way finish. The second one ends
-them.
-"""
+them."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def run_server(config: ServeConfig, arguments: EngineArguments) -> None:
 
 class FrontEnd(uvicorn.Server):
     """The HTTP server of one model. It finishes requests before it stops listening. A signal that ends it is
-    not a failure.
-    """
+    not a failure."""
 
     def __init__(
         self, config: ServeConfig, arguments: EngineArguments, *, api_key: str | None = None

@@ -87,8 +87,7 @@ class Service:
 
     def describe(self) -> dict[str, Any]:
         """What /server_info says, also before the engine is ready: routers ask once, when they find the
-        server. It has no key.
-        """
+        server. It has no key."""
         info, config = self.client.info, self.config
         return {
             "version": __version__,
@@ -175,8 +174,7 @@ class Service:
 
     def _thinks(self, body: ChatRequest) -> bool:
         """Whether an answer may begin with reasoning. One that is constrained, not by tools that it may call
-        alone, is content from its first token on.
-        """
+        alone, is content from its first token on."""
         is_constrained = body.must_call or body.has_whole_constraint
         template = all_template_text(self.tokenizer)
         return not is_constrained and parses_reasoning(self.config.reasoning_parser, template)

@@ -3,8 +3,7 @@
 transformers' sandbox keeps it from Python's objects. It does not bound time and memory, and no check in the
 same process can: a single operation of a template may take minutes or all memory. This process may use
 `RENDER_SECONDS` of CPU time a conversation and `MEMORY_BYTES` more than at its start, and can open no file
-and no socket. One that the kernel ends is replaced, and the front end goes on meanwhile.
-"""
+and no socket. One that the kernel ends is replaced, and the front end goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class TemplateProcess:
     def apply(self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = False, **names: Any) -> str:
         """Stands for the tokenizer's `apply_chat_template`; `names` are what the template sees.
 
-        Raises ValueError if the template fails, and TimeoutError if it uses too much.
-        """
+        Raises ValueError if the template fails, and TimeoutError if it uses too much."""
         assert not tokenize
         template = self._tokenizer.get_chat_template(None, names.get("tools"))
         conversation = [{key: value for key, value in one.items() if value is not None} for one in messages]

@@ -1,6 +1,5 @@
 """What slow masks may cost. The budget is that of the server: eight answers whose masks are slow stall the
-others as much as one whose masks are eight times as slow.
-"""
+others as much as one whose masks are eight times as slow."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from collections.abc import Callable
 
 SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
 """Seconds of CPU time from which a mask is slow, what all slow masks may take at once, and the share of the
-time that they may take in the long run.
-"""
+time that they may take in the long run."""
 REFUSED_SECONDS = 60.0
 """How long a grammar that used the budget up is refused."""
 TOO_SLOW = "it takes too long to find the tokens that may follow, because it is too ambiguous"

@@ -11,8 +11,7 @@ text that the grammar prescribes.
 The device waits for this choice. A question about tokens takes one to four microseconds under the
 interpreter's lock, a forced text ten, and a mask, in threads, ten where few tokens may follow and hundreds
 within a text, where most draws fit: masks answer only what is left.
-Shapes: J drafts, C candidates, b followers, Y rows that get masks, W words of bits.
-"""
+Shapes: J drafts, C candidates, b followers, Y rows that get masks, W words of bits."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ USUAL_MASK = 0.001
 class Told:
     """What a pass tells of the sequences of its batch: numbers of emitted tokens, the tokens, the first
     candidates for the next drafts, all second ones, and so on (-1: there is no such draft). Copied in the
-    order of the stream; reading it waits for nothing later.
-    """
+    order of the stream; reading it waits for nothing later."""
 
     def __init__(self, values: Tensor, num_tokens: int, num_drafts: int) -> None:
         self._num_tokens, self._num_drafts = num_tokens, num_drafts
@@ -60,8 +58,7 @@ class Told:
 
     def read(self, place: int) -> tuple[list[int], list[int], list[int]]:
         """The tokens that the sequence at this place has emitted, the first candidates, and the second ones
-        if there are.
-        """
+        if there are."""
         num_emitted, *numbers = self._heads[place]
         candidates = numbers[self._num_tokens :]
         firsts, seconds = candidates[: self._num_drafts], candidates[self._num_drafts :]
@@ -78,8 +75,7 @@ class Follower:
 
     `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
     token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch.
-    `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts.
-    """
+    `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts."""
 
     def __init__(self, committed: Grammar) -> None:
         self.committed, self._start = committed, committed.apart()
@@ -129,8 +125,7 @@ class Follower:
 
     def extend(self) -> bool:
         """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits
-        next.
-        """
+        next."""
         matcher, firsts, drafts = self.ahead.matcher, self.firsts, self.drafts
         while (place := len(drafts)) < len(firsts) and not matcher.is_stopped():
             if forced := matcher.compute_ff_tokens()[: len(firsts) - place]:
@@ -158,8 +153,7 @@ class Follower:
 
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
     """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it.
-    All bits are set for a grammar that is refused: its answer fails after this pass.
-    """
+    All bits are set for a grammar that is refused: its answer fails after this pass."""
     for follower, _, _ in rows:
         if follower.committed.is_suspect and not follower.committed.cost.is_refused:
             follower.committed.charge(follower.ahead.mask_seconds())
@@ -198,8 +192,7 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:
     """The first candidate of each follower whose bit is set, and False; else the highest token whose bit is
-    set, and True. Every mask has a bit.
-    """
+    set, and True. Every mask has a bit."""
     rows_b = np.arange(len(ids_bC))
     words_bC = bits_bW[rows_b[:, None], ids_bC // WORD_BITS].view(np.uint32)
     fits_bC = (words_bC >> (ids_bC % WORD_BITS).astype(np.uint32)) & 1

@@ -2,8 +2,7 @@
 
 llguidance (Lark grammars, JSON schemas and regular expressions over bytes) says which tokens may come next as
 a bitmask over the vocabulary. It is imported when the first request has a constraint. Nothing here knows
-logits; `masks.py` applies the bits.
-"""
+logits; `masks.py` applies the bits."""
 
 from __future__ import annotations
 
@@ -35,14 +34,12 @@ MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
 NUM_PEERS, PEER_SECONDS = 8, 0.1
 """Lexers of a grammar, as many as the threads that compute bits, and the time that further ones may take to
-compile: other grammars wait meanwhile.
-"""
+compile: other grammars wait meanwhile."""
 MAX_ITEMS_IN_ROW = 1200
 """States that an ambiguous grammar may be in at once; the time of a mask may grow with their third power."""
 STEP_ITEMS, ITEMS_BY_LENGTH = (4000, 8000), 50_000_000
 """Range of the states that a mask may visit, and their number times the grammar's length: each costs more
-in a larger grammar.
-"""
+in a larger grammar."""
 LEXER_WORK = (200_000, 100_000)
 """Expressions that a lexer may make for the first mask, and for each further one: some 60 MB at most."""
 TRIM_SECONDS = 0.05
@@ -64,8 +61,7 @@ class Grammar:
     `notes`: what of the constraint is not enforced.
 
     Branches share one lexer, which is locked while a mask is computed. `peers`: matchers before the first
-    token by lexer; `lexer` is this one's. `cost` is that of all answers with this grammar.
-    """
+    token by lexer; `lexer` is this one's. `cost` is that of all answers with this grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, peers: Peers, cost: Cost, lexer: int = 0) -> None:
         self.matcher, self.vocab_size, self.peers, self.lexer = matcher, vocab_size, peers, lexer
@@ -83,8 +79,7 @@ class Grammar:
     @property
     def is_finished(self) -> bool:
         """Whether nothing can follow: the answer matches, and either ended in a stop token or no longer
-        answer matches.
-        """
+        answer matches."""
         return bool(self.matcher.is_stopped())
 
     @property
@@ -101,8 +96,7 @@ class Grammar:
 
     def mask_seconds(self) -> float:
         """Compute the next token's mask, which the matcher keeps. Returns the CPU time: time of day would
-        blame a grammar for a busy machine.
-        """
+        blame a grammar for a busy machine."""
         start = time.thread_time()
         self.matcher.compute_bitmask()
         return time.thread_time() - start
@@ -115,8 +109,7 @@ class Grammar:
 
     def apart(self) -> Grammar:
         """The grammar before the first token, with another lexer each time: masks of sequences that have
-        different lexers are computed in parallel.
-        """
+        different lexers are computed in parallel."""
         self.peers.rotate()
         lexer, matcher = self.peers[0]
         return Grammar(matcher.deep_copy(), self.vocab_size, self.peers, self.cost, lexer)
@@ -133,8 +126,7 @@ def num_words(grammar: Grammar) -> int:
 
 def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: torch.Tensor) -> None:
     """Write the tokens that may follow each grammar, and then each of its drafts, into `bits_YW` (int32 on
-    the host) from the given row on, in threads. Rows after a draft that does not fit stay as they are.
-    """
+    the host) from the given row on, in threads. Rows after a draft that does not fit stay as they are."""
     place = bits_YW.data_ptr(), bits_YW.shape[1] * bits_YW.element_size(), len(bits_YW)
     # A thread takes neighbours, so that threads do not wait for each other's lexers.
     rows = sorted(rows, key=lambda one: one[0].lexer)
@@ -154,8 +146,7 @@ def _executor() -> Any:
 
 class GrammarCompiler:
     """Compiles constraints for one tokenizer (None: a checkpoint without one) and `vocab_size` rows of
-    logits. `eos_ids` end an answer that matches.
-    """
+    logits. `eos_ids` end an answer that matches."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
@@ -168,8 +159,7 @@ class GrammarCompiler:
     def grammar(self, constraint: Constraint) -> Grammar:
         """The constraint's grammar before the first token. Raises UserError IDLM-0474 for one that cannot be
         compiled, IDLM-0475 for a checkpoint whose tokens have no known text, and IDLM-0476 without
-        llguidance.
-        """
+        llguidance."""
         compiled = self.begin(constraint).result()
         if isinstance(compiled, UserError):
             # The kept one would grow by a traceback each time.
@@ -178,8 +168,7 @@ class GrammarCompiler:
 
     def begin(self, constraint: Constraint) -> Compiling:
         """Begin to compile, in a thread; the interpreter's lock is free meanwhile. While the future is kept,
-        the grammar is there once it is done. One that waits for others may be cancelled.
-        """
+        the grammar is there once it is done. One that waits for others may be cancelled."""
         cost = self._cost(constraint)
         if cost.is_refused:
             refused = Compiling()
@@ -201,8 +190,7 @@ class GrammarCompiler:
 
     def _compile(self, constraint: Constraint) -> Grammar | UserError:
         """The grammar, or why there is none: an error that was raised would keep frames, and what they hold,
-        for as long as the future is kept.
-        """
+        for as long as the future is kept."""
         start = time.perf_counter()
         try:
             compiled = self._checked(constraint)

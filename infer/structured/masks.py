@@ -9,8 +9,7 @@ draws several candidates for each of the next drafts at once, and the host takes
 pass tests.
 Sequences without a grammar cost nothing here.
 Shapes: X wanted rows, Y rows that get masks, V vocabulary, W words of bits, B sequences, M sequences with a
-grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates.
-"""
+grammar, A tokens that a pass can emit, D drafts that it tests, J drafts, C candidates."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 class PassGrammars:
     """The grammars of the sequences that a pass decodes: their followers by place in the batch, and their
     lanes. `greedy`: numbers of those that take the likeliest tokens. `places_M`: the places on the device,
-    once `masked` has run.
-    """
+    once `masked` has run."""
 
     places_M: Tensor
 
@@ -44,8 +42,7 @@ class PassGrammars:
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
         """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests, at most
         so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are not
-        all first candidates.
-        """
+        all first candidates."""
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
@@ -59,8 +56,7 @@ class PassGrammars:
     def bits(self, device: torch.device) -> Tensor:
         """The tokens that may follow each sequence, and then each of its drafts, int32 [M, A, W] in memory of
         the host for `device`. All bits are set after the last draft that fits, and after the end of an
-        answer.
-        """
+        answer."""
         followers, num_rows = list(self._followers.values()), 1 + self._num_drafts
         shape = len(followers), num_rows, num_words(followers[0].ahead)
         bits_MAW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -79,8 +75,7 @@ class PassGrammars:
     ) -> Tensor:
         """`logits_XV` (a copy if it `keeps` them) with -inf for tokens that cannot follow, in the first A of
         the X / B rows of each sequence with a grammar. In `store` the drafts that the pass tests lose the
-        same tokens.
-        """
+        same tokens."""
         device, num_drafts, followers = logits_XV.device, self._num_drafts, self._followers.values()
         width = len(logits_XV) // num_sequences
         depths = range(min(1 + num_drafts, width))
@@ -104,8 +99,7 @@ class PassGrammars:
 
     def tell(self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_MJC: Tensor | None = None) -> None:
         """Begin to tell the host what the pass emits, and the candidates for the next drafts (-1: there is no
-        such draft).
-        """
+        such draft)."""
         columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
         columns = [column[self.places_M] for column in columns]
         if candidates_MJC is not None:

@@ -1,8 +1,7 @@
 """Constraints as rules of llguidance's Lark, and what it leaves out of a JSON schema.
 
 Annotations that it does not know refuse no request: they are left out, which is noted. Anything else that it
-does not support is a problem, unless the schema itself asks for leniency.
-"""
+does not support is a problem, unless the schema itself asks for leniency."""
 
 from __future__ import annotations
 

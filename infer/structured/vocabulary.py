@@ -2,8 +2,7 @@
 
 llguidance by itself takes every added token of the form `<...>` for a special one, which is no text. Here a
 token is text if answers show it (`hidden_token_ids`), so that a grammar's text can be a model's own tags, and
-text that looks like a hidden token is spelled by other tokens.
-"""
+text that looks like a hidden token is spelled by other tokens."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Vocabulary:
 
     def with_ids(self, lark: str) -> str:
         """A Lark grammar with ids in place of names of added tokens that are text; llguidance knows the names
-        of special ones.
-        """
+        of special ones."""
 
         def named(found: re.Match[str]) -> str:
             return f"<[{self._names[found[0]]}]>" if found[0] in self._names else found[0]
@@ -98,8 +96,7 @@ def _joined(tokenizer: Any, vocab_size: int) -> list[bytes]:
 
 def _without_additions(backend: Any, hidden: frozenset[int]) -> str:
     """The JSON of a tokenizer that adds and drops no spaces, so that tokens of any part of a text join to it.
-    Added tokens are special only if they are hidden.
-    """
+    Added tokens are special only if they are hidden."""
     whole: dict[str, Any] = json.loads(backend.to_str())
     for token in whole["added_tokens"]:
         token |= {"special": token["id"] in hidden, "lstrip": False, "rstrip": False}

@@ -1,6 +1,5 @@
 """Fields of requests that say what an answer must match: OpenAI's `response_format`, and vLLM's
-`structured_outputs` with its former names, `guided_*`. A request has one of them at most.
-"""
+`structured_outputs` with its former names, `guided_*`. A request has one of them at most."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class ConstraintFields(BaseModel):
 
     def constraint(self) -> Constraint | None:
         """What the answer must match; None: nothing. Raises ApiError for more than one constraint, and
-        UserError IDLM-0474.
-        """
+        UserError IDLM-0474."""
         found = self._composed()
         if len(found) > 1:
             names = " and ".join(name for name, _, _ in found)

@@ -3,8 +3,7 @@
 A machine over an answer's content, which may come in any parts: the pieces of all parts, with adjacent
 content joined, are those of the whole text. A call is released when it is whole. What is in the tags and is
 no call stays content, tags included. Space before and after calls belongs to nothing. `calls_grammar` is the
-other direction: whatever matches it is read back as calls of the given tools.
-"""
+other direction: whatever matches it is read back as calls of the given tools."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class HermesParser:
 
 def _partition(text: str, *, is_last: bool) -> tuple[str, str, str]:
     """The text before the end of a call, the end, and what follows. An end tag inside a JSON string does not
-    count, unless nothing else ends the call.
-    """
+    count, unless nothing else ends the call."""
     if END not in text and not is_last:
         return text, "", ""
     found = next((one for one in STRING.finditer(text) if one[0] == END), None)
@@ -87,8 +85,7 @@ def calls_grammar(
 ) -> str:
     """Lark grammar of answers that call tools: JSON schemas of the arguments by name, each of an object.
     `is_forced`: the answer is calls, at least one, else text with calls in it; `has_many`: it may have more
-    than one. `answer`: rules for what the whole answer is if it calls nothing; then it has no other text.
-    """
+    than one. `answer`: rules for what the whole answer is if it calls nothing; then it has no other text."""
     # Where calls are the model's own choice, their text may be spelled in its way too.
     options, is_whole = {} if is_forced else {"no_forcing": True}, is_forced or bool(answer)
     lines, names = [f"%llguidance {json.dumps(options)}"], [f"call_{number}" for number in range(len(tools))]
@@ -107,8 +104,7 @@ def calls_grammar(
 
 def read_call(body: str) -> Piece | None:
     """The call of a JSON object with a name and, if there are any, arguments; None for anything else, such as
-    numbers that Python or JSON cannot write.
-    """
+    numbers that Python or JSON cannot write."""
     try:
         call = json.loads(body)
         if not isinstance(call, dict):

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 class Piece(NamedTuple):
     """A part of an answer. `kind`: content, reasoning, or call; then `text` is the arguments of the call of
-    the tool `name`, a JSON object.
-    """
+    the tool `name`, a JSON object."""
 
     kind: str
     text: str
