@@ -56,7 +56,7 @@ def test_requests_have_a_line_each(is_on: bool, caplog: pytest.LogCaptureFixture
 
     async def ask() -> None:
         transport = httpx.ASGITransport(server.config.app)  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await client.get("/health")
             await client.get("/no%20where%1B")
 
