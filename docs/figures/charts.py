@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from benchmarks.results import RESULTS, read_rows
 from docs.figures.style import Theme, panel
 
-STRATEGIES = ("cold", "branch", "adaptive")
+STRATEGIES = ("cold", "branch", "adaptive", "tree")
 CONTEXT, STRIDE = 1024, 4
-MARKERS = ("o", "s", "D")
+MARKERS = ("o", "s", "D", "^")
 
 
 def newest(bench: str, metric: str, **case: Any) -> dict[Any, float]:
@@ -36,6 +36,8 @@ def speedup(theme: Theme) -> Figure:
         axes.text(0.8, 0.93, "AR = 1", ha="left", va="top", fontsize=9.5, color=theme.muted)
         for name, color, marker in zip(STRATEGIES, theme.series, MARKERS, strict=True):
             values = newest("decode", "isd_over_ar", strategy=name, context=CONTEXT, stride=STRIDE)
+            if not values:
+                continue
             axes.plot(
                 list(values), list(values.values()), color=color, marker=marker, markersize=5, linewidth=2,
                 label=name,

@@ -30,7 +30,7 @@ class Theme:
     good: str
     bad: str
     paper: str
-    series: tuple[str, str, str]
+    series: tuple[str, str, str, str]
 
 
 LIGHT = Theme(
@@ -44,7 +44,7 @@ LIGHT = Theme(
     good="#1a7f37",
     bad="#cf222e",
     paper="#ffffff",
-    series=("#0969da", "#bc4c00", "#8250df"),
+    series=("#0969da", "#bc4c00", "#8250df", "#1a7f37"),
 )
 DARK = Theme(
     name="dark",
@@ -57,7 +57,7 @@ DARK = Theme(
     good="#3fb950",
     bad="#f85149",
     paper="#0d1117",
-    series=("#4493f8", "#f0883e", "#ab7df8"),
+    series=("#4493f8", "#f0883e", "#ab7df8", "#3fb950"),
 )
 THEMES = (LIGHT, DARK)
 Draw = Callable[[Theme], Figure]
