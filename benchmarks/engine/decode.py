@@ -2,8 +2,7 @@
 
     python -m benchmarks.decode [mode=quick|full] [contexts=1024,8192,32768] [concurrency=1,2,..,256]
         [strides=2,3,4,8] [strategies=cold,branch,adaptive] [sampling=T1|greedy|qwen3] [trace=p0.90]
-        [parts=sweep,host,adapter,deterministic] [rounds=3] [tokens=192] [least=1024] [passes=240]
-        [record=true]
+        [parts=sweep,adapter,deterministic] [rounds=3] [tokens=192] [least=1024] [record=true]
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
 
 One process measures the read-only stream and stock linears, then runs the whole engine on random weights of
@@ -122,7 +121,7 @@ def _line(
 
 DEFAULTS = defaults(
     "mode=full model=qwen3-8b device=cuda dtype=bfloat16 contexts= concurrency= strides= "
-    "strategies= parts= sampling=T1 trace=p0.90 rounds= tokens= least= passes=240 record=true "
+    "strategies= parts= sampling=T1 trace=p0.90 rounds= tokens= least= record=true "
     "num=200 mismatches= base="
 )
 MODES = {
@@ -131,7 +130,7 @@ MODES = {
         "concurrency": "1,2,4,8,16,32,64,128,256",
         "strides": "2,3,4,8",
         "strategies": "cold,branch,adaptive",
-        "parts": "sweep,host,adapter,deterministic",
+        "parts": "sweep,adapter,deterministic",
         "rounds": "3",
         "tokens": "192",
         "least": "1024",
@@ -207,7 +206,6 @@ def _bench(options: dict[str, str]) -> Bench:
         rounds=int(options["rounds"]),
         num_tokens=int(options["tokens"]),
         least_tokens=int(options["least"]),
-        num_passes=int(options["passes"]),
     )
 
 

@@ -11,20 +11,19 @@ by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a p
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.engine.decoding.harness import MODELS
+from benchmarks.engine.decoding.harness import MAX_STRIDE, MODELS
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.acceptance import tokens_per_forward_cold
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
@@ -50,60 +49,32 @@ def measure(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(options["directory"] or scratch)
         if not (directory / "config.json").exists():
-            write_model(
-                directory, options["model"], num_layers=int(options["layers"]), device=options["device"]
-            )
+            changes = {"num_hidden_layers": int(options["layers"])}
+            shape: dict[str, Any] = {"device": options["device"], "dtype": torch.bfloat16}
+            write_checkpoint(directory, options["model"], **shape, **changes)
         rows = [row for size in sizes for row in _rows(options, directory, size)]
     save("tensor_parallel", rows, options)
     return 0
 
 
-def write_model(directory: Path, model: str, *, num_layers: int, device: str) -> None:
-    """Write a checkpoint of random weights, variance 1 / columns, with the names of Qwen3."""
-    shape = {**MODELS[model], "num_hidden_layers": num_layers}
-    width, ffn, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        **shape,
-    }
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (shape["vocab_size"], width),
-        "model.norm": (width,),
-        "lm_head": (shape["vocab_size"], width),
-    }
-    layer_sizes = {
-        "input_layernorm": (width,),
-        "post_attention_layernorm": (width,),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
-        "self_attn.q_proj": (q, width),
-        "self_attn.k_proj": (kv, width),
-        "self_attn.v_proj": (kv, width),
-        "self_attn.o_proj": (width, q),
-        "mlp.gate_proj": (ffn, width),
-        "mlp.up_proj": (ffn, width),
-        "mlp.down_proj": (width, ffn),
-    }
-    for number in range(num_layers):
-        sizes |= {f"model.layers.{number}.{name}": size for name, size in layer_sizes.items()}
+def write_checkpoint(path: Path, model: str, *, device: str, dtype: torch.dtype, **changes: Any) -> None:
+    """Write a checkpoint of random weights that says it was converted; `changes` of its config."""
+    import transformers
+
+    shape = {**MODELS[model], **changes}
+    config = transformers.Qwen3Config(**shape, tie_word_embeddings=False, eos_token_id=None)
     torch.manual_seed(0)
-    tensors = {f"{name}.weight": _random(size, device).cpu() for name, size in sizes.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    Semantics(mask_token_id=shape["vocab_size"] - 1, stride=8).save(directory)
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-def _random(size: tuple[int, ...], device: str) -> torch.Tensor:
-    if len(size) == 1:
-        return torch.ones(size, dtype=torch.bfloat16, device=device)
-    return torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            made = transformers.Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+    made.save_pretrained(path, max_shard_size="4GB")
+    Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
+    del made
+    free_cached_memory()
 
 
 def _rows(options: dict[str, str], directory: Path, size: int) -> list[dict[str, Any]]:

@@ -5,10 +5,10 @@
                              [structured=false]
 
 On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
-tokens 0..3 and 4..7, which transformers enumerates (law_harness.py). One process per case, all on the same
-GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
-device too. `structured`: also 1e5 answers of a schema of six tokens (structured_law.py); with `draws=0` only
-those.
+tokens 0..3 and 4..7, which transformers enumerates (tests/law/harness.py). One process per case, all on the
+same GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
+device too. `structured`: also 1e5 answers of a schema of six tokens (tests/law/structured.py); with `draws=0`
+only those.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.quality import structured_law
-from benchmarks.quality.law_harness import (
+from benchmarks.results import result_row
+from benchmarks.shared import defaults, parse_options, save, start
+from idlm.errors import UserError
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runtime.stride_controller import Load, StrideController
+from tests.law import structured
+from tests.law.harness import (
     NEUTRAL,
     NUM_TOKENS,
     PROMPT,
@@ -38,11 +43,6 @@ from benchmarks.quality.law_harness import (
     sample,
     write_law_toy,
 )
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
-from idlm.errors import UserError
-from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.stride_controller import Load, StrideController
 
 STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"
@@ -212,20 +212,20 @@ def _structured_row(options: dict[str, str]) -> dict[str, Any]:
     """The smallest tail probability of answers that match a schema, under two strategies and AR."""
     found, start = [], time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
-        toy = structured_law.write_structured_toy(Path(home))
+        toy = structured.write_structured_toy(Path(home))
         for name in ("ar", "4-tree", "3-branch"):
             decoder: dict[str, Any] = {}
             if name != "ar":
                 decoder = {"stride": int(name[0]), "rejection_strategy": name[2:]}
-            engine = structured_law.build_engine(
+            engine = structured.build_engine(
                 toy, "isd" if decoder else "ar", device=options["device"], graphs="on", **decoder
             )
-            settings = structured_law.SETTINGS[:1]
-            found.append(structured_law.draw_fits(toy, engine, STRUCTURED_DRAWS, settings=settings))
+            settings = structured.SETTINGS[:1]
+            found.append(structured.draw_fits(toy, engine, STRUCTURED_DRAWS, settings=settings))
             print(f"structured {name:10s} p {found[-1].p_value:.3g}, acceptance {found[-1].acceptance:.3f}")
     corrected = min(1.0, min(one.p_value for one in found) * len(found))
     print(f"structured: {time.perf_counter() - start:.0f} s")
-    case = {"structured": True, "draws": STRUCTURED_DRAWS, "tokens": structured_law.NUM_TOKENS}
+    case = {"structured": True, "draws": STRUCTURED_DRAWS, "tokens": structured.NUM_TOKENS}
     return result_row("law", case, "p_value_min", corrected, "", gate_passed=corrected > LEVEL)
 
 

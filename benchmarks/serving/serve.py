@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.harness import MAX_STRIDE, MODELS
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.engine.tensor_parallel import write_checkpoint
 from benchmarks.serving.bench import Bench, output_rate
 from benchmarks.serving.beside_vllm import MAX_LENGTH, Peer, compare, measure_vllm
 from benchmarks.shared import defaults, parse_options, start
@@ -38,7 +38,6 @@ from idlm.infer.clients.generator import run_on_engine
 from idlm.infer.clients.stats import aggregate
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import DTYPES
-from idlm.semantics import Semantics
 
 DEFAULTS = defaults(
     "model=qwen3-8b path= device=cuda dtype=bfloat16 decoders=ar,isd concurrency=256,64,16,1 "
@@ -95,34 +94,11 @@ def _checkpoint(options: dict[str, str]) -> Iterator[Path]:
     path = Path(options["path"] or tempfile.mkdtemp(prefix="idlm-serve-"))
     try:
         if not (path / "config.json").exists():
-            _make(options, path)
+            write_checkpoint(path, options["model"], device=options["device"], dtype=DTYPES[options["dtype"]])
         yield path
     finally:
         if not options["path"]:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _make(options: dict[str, str], path: Path) -> None:
-    """A checkpoint of random weights that says it was converted."""
-    import transformers
-
-    start_time, shape = time.perf_counter(), MODELS[options["model"]]
-    config = transformers.Qwen3Config(**shape, tie_word_embeddings=False, eos_token_id=None)
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[options["dtype"]])
-    try:
-        with torch.device(options["device"]):
-            model = transformers.Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
-    model.save_pretrained(path, max_shard_size="4GB")
-    Semantics(mask_token_id=shape["vocab_size"] - 1, stride=MAX_STRIDE).save(path)
-    del model
-    _free(options["device"])
-    print(
-        f"random checkpoint of {options['model']} after {time.perf_counter() - start_time:.1f} s", flush=True
-    )
 
 
 def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:

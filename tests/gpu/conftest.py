@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.quality import law_harness
 from idlm.infer.runtime.graphs import warm_up
 from tests.contracts import engines
+from tests.law import harness
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _no_time_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines of the contracts and of the law's harness run on the GPU, with its kernels and graphs."""
-    for module in (law_harness, engines):
+    for module in (harness, engines):
         monkeypatch.setattr(module, "PLACE", {"device": "cuda", "graphs": "on", "attention": "triton"})
     yield
     torch.cuda.synchronize()

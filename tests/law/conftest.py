@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality.law_harness import write_law_toy
+from tests.law.harness import write_law_toy
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality.law_harness import (
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.models.dense import DenseTrunk
+from tests.adapters import write_adapter
+from tests.law.harness import (
     MASK_ID,
     NEUTRAL,
     NUM_TOKENS,
@@ -28,9 +31,6 @@ from benchmarks.quality.law_harness import (
     misfits,
     sample,
 )
-from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.models.dense import DenseTrunk
-from tests.adapters import write_adapter
 
 FULL, REDUCED = 5_000, 3_000
 LEVEL = 1e-6 / 64

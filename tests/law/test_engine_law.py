@@ -19,7 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality.law_harness import (
+from idlm.infer.decoders.base import rows_by_mode
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runtime.stride_controller import Load, StepTimes
+from idlm.infer.runtime.worker import InflightStep
+from tests.law.harness import (
     MASK_ID,
     NEUTRAL,
     PER_REQUEST,
@@ -34,10 +38,6 @@ from benchmarks.quality.law_harness import (
     sample,
     worst,
 )
-from idlm.infer.decoders.base import rows_by_mode
-from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.stride_controller import Load, StepTimes
-from idlm.infer.runtime.worker import InflightStep
 
 STRIDES = (2, 3, 4)
 NUM_DRAWS, MIXED = 20_000, 5_000

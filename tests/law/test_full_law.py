@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.quality.law_harness import MASK_ID, PROMPT, VOCAB, build_engine, fit, sample
 from idlm.contracts import SamplingParams
 from idlm.semantics import Semantics
+from tests.law.harness import MASK_ID, PROMPT, VOCAB, build_engine, fit, sample
 
 NUM_TOKENS, NUM_DRAWS = 3, 6_000
 TOKENS = tuple(token for token in range(VOCAB) if token != MASK_ID)

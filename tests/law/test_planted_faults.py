@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality.law_harness import NEUTRAL, PROMPT, Setting, build_engine, fits, misfits, sample
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
@@ -29,6 +28,7 @@ from tests.contracts.engines import (
 from tests.contracts.engines import build_engine as build_small_engine
 from tests.contracts.test_layouts import assert_rows_see_their_prefix
 from tests.law.faults import FAULTS, Fault, fault
+from tests.law.harness import NEUTRAL, PROMPT, Setting, build_engine, fits, misfits, sample
 
 STRIDE = 4
 LEVEL = 1e-8

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality.law_harness import NEUTRAL, build_engine, fits, misfits, sample
 from idlm.infer.decoders.rejection import STRATEGIES
+from tests.law.harness import NEUTRAL, build_engine, fits, misfits, sample
 
 LEVEL = 1e-6 / 16
 """The family's level divided by at least the number of chi-square tests of this file."""

@@ -13,14 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality.structured_law import (
-    SCHEMA_TOY,
-    SETTINGS,
-    build_engine,
-    draw_fits,
-    exact_law,
-    write_structured_toy,
-)
 from idlm.errors import UserError
 from idlm.infer.decoders import isd
 from idlm.infer.state.sequence_state import SequenceState
@@ -29,6 +21,14 @@ from idlm.infer.structured.draft_choice import Follower
 from idlm.infer.structured.grammar import compute_bits
 from idlm.kernels.sampling import allowed_logits
 from idlm.kernels.sampling.types import PlainProbs
+from tests.law.structured import (
+    SCHEMA_TOY,
+    SETTINGS,
+    build_engine,
+    draw_fits,
+    exact_law,
+    write_structured_toy,
+)
 
 LEVEL = 1e-6
 FULL, REDUCED, FAULTY = 6_000, 400, 600

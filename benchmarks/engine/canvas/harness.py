@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine.canvas.models import CONFIGS, family_of
 from benchmarks.engine.decoding.harness import PAGE_SIZE, fill_randomly
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
 from idlm.infer.decoders.full import FullConfig, FullDecoder
 from idlm.infer.decoders.full_rows import CanvasPlan
 from idlm.infer.engine import Engine
-from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.settings import EngineSettings
@@ -32,55 +32,14 @@ from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.semantics import Semantics
 
-LLADA_8B: dict[str, Any] = {
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "n_layers": 32,
-    "mlp_hidden_size": 12288,
-    "vocab_size": 126_464,
-    "embedding_size": 126_464,
-    "max_sequence_length": 4096,
-    "rope_theta": 500_000.0,
-    "rms_norm_eps": 1e-5,
-    "activation_type": "silu",
-    "weight_tying": False,
-}
-DREAM_7B: dict[str, Any] = {
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
-TINY: dict[str, Any] = {
-    **LLADA_8B,
-    "d_model": 32,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "n_layers": 2,
-    "mlp_hidden_size": 48,
-    "vocab_size": 96,
-    "embedding_size": 96,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llada-8b": ("LLaDAModelLM", LLADA_8B),
-    "dream-7b": ("DreamModel", DREAM_7B),
-    "tiny": ("LLaDAModelLM", TINY),
-}
-"""Architecture and config by name."""
+MODELS = {"llada-8b": "llada_8b", "dream-7b": "dream_7b", "tiny": "tiny"}
+"""Names of `canvas/models.py` by those of the option."""
 
 
 def random_canvas_model(name: str, *, device: str, dtype: torch.dtype) -> LoadedModel:
     """The model of `MODELS[name]` with random weights; its mask is the last token."""
-    architecture, config = MODELS[name]
-    family = FAMILIES.get(architecture)
+    config = CONFIGS[MODELS[name]]
+    family = family_of(config)
     spec = family.spec(config)
     trunk = DenseTrunk(spec, device=torch.device(device), dtype=dtype)
     fill_randomly(trunk)
@@ -91,7 +50,7 @@ def random_canvas_model(name: str, *, device: str, dtype: torch.dtype) -> Loaded
         semantics=Semantics(
             causality="full", mask_token_id=spec.vocab_size - 1, logit_shift=family.logit_shift
         ),
-        architecture=architecture,
+        architecture=config["architectures"][0],
         dtype=dtype,
         device=torch.device(device),
         directory=Path(name),

@@ -26,7 +26,6 @@ from benchmarks.engine.decoding.harness import (
     memory_of,
     weights_of,
 )
-from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.trace import Trace
 from benchmarks.results import result_row
 from benchmarks.stream import Timer
@@ -52,7 +51,6 @@ class Bench:
     rounds: int
     num_tokens: int
     least_tokens: int
-    num_passes: int
     measured: list[Measured] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -281,22 +279,6 @@ def _over_formula(bench: Bench, measured: Measured) -> None:
     bench.add(case, "tokens_per_forward", measured.tokens_per_forward(), "tokens", baseline=predicted)
 
 
-def host(bench: Bench) -> None:
-    """Measure the GPU's idle share and the passes per wait of the host, in steady decoding."""
-    stride = _published_stride(bench)
-    for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
-        for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
-            num_tokens = arm.stride * bench.num_passes
-            load = replace(bench.load(concurrency, bench.contexts[0]), num_tokens=num_tokens)
-            if not _fits(bench, arm, load):
-                continue
-            cost = host_cost(SteadyEngine(bench.model, arm, load, bench.trace(arm)), bench.num_passes)
-            case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
-            bench.add(case, "gpu_idle_share", cost.idle_share, "share")
-            bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
-            free_cached_memory()
-
-
 def adapter(bench: Bench) -> None:
     """Compare the step of R-ISD (a gated adapter on MASK rows) with that of ISD."""
     stride = _published_stride(bench)
@@ -334,7 +316,6 @@ def deterministic(bench: Bench) -> None:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "sweep": sweep,
-    "host": host,
     "adapter": adapter,
     "deterministic": deterministic,
 }

@@ -1,4 +1,4 @@
-"""Two small kernels of the decode benchmark: the trace's verdict over the real one, and the GPU's clock.
+"""A small kernel of the decode benchmark: the trace's verdict over the real one.
 
 Shapes: Z lanes, B sequences, J drafts, S tests of the trace.
 """
@@ -7,7 +7,6 @@ Shapes: Z lanes, B sequences, J drafts, S tests of the trace.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -95,19 +94,3 @@ def overwrite(
         MASKS=triton.next_power_of_2(max(1, num_masks)),
         num_warps=1,
     )
-
-
-@triton.jit
-def stamp_kernel(p_times, p_count, capacity, IS_END: tl.constexpr):
-    """The GPU's clock (ns) into the column of the pass; the end of a pass moves on to the next."""
-    now = tl.extra.cuda.globaltimer()
-    count = tl.load(p_count)
-    tl.store(p_times + 2 * (count % capacity) + IS_END, now)
-    if IS_END:
-        tl.store(p_count, count + 1)
-
-
-def stamp(times_S2: Tensor, count: Tensor, *, is_end: bool) -> None:
-    """Note the time in `times_S2` (int64) at pass `count` (int64, one element), when the GPU gets here."""
-    assert times_S2.dtype == count.dtype == torch.int64, f"{times_S2.dtype=} {count.dtype=}"
-    stamp_kernel[(1,)](times_S2, count, len(times_S2), IS_END=int(is_end), num_warps=1)

@@ -22,7 +22,6 @@ from benchmarks.engine.decoding.harness import (
     adapted,
     random_model,
 )
-from benchmarks.quality.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
 from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.rejection import STRATEGIES
@@ -33,6 +32,7 @@ from idlm.tasks import TASKS
 from idlm.train.cli import main as train
 from tests.adapters import write_adapter
 from tests.contracts.engines import answers_and_margins
+from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from tests.toy import write_toy_checkpoint
 
 pytestmark = [

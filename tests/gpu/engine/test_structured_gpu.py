@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.quality.structured_law import build_engine as build_law_engine
-from benchmarks.quality.structured_law import draw_fits, write_structured_toy
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from tests.contracts import engines
 from tests.contracts.engines import answers, assert_idle, build_engine
@@ -25,6 +23,8 @@ from tests.contracts.structured.test_structured import (
     test_preempted_answers_do_not_change,
     toy,
 )
+from tests.law.structured import build_engine as build_law_engine
+from tests.law.structured import draw_fits, write_structured_toy
 
 pytest.importorskip("llguidance")
 __all__ = ["test_preempted_answers_do_not_change", "toy"]

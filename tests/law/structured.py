@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.quality.law_harness import Fit, fit, write_law_toy
 from idlm.contracts import Constraint, SamplingParams
 from idlm.infer.engine import Engine
+from tests.law.harness import Fit, fit, write_law_toy
 
 PIECES = ("[", "]", ",", "0", "1", "2", "0,", ",1", "<eos>", "<mask>")
 EOS_ID, MASK_ID = 8, 9
