@@ -49,9 +49,8 @@ def measure(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(options["directory"] or scratch)
         if not (directory / "config.json").exists():
-            changes = {"num_hidden_layers": int(options["layers"])}
             shape: dict[str, Any] = {"device": options["device"], "dtype": torch.bfloat16}
-            write_checkpoint(directory, options["model"], **shape, **changes)
+            write_checkpoint(directory, options["model"], **shape, num_hidden_layers=int(options["layers"]))
         rows = [row for size in sizes for row in _rows(options, directory, size)]
     save("tensor_parallel", rows, options)
     return 0
