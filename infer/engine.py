@@ -213,6 +213,17 @@ class Engine:
         """
         return None if params.constraint is None else self._parts.grammars().begin(params.constraint)
 
+    def may_add(self, grammar: Compiling | None) -> bool:
+        """Whether a request with this grammar can run now: it is compiled, and no other grammar is on trial
+        if it is.
+        """
+        if grammar is None or not grammar.done():
+            return grammar is None
+        compiled, queued = grammar.result(), (*self.scheduler.running, *self.scheduler.waiting)
+        if isinstance(compiled, UserError) or not compiled.cost.is_on_trial:
+            return True
+        return not any(request.grammar and request.grammar.cost.is_on_trial for request in queued)
+
     def check_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, compiles: bool = True
     ) -> None:

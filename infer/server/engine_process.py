@@ -134,7 +134,7 @@ class EngineLoop:
             for message in self._inbox.take(wait):
                 self._handle(message)
             for request_id, (grammar, message) in list(self._compiling.items()):
-                if grammar.done():
+                if self._engine.may_add(grammar):
                     del self._compiling[request_id]
                     self._add(message)
                     self._report([])
@@ -154,14 +154,14 @@ class EngineLoop:
         self._add(message)
 
     def _add(self, message: Message) -> None:
-        """Queue a request, or keep it while its grammar is compiled."""
+        """Queue a request, or keep it while its grammar is compiled or others are on trial."""
         request_id = message["id"]
         try:
             params, prompt_ids = SamplingParams(**message["params"]), message["prompt_ids"]
             if params.constraint is not None:
                 self._engine.check_request(request_id, prompt_ids, params, compiles=False)
             grammar = self._engine.begin_grammar(params)
-            if grammar is not None and not grammar.done():
+            if grammar is not None and not self._engine.may_add(grammar):
                 self._compiling[request_id] = grammar, message
                 self._report([])
                 return

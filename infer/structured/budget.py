@@ -10,7 +10,11 @@ SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
 """Seconds of CPU time from which a mask is slow, what all slow masks may take at once, and the share of the
 time that they may take in the long run."""
 REFUSED_SECONDS = 60.0
-"""How long a grammar that used the budget up is refused."""
+"""How long a grammar that used the budget up is refused, and how long the budget counts as short then."""
+OWN_SECONDS = 0.05
+"""Slow masks that a grammar may have in that time although others have used the budget up."""
+FAST_PASSES = 64
+"""After so many passes without a slow mask a grammar is not on trial any more."""
 TOO_SLOW = "it takes too long to find the tokens that may follow, because it is too ambiguous"
 
 
@@ -19,6 +23,12 @@ class Budget:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self._time, self._left = clock, clock(), SLOW_MASKS
+        self._short_until = -float("inf")
+
+    @property
+    def is_short(self) -> bool:
+        """Whether slow masks used it up a short time ago."""
+        return self.clock() < self._short_until
 
     def take(self, seconds: float) -> bool:
         """Spend seconds; False if there were not so many."""
@@ -26,14 +36,26 @@ class Budget:
         self._left = min(SLOW_MASKS, self._left + SLOW_SHARE * (now - self._time))
         self._time, is_left = now, self._left >= seconds
         self._left = max(0.0, self._left - seconds)
+        if not is_left:
+            self._short_until = now + REFUSED_SECONDS
         return is_left
 
 
 class Cost:
-    """Whether the masks of one grammar, in all answers that it has, used the budget up."""
+    """Whether the masks of one grammar, in all answers that it has, used the budget up. `num_fast`: passes
+    without a slow mask of it.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self.budget, self._until = budget, -float("inf")
+        self.num_fast, self._spent, self._since = 0, 0.0, budget.clock()
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether only one answer of such grammars may run at a time: the budget is short, and nothing says
+        that this one is fast.
+        """
+        return self.budget.is_short and self.num_fast < FAST_PASSES
 
     @property
     def is_refused(self) -> bool:
@@ -46,9 +68,14 @@ class Cost:
         self._until = -float("inf") if is_over else self._until
         return is_over
 
-    def charge(self, seconds: float) -> bool:
-        """Note the CPU time of a mask. Returns whether it is slow."""
-        is_slow = seconds > SLOW_MASK
-        if is_slow and not self.budget.take(seconds):
-            self._until = self.budget.clock() + REFUSED_SECONDS
-        return is_slow
+    def charge(self, seconds: float, num_masks: int = 1) -> bool:
+        """Note the CPU time of a mask, the first of so many. Returns whether it is slow."""
+        if seconds <= SLOW_MASK:
+            return False
+        now, self.num_fast = self.budget.clock(), 0
+        if now > self._since + REFUSED_SECONDS:
+            self._spent, self._since = 0.0, now
+        self._spent += num_masks * seconds
+        if not self.budget.take(num_masks * seconds) and self._spent > OWN_SECONDS:
+            self._until = now + REFUSED_SECONDS
+        return True

@@ -154,9 +154,9 @@ class Follower:
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
     """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it.
     All bits are set for a grammar that is refused: its answer fails after this pass."""
-    for follower, _, _ in rows:
+    for follower, drafts, _ in rows:
         if follower.committed.is_suspect and not follower.committed.cost.is_refused:
-            follower.committed.charge(follower.ahead.mask_seconds())
+            follower.committed.charge(follower.ahead.mask_seconds(), 1 + len(drafts))
     computed = []
     for follower, drafts, row in rows:
         if follower.committed.cost.is_refused:
@@ -171,6 +171,9 @@ def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: 
         rows[0][0].committed.cost.budget.take(max(0.0, seconds - USUAL_MASK * num_rows))
         for follower, _, _ in rows:
             follower.committed.is_suspect = True
+    else:
+        for follower, _, _ in rows:
+            follower.committed.cost.num_fast += 1
 
 
 def choose_drafts(followers: Sequence[Follower]) -> None:

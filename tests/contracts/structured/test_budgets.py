@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from idlm.contracts import Constraint
+from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.structured import budget
 from idlm.infer.structured import grammar as grammars
@@ -79,6 +79,37 @@ def test_slow_masks_have_one_budget_that_fills_again(monkeypatch: pytest.MonkeyP
     assert not second.is_refused
 
 
+def test_only_a_grammar_that_is_often_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have used the budget up."""
+    now = [0.0]
+    shared = budget.Budget(lambda: now[0])
+    one, other = budget.Cost(shared), budget.Cost(shared)
+    other.charge(2 * budget.SLOW_MASKS)
+    num = int(budget.OWN_SECONDS / (2 * budget.SLOW_MASK))
+    for _ in range(3):
+        assert all(one.charge(2 * budget.SLOW_MASK) and not one.is_refused for _ in range(num))
+        now[0] += budget.REFUSED_SECONDS + 1
+    assert any(one.charge(2 * budget.SLOW_MASK) and one.is_refused for _ in range(200))
+
+
+def test_grammars_that_may_be_slow_run_one_at_a_time_while_the_budget_is_short(toy: Path) -> None:
+    engine = build_engine(toy, "ar")
+    params = {
+        text: SamplingParams(max_tokens=4, constraint=Constraint(kind="regex", text=text))
+        for text in ("a+", "b+", "c+")
+    }
+    begun = {text: engine.begin_grammar(each) for text, each in params.items()}
+    costs = [grammar.result().cost for grammar in begun.values() if grammar is not None]
+    assert all(map(engine.may_add, begun.values())) and engine.may_add(None)
+    costs[0].budget.take(2 * budget.SLOW_MASKS)
+    engine.add_request("0", [1], params["a+"])
+    costs[2].num_fast = budget.FAST_PASSES
+    assert [engine.may_add(each) for each in begun.values()] == [False, False, True]
+    while engine.has_work:
+        engine.step()
+    assert costs[0].num_fast > 0 and all(map(engine.may_add, begun.values()))
+
+
 def test_a_grammar_that_used_the_budget_up_is_refused_when_it_comes_again(toy: Path) -> None:
     compiler = build_engine(toy, "ar")._parts.grammars()
     slow, other = (Constraint(kind="regex", text=text) for text in ("ab*", "ba*"))
@@ -96,7 +127,7 @@ def test_a_refusal_for_its_time_is_for_a_while(toy: Path, monkeypatch: pytest.Mo
     one = Constraint(kind="regex", text="ab*")
     with monkeypatch.context() as patch:
         patch.setattr(budget.Budget, "take", lambda self, seconds: False)
-        patch.setattr(grammars.Grammar, "mask_seconds", lambda self: 2 * budget.SLOW_MASK)
+        patch.setattr(grammars.Grammar, "mask_seconds", lambda self: 2 * budget.OWN_SECONDS)
         with pytest.raises(UserError, match="IDLM-0474"):
             compiler.grammar(one)
     with pytest.raises(UserError, match="IDLM-0474"):

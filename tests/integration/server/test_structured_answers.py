@@ -204,7 +204,8 @@ def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch:
             assert max(num_waiting) == 6
             assert num_waiting[-1] == 2
             assert grammars["0|1"].cancelled()
-            grammars["yes|no"].set_result(SimpleNamespace(notes=()))
+            trial = SimpleNamespace(is_on_trial=False)
+            grammars["yes|no"].set_result(SimpleNamespace(notes=(), cost=trial))
             read_until(("done", "slow"))
             assert ("added", "slow") in told and ("added", "gone") not in told
             assert num_waiting[-1] == 0
