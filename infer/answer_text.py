@@ -26,8 +26,7 @@ class AnswerText:
     """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out.
 
     `hidden`: names of tokens that the text does not show. `reasoning`: what may begin the answer,
-    in which stop strings do not act; None: they always do.
-    """
+    in which stop strings do not act; None: they always do."""
 
     def __init__(
         self,

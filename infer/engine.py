@@ -50,8 +50,7 @@ class StreamEvent:
     `logprobs` holds one entry per token if the request asked for them. The first event has the
     `prompt_logprobs` of `Completion`. `error` is set if the answer is not
     complete: IDLM-0448 (out of memory), IDLM-0457 (nonfinite logits) or IDLM-0473 (decoded otherwise after a
-    preemption).
-    """
+    preemption)."""
 
     request_id: str
     index: int
@@ -93,8 +92,7 @@ class Engine:
         Config (for isd: stride, rejection_strategy, acceptance). `accelerators` may be a name, a list of
         names, or options by name: {"mage": {"k": 256}}. With `tensor_parallel=n` the engine starts n-1 more
         processes, which end with `close` or with this process. `~` is the home in `path` and `base`. Raises
-        UserError for any unusable option.
-        """
+        UserError for any unusable option."""
         path = Path(path).expanduser()
         checked = check_options(decoder, options)
         if checked.settings.tensor_parallel == 1:
@@ -132,8 +130,7 @@ class Engine:
 
     def capture_missed(self) -> bool:
         """For a time without requests: capture one shape of pass that traffic ran without a CUDA graph; False
-        if there is none.
-        """
+        if there is none."""
         return not self.has_work and self._worker.capture_missed()
 
     def generate(
@@ -148,8 +145,7 @@ class Engine:
         Raises UserError IDLM-0407 if `prompts` is not a list (or another iterable) of texts and lists of
         token ids; IDLM-0448 if memory is too short for a request, IDLM-0457 if its logits are not finite and
         IDLM-0473 if its answer is another one after a preemption, and aborts the others. Use `add_request`
-        and `step` to keep their answers.
-        """
+        and `step` to keep their answers."""
         done: dict[tuple[str, int], Completion] = {}
         with self._queued(prompts, params, request_ids) as keys:
             own = {request_id for request_id, _ in keys}
@@ -163,8 +159,7 @@ class Engine:
         """Events of one prompt as steps finish; closing the iterator aborts the request.
 
         The request is checked and queued by this call, before the first event is read. Raises UserError like
-        `generate`.
-        """
+        `generate`."""
         events = self._events_of(prompt, params)
         # It queues the prompt; closing it aborts the request then, also before an event is read.
         next(events)
@@ -190,8 +185,7 @@ class Engine:
         turn: Turn = ANONYMOUS,
     ) -> None:
         """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
-        Requests of different clients and calls (`turn`) are admitted in turn.
-        """
+        Requests of different clients and calls (`turn`) are admitted in turn."""
         self._check_new(request_id)
         samples = self._parts.samples(request_id, prompt, params)
         with uninterrupted():
@@ -209,14 +203,12 @@ class Engine:
 
     def begin_grammar(self, params: SamplingParams) -> Compiling | None:
         """Begin to compile the grammar of a request in a thread. While the future is kept and done,
-        `add_request` need not wait for it. None without a constraint.
-        """
+        `add_request` need not wait for it. None without a constraint."""
         return None if params.constraint is None else self._parts.grammars().begin(params.constraint)
 
     def may_add(self, grammar: Compiling | None) -> bool:
         """Whether a request with this grammar can run now: it is compiled, and no other grammar is on trial
-        if it is.
-        """
+        if it is."""
         if grammar is None or not grammar.done():
             return grammar is None
         compiled, queued = grammar.result(), (*self.scheduler.running, *self.scheduler.waiting)
@@ -228,8 +220,7 @@ class Engine:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, compiles: bool = True
     ) -> None:
         """Raise the UserError that `add_request` would raise, except for an id in use and, if `compiles` is
-        False, for the text of a constraint. Queues nothing.
-        """
+        False, for the text of a constraint. Queues nothing."""
         self._parts.samples(request_id, prompt, params, compiles=compiles)
 
     def draft_counts(self, request_id: str) -> tuple[int, int]:
@@ -257,8 +248,7 @@ class Engine:
     def exactness(self) -> Exactness:
         """The class of its answers: "lossy" if they may follow another distribution than the checkpoint's.
 
-        A request with `tau` above 0 is lossy on any engine.
-        """
+        A request with `tau` above 0 is lossy on any engine."""
         return "lossy" if self._parts.is_lossy else "exact"
 
     @property
@@ -270,8 +260,7 @@ class Engine:
         """Launch one forward pass over the running requests; returns the events since the last call.
 
         The list may be empty: a step that only stores prompts emits nothing. Call until `has_work` is False.
-        Ctrl-C and SIGTERM wait for the end of the step, a second one does not.
-        """
+        Ctrl-C and SIGTERM wait for the end of the step, a second one does not."""
         self._run_step()
         return self.take_events()
 
@@ -285,8 +274,7 @@ class Engine:
         """Launch a step and collect finished ones.
 
         A step that raises has no effect: its requests are queued again. After an out-of-memory error the next
-        steps are smaller.
-        """
+        steps are smaller."""
         oom_message = None
         try:
             is_launched = self._launch()
@@ -306,8 +294,7 @@ class Engine:
 
     def _num_ahead(self) -> int:
         """Steps that may be under way when results are read. One before a step of queued kernels: CUDA holds
-        1,024 launches, and a host that waits to add to them reads no results meanwhile.
-        """
+        1,024 launches, and a host that waits to add to them reads no results meanwhile."""
         most = self.settings.num_inflight_steps or 0
         return min(most, 1) if self._inflight[-1].is_queued else most
 
@@ -410,8 +397,7 @@ class Engine:
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
         """Append emitted tokens up to the one that stops the answer; returns those tokens and their text.
-        Those that were decoded again are not new.
-        """
+        Those that were decoded again are not new."""
         answer = self._texts.get(request)
         text, num_kept, unread = "", 0, list[int]()
         token_ids = [token_id for token_id in token_ids if not request.repeats(token_id)]
@@ -464,8 +450,7 @@ class Engine:
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
         """Run a step and take the events of these requests; others stay for their own reader.
 
-        Raises the error of a request that failed.
-        """
+        Raises the error of a request that failed."""
         self._run_step()
         events = self._events
         self._events = [event for event in events if event.request_id not in request_ids]
@@ -513,8 +498,7 @@ class Engine:
         streams: bool = False,
     ) -> Iterator[list[tuple[str, int]]]:
         """Queue all prompts, or none if one is refused; gives (request id, index) of every sample. At its end
-        it aborts what is unfinished.
-        """
+        it aborts what is unfinished."""
         if isinstance(prompts, str | bytes | Mapping | Set) or not isinstance(prompts, Iterable):
             raise UserError(
                 "IDLM-0407",

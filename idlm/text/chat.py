@@ -22,8 +22,7 @@ TRAILING = "turns behind the last trained answer are left out"
 class Conversation:
     """Token ids, and for each whether the assistant has to produce it; `text` of the first `num_turns` turns,
     and of each answer by its turn. `left_out`: what the template does not write. `notes`: sentences for the
-    user.
-    """
+    user."""
 
     token_ids: list[int]
     supervised: list[bool]
@@ -52,8 +51,7 @@ def conversation(
     `left_out`; None: not checked.
 
     Raises UserError IDLM-0214 if the template renders a shorter conversation differently from the start of a
-    longer one, IDLM-0217 if it refuses the messages.
-    """
+    longer one, IDLM-0217 if it refuses the messages."""
     special = special_token_ids(template.tokenizer)
     messages = _ended_once(template, messages, special)
     targets = [
@@ -152,8 +150,7 @@ def _marked(
     """Return the conversation as a template with `{% generation %}` blocks marks it; None where the marks do
     not tell the turns apart, or where an answer is more than what they hold.
 
-    An end-of-turn token right after a block belongs to it: without it the model would never stop.
-    """
+    An end-of-turn token right after a block belongs to it: without it the model would never stop."""
     tokenizer = template.tokenizer
     whole, opened = template.draw(messages), template.draw(messages, is_open=True)
     thoughts = ((thought_of(messages[turn]), messages[turn].get("content")) for turn in targets)

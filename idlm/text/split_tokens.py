@@ -37,8 +37,7 @@ _MARK = re.compile(r"(?s)(?=.*[^\W_])(?=.*[^\w\s])")
 class SplitTokens:
     """Encodes conversations whose texts may spell special tokens. `special`: ids of all of them, and of
     added tokens that count as such; `hidden`: of those that are text where a text spells them. Not for
-    several threads at once.
-    """
+    several threads at once."""
 
     def __init__(self, tokenizer: Any, special: Collection[int], hidden: Collection[int]) -> None:
         self._tokenizer, self._hidden_ids = tokenizer, frozenset(hidden)
@@ -74,8 +73,7 @@ class SplitTokens:
 
     def check(self, value: Any, text: str, render: Callable[[Any], str]) -> None:
         """Raise UserError IDLM-0240 if the template made a special token of parts that texts within `value`
-        spell. `text`: what `render` makes of it.
-        """
+        spell. `text`: what `render` makes of it."""
         without = _mapped(value, self._without_parts, lambda key: key.translate(self._no_parts))
         if without == value:
             return
@@ -93,8 +91,7 @@ class SplitTokens:
 
     def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
         """The ids of a conversation that was rendered with stand-ins. UserError IDLM-0240 if the vocabulary
-        itself, without its list of special tokens, makes one of letters.
-        """
+        itself, without its list of special tokens, makes one of letters."""
         if self._backend is None:
             self._backend = self._copy()
         text = restored(self._any.sub(lambda token: self._marks[token[0]], text), stand_ins)
@@ -134,8 +131,7 @@ def written_marks(
     """Ids of added tokens that a template writes, such as marks of turns, special or not, without `tags`:
     those in its text, and those that it composes when it `render`s turns.
 
-    Words, whitespace and punctuation are none: names of fields and roles hold them, or any text does.
-    """
+    Words, whitespace and punctuation are none: names of fields and roles hold them, or any text does."""
     texts, first = [template], {"role": "user", "content": "a"}
     for turn in ({"role": role, "content": "a"} for role in ROLES):
         for turns in ([turn], [first, turn]):

@@ -37,8 +37,7 @@ class Thought(NamedTuple):
 
 class AnswerPart(NamedTuple):
     """Of an answer that may begin with reasoning. `kind`: open or close (a tag), thought, gap (line breaks
-    behind it) or answer.
-    """
+    behind it) or answer."""
 
     kind: str
     text: str
@@ -46,8 +45,7 @@ class AnswerPart(NamedTuple):
 
 class ThoughtReader:
     """Reads an answer that comes in any parts. `is_open`: the text so far ends in the reasoning; at first,
-    the prompt has opened it. An answer that does not begin with the tag has none.
-    """
+    the prompt has opened it. An answer that does not begin with the tag has none."""
 
     def __init__(self, *, is_open: bool) -> None:
         self._next, self._held = "thought" if is_open else "open", ""
@@ -59,8 +57,7 @@ class ThoughtReader:
 
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerPart]:
         """The parts of more text, which together are the text. What may be the beginning of a tag is held,
-        unless it is the last.
-        """
+        unless it is the last."""
         text, self._held = self._held + text, ""
         parts = list[tuple[str, str]]()
         if self._next == "open":
@@ -132,8 +129,7 @@ def after_prefill(prefill: str, body: str, thought: Thought | None, *, is_shown:
     """Return what an assistant says behind a prompt that ends in `prefill` ("" for none).
 
     `body`: what the template writes for the turn; `is_shown`: whether the thought is in it. A thought that is
-    missing comes first; a block that the prompt opens is closed where there is none.
-    """
+    missing comes first; a block that the prompt opens is closed where there is none."""
     space = "\n" if prefill != prefill.rstrip() else ""
     is_lost = thought is not None and not is_shown
     inner = body.lstrip() if space or thought else body

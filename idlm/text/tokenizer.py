@@ -58,8 +58,7 @@ Message = Mapping[str, Any]
 def load_tokenizer(path: Path | str) -> Any:
     """Return the tokenizer of a local directory, or None when the directory has no tokenizer files.
 
-    Raises `UserError` IDLM-0203 when the directory does not exist or its files cannot be loaded.
-    """
+    Raises `UserError` IDLM-0203 when the directory does not exist or its files cannot be loaded."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(
@@ -99,8 +98,7 @@ def _tokenizer_class(directory: Path) -> Any:
     """Return what loads the tokenizer. Raises ValueError for a class whose rules nothing here has.
 
     `tokenizer.json` is complete unless transformers has the class that is named. AutoTokenizer would use the
-    class of config.json's `model_type` and its rules, not those of the file.
-    """
+    class of config.json's `model_type` and its rules, not those of the file."""
     import transformers
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -170,8 +168,7 @@ def stop_token_ids(
     """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos.
 
     Either argument may be None; `generation_config` is the content of the file `source`. Raises `UserError`
-    IDLM-0216 when `eos_token_id` is neither an id nor a list.
-    """
+    IDLM-0216 when `eos_token_id` is neither an id nor a list."""
     given = (generation_config or {}).get("eos_token_id")
     listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     wrong = [value for value in listed if not isinstance(value, int) or isinstance(value, bool) or value < 0]
@@ -192,8 +189,7 @@ def encode_prompt(
 
     `template`: "auto" renders it as one user message of the chat template, if the tokenizer has one; "none"
     encodes the bare text with the special tokens that the tokenizer itself adds. Raises UserError IDLM-0218
-    for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`.
-    """
+    for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`."""
     return encode_prompts(tokenizer, [prompt], template=template, max_tokens=max_tokens)[0]
 
 
@@ -227,8 +223,7 @@ def encode_messages(
     The template gets `enable_thinking` unless it is None, and `template_kwargs`. With `split_special_tokens`
     only the template's own special tokens and marks of turns are tokens; those that messages, tools and
     `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens`
-    as in `encode_prompt`.
-    """
+    as in `encode_prompt`."""
 
     def rendered(given: Any) -> str:
         messages, tools, extra = given
@@ -261,8 +256,7 @@ def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
     Encoding a text of 100 MB takes minutes and gigabytes. No token holds more characters than the longest of
     the vocabulary, except that a tokenizer may merge a run of unknown characters or of spaces into one token:
     such tokens may hold `MAX_CHARS_PER_TOKEN` on average. A text of few enough characters that are more than
-    usual is counted piece by piece, up to twice the tokens: the ends of pieces add few.
-    """
+    usual is counted piece by piece, up to twice the tokens: the ends of pieces add few."""
     if max_tokens is None or len(text) <= max_tokens * USUAL_CHARS_PER_TOKEN:
         return
     longest = MAX_CHARS_PER_TOKEN
@@ -299,8 +293,7 @@ def render(
     that the assistant may call: JSON schemas of functions, as OpenAI writes them. `template_kwargs`: further
     names that the template sees.
 
-    Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
-    """
+    Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages."""
     template = template_text(tokenizer, tools)
     if not messages:
         return ""
@@ -321,8 +314,7 @@ def render(
 
 def encode_text(tokenizer: Any, text: str, *, after: str = "") -> list[int]:
     """Return the ids of a text as it is, which goes on the text `after`: there, a tokenizer that begins each
-    text with a space (sentencepiece) adds none, except behind a special token.
-    """
+    text with a space (sentencepiece) adds none, except behind a special token."""
     if after and text and _adds_space(tokenizer):
         ends = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
         end = max((end for end in ends if after.endswith(end)), key=len, default=_LINE)
@@ -346,8 +338,7 @@ def template_names(
     template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return what a template sees beside the messages, `enable_thinking` under the name that it has there.
-    UserError IDLM-0217 for names that are not free.
-    """
+    UserError IDLM-0217 for names that are not free."""
     extra: dict[str, Any] = dict(template_kwargs or {})
     taken = sorted(extra.keys() & _TAKEN_NAMES)
     if taken:

@@ -191,8 +191,7 @@ def _by_subject(data: str, folder: str, split: str) -> dict[str, str]:
 def local_task(name: str, files: ProblemFiles, folder: str) -> LocalTask:
     """Make the task `name` read the `files`, and build its first request. Without a file of examples it has
     those that it writes itself. UserError IDLM-0487 for an unknown task, one that runs code, files of another
-    task, and examples that no prompt has.
-    """
+    task, and examples that no prompt has."""
     sources = _sources()
     if name not in sources:
         raise UserError(

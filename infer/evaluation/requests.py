@@ -29,8 +29,7 @@ class EngineRequests:
     """`params` are the settings of every answer but its stop strings, which the task adds to, and its length,
     which the task says unless `params` does. `completions` holds every answer so far.
 
-    With `is_chat`, texts come from `render_chat` and hold their special tokens already.
-    """
+    With `is_chat`, texts come from `render_chat` and hold their special tokens already."""
 
     def __init__(
         self,
@@ -59,8 +58,7 @@ class EngineRequests:
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Answer each (context, settings of the task), of which `until` and the length count; the thinking is
         removed (arXiv 2604.11035, H.4). An answer that fails is empty. A context that leaves no room for an
-        answer of this length loses its beginning, with a warning.
-        """
+        answer of this length loses its beginning, with a warning."""
         params = [self._settings(number, given) for number, (_, given) in enumerate(requests)]
         rooms = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
         contexts = [self.encode(context) for context, _ in requests]
@@ -76,8 +74,7 @@ class EngineRequests:
     def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
         """For each (context, continuation), the continuation's log-likelihood in nats under the model's own
         distribution, and whether greedy decoding writes it. A context that is too long loses its beginning,
-        with a warning.
-        """
+        with a warning."""
         texts = [((*context, *continuation), len(continuation)) for context, continuation in pairs]
         # Equal texts are scored once: rounding, which differs from pass to pass, must not order them.
         wanted = dict.fromkeys(texts)

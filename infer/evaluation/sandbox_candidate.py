@@ -70,8 +70,7 @@ class Lost(BaseException):
 
 class Peer:
     """One side of the pipe: it asks the other side, and answers what that asks meanwhile. `iterators`: those
-    of this side that the other one holds, each with the wire of its call.
-    """
+    of this side that the other one holds, each with the wire of its call."""
 
     def __init__(self, send: Ask, receive: Callable[[], Message], serve: Ask | None = None) -> None:
         self.send, self._receive, self._serve = send, receive, serve
@@ -128,8 +127,7 @@ class Peer:
 class Wire:
     """Values of one call as JSON. Containers that the checker gives are numbered, and both sides know them by
     their number: so the candidate can change and return them. Without `objects` it is the checker's side,
-    else the candidate's, where objects that are not plain data stay, and the checker holds their numbers.
-    """
+    else the candidate's, where objects that are not plain data stay, and the checker holds their numbers."""
 
     def __init__(self, peer: Peer, objects: list[Any] | None = None) -> None:
         self.shared: list[Any] = []
@@ -166,8 +164,7 @@ class Wire:
 
     def result(self, reply: Message) -> Any:
         """The value of a reply. Raises the exception that it holds as the nearest built-in class, with its
-        own words as a note; Lost for an exit.
-        """
+        own words as a note; Lost for an exit."""
         self.take_changes(reply)
         if "error" not in reply:
             return self.unpack(reply.get("value"))

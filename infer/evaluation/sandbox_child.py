@@ -47,8 +47,7 @@ class Candidate:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the candidate, which may change its arguments; the result is plain data. Raises
-        what it raises, as the nearest built-in class.
-        """
+        what it raises, as the nearest built-in class."""
         wire = wire_format.Wire(self._peer)
         return wire.result(self._peer.ask({"call": name, **wire.give(args, kwargs)}))
 

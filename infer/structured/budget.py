@@ -43,8 +43,7 @@ class Budget:
 
 class Cost:
     """Whether the masks of one grammar, in all answers that it has, used the budget up. `num_fast`: passes
-    without a slow mask of it.
-    """
+    without a slow mask of it."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget, self._until = budget, -float("inf")
@@ -53,8 +52,7 @@ class Cost:
     @property
     def is_on_trial(self) -> bool:
         """Whether only one answer of such grammars may run at a time: the budget is short, and nothing says
-        that this one is fast.
-        """
+        that this one is fast."""
         return self.budget.is_short and self.num_fast < FAST_PASSES
 
     @property

@@ -92,8 +92,7 @@ class Grammar:
 
     def charge(self, seconds: float, num_masks: int = 1) -> None:
         """Note the CPU time of a mask, the first of so many, for which other requests waited. Many slow ones
-        are a `problem`.
-        """
+        are a `problem`."""
         self.is_suspect = self.cost.charge(seconds, num_masks)
 
     def mask_seconds(self) -> float:
