@@ -278,7 +278,9 @@ def parse_value(key: str, text: str) -> Any:
         message = f"{key}: cannot read the value {text!r}{hint}"
         raise UserError("IDLM-0101", message, fix="quote the value") from error
     if parsed.is_sweep_override():
-        raise UserError("IDLM-0101", f"{key}: several values {text!r}", fix="write a list as [a,b]")
+        raise UserError(
+            "IDLM-0101", f"{key}: several values {text!r}; write a list as [a,b]", fix="quote the value"
+        )
     return _without_quotes(parsed.value())
 
 

@@ -119,7 +119,7 @@ def _record(place: str, line: bytes) -> dict[str, Any]:
         raise UserError(
             "IDLM-0432",
             f"{place} is not valid JSON: {json_problem(error)}",
-            fix="one JSON object per line, in UTF-8",
+            fix="one JSON object per line, in UTF-8; plain text is piped in (< FILE), without input=",
         ) from error
     if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
