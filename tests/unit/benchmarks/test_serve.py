@@ -12,23 +12,6 @@ from benchmarks.serving import serve
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=4,2", "requests=6"]
 
 
-def test_both_decoders_answer_the_load_and_leave_rows(tmp_path: Path) -> None:
-    arguments = [*SMALL, "parts=mixed", f"path={tmp_path / 'toy'}", f"results={tmp_path}"]
-    assert serve.measure(arguments) == 0
-    rows = read_rows("serve", results=tmp_path)
-    rates = [row for row in rows if row["metric"] == "output_tokens_per_s"]
-    assert [(row["case"]["decoder"], row["case"]["concurrency"]) for row in rates] == [
-        ("ar", 4),
-        ("ar", 2),
-        ("isd", 4),
-        ("isd", 2),
-    ]
-    assert [row["case"]["start"] for row in rates] == ["cold", "warm"] * 2
-    assert all(row["gate_passed"] for row in rates)
-    metrics = {row["metric"] for row in rows}
-    assert metrics >= {"isd_over_ar", "graphs_captured_in_traffic", "ready_s"}
-
-
 FAKE_VLLM = '''
 from types import SimpleNamespace
 

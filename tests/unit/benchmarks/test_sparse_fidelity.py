@@ -122,10 +122,3 @@ def test_rows_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     values = {(row["metric"], *row["case"].values()): row["value"] for row in rows}
     # The same weights: the base's sets are the model's.
     assert values["oracle_recall", "trained", "1/4", 96, 2] == values["oracle_recall", "base", "1/4", 96, 2]
-
-
-def test_arms_answer_where_exact_answers_leave_room() -> None:
-    choose = sparse_fidelity.contexts_with_room
-    assert choose({2048: 1.0, 4096: 0.97, 8192: 0.7, 12288: 0.5}) == [8192, 4096]
-    assert choose({2048: 1.0, 4096: 1.0}) == [4096]
-    assert choose({2048: 0.5, 4096: 0.1}) == [2048]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks.engine import block
 from benchmarks.engine.block_harness import Answers, BlockArm, pass_cost, whole_answers
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.trace import Trace, trace_of
-from benchmarks.results import read_rows
 
 SIZE, CONTEXT = 8, 16
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", f"block={SIZE}", f"context={CONTEXT}", "rounds=1"]
@@ -40,21 +36,6 @@ def test_fused_commits_save_a_pass_per_block() -> None:
     # All blocks but an answer's last are stored.
     assert separate.num_passes == separate.num_expected == fused.num_expected + 1 + 2 + 2 + 2
     assert fused.num_passes <= fused.num_expected + 1
-
-
-def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*SMALL, "passes=6", "blocks=2", "traces=p0.53", f"results={tmp_path}"]
-    assert block.measure([*options, "batch=1,3", "parts=full,commit"]) == 0
-    rows = read_rows("block", results=tmp_path)
-    metrics = {row["metric"] for row in rows}
-    assert metrics >= {"step_ms", "full_block_share_of_matmul", "fused_commit_tpf_gain"}
-    assert {row["case"]["block"] for row in rows} == {SIZE}
-    steps = [row for row in rows if row["metric"] == "step_ms"]
-    assert {row["case"]["batch"] for row in steps} == {1, 3}
-    assert all(row["share_of_floor"] is not None for row in steps)
-    [gain] = [row for row in rows if row["metric"] == "fused_commit_tpf_gain"]
-    assert gain["baseline"] > 1
-    assert "trace p0.53" in capsys.readouterr().out
 
 
 def test_the_cost_of_a_pass_follows_its_rows() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
-from benchmarks.engine import canvas_cache
 from benchmarks.engine.canvas.harness import (
     CanvasEngine,
     CanvasLoad,
@@ -15,7 +11,6 @@ from benchmarks.engine.canvas.harness import (
     Decisions,
     random_canvas_model,
 )
-from benchmarks.results import read_rows
 
 LOAD = CanvasLoad(canvas=48, answer=24, block=8, passes=3, num_blocks=2)
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "canvas=48", "answer=24", "block=8", "passes=3"]
@@ -43,18 +38,3 @@ def test_every_arm_makes_the_decisions_of_the_first() -> None:
     chosen_BPW = decisions.chosen_SW[:-1].view(LOAD.num_blocks, LOAD.passes, LOAD.block)
     tokens_BPW = decisions.tokens_SW[:-1].view_as(chosen_BPW)
     assert torch.equal((tokens_BPW * chosen_BPW).sum(1).flatten(), expected)
-
-
-def test_it_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*SMALL, "blocks=2", "rounds=1", f"results={tmp_path}"]
-    assert canvas_cache.measure([*options, "caches=dual,prefix,delayed"]) == 0
-    rows = read_rows("canvas_cache", results=tmp_path)
-    found = {(row["case"]["cache"], row["metric"]) for row in rows}
-    metrics = ("step_ms", "refresh_ms", "speedup_over_none", "agreement_with_none")
-    arms = ("dual", "prefix", "delayed")
-    assert found == {("none", "step_ms")} | {(arm, metric) for arm in arms for metric in metrics}
-    assert all(row["case"].keys() == {"model", "cache", "canvas", "block"} for row in rows)
-    assert {row["class"] for row in rows if row["case"]["cache"] != "none"} == {"lossy"}
-    [step] = [row for row in rows if (row["case"]["cache"], row["metric"]) == ("dual", "step_ms")]
-    assert step["share_of_floor"] is not None
-    assert "read-only stream" in capsys.readouterr().out

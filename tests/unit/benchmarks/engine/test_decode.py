@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks.engine import decode
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine, random_model
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.results import read_rows
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
@@ -44,23 +40,6 @@ def test_without_a_trace_random_weights_accept_little() -> None:
     measured = Measured(arm=arm, load=load, width=1)
     SteadyEngine(model, arm, load, None).measure(measured)
     assert measured.tokens_per_forward() < 2
-
-
-def test_every_part_runs_and_leaves_rows(tmp_path: Path) -> None:
-    arguments = [*SMALL, "concurrency=2", "strides=4", "strategies=cold,branch,adaptive"]
-    arguments.append("parts=sweep,adapter")
-    assert decode.measure([*arguments, f"results={tmp_path}"]) == 0
-    rows = read_rows("decode", results=tmp_path)
-    metrics = {row["metric"] for row in rows}
-    assert metrics >= {
-        "step_ms",
-        "isd_over_ar",
-        "risd_over_isd_step",
-        "branch_over_cold",
-    }
-    steps = [row for row in rows if row["metric"] == "step_ms"]
-    assert all(row["share_of_floor"] is not None and row["baseline"] is not None for row in steps)
-    assert {row["case"]["decoder"] for row in steps} == {"ar", "isd"}
 
 
 @pytest.mark.parametrize(("name", "stride"), [("missing", 4), ("p1.5", 4)])

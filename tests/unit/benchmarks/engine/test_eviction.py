@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine import eviction
 from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Load, random_model
 from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, UnmaskingReplay, implied_rows
 from benchmarks.engine.eviction_trace import (
@@ -23,7 +22,6 @@ from benchmarks.engine.eviction_trace import (
     rows_of,
     synthetic_trace,
 )
-from benchmarks.results import read_rows
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
@@ -31,33 +29,6 @@ from idlm.semantics import Semantics
 from tests.focus_reference import BlockState, FocusRules, Selection, budget, fed_places, note
 
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "context=64", "rounds=1", "passes=10"]
-
-
-def test_throughput_and_gate_leave_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "block=8,16", "batch=1", "parts=gate,throughput", f"results={tmp_path}"]
-    assert eviction.measure(arguments) == 0
-    rows = read_rows("eviction", results=tmp_path)
-    assert {row["metric"] for row in rows} == {
-        "full_budget_error",
-        "tokens_per_second",
-        "tokens_per_pass",
-        "step_ms",
-        "rows_per_token",
-        "waiting_share",
-        "padding_share",
-        "graphs_captured",
-        "full_block_share_of_matmul",
-        "throughput_over_full_block",
-    }
-    ratios = [row for row in rows if row["metric"] == "throughput_over_full_block"]
-    assert {(row["case"]["block"], row["case"]["commit"]) for row in ratios} == {
-        (size, commit) for size in (8, 16) for commit in ("clean", "unfrozen")
-    }
-    assert all(row["case"]["trace"] == "synthetic" and row["floor"] > 0 for row in ratios)
-    shares = [row for row in rows if row["metric"] == "tokens_per_pass"]
-    assert {row["case"]["arm"] for row in shares} == {"full", "focus"}
-    assert all(row["gate_passed"] for row in rows)
-    assert capsys.readouterr().out.count("x of ") == 4
 
 
 def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
@@ -92,12 +63,6 @@ def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPat
     with pytest.raises(AssertionError, match="not the places of the trace"):
         for num_passes in range(20, 40):
             steady(EvictionArm(name="full", stride=8)).window(1, num_passes)
-
-
-def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "parity_error", lambda *given: 0.5)
-    assert eviction.measure([*SMALL, "block=8", "batch=1", f"results={tmp_path}"]) == 1
-    assert {row["metric"] for row in read_rows("eviction", results=tmp_path)} == {"full_budget_error"}
 
 
 def slow_rows(block: BlockTrace, size: int, rules: FocusRules, *, evicts: bool) -> list[tuple[int, ...]]:

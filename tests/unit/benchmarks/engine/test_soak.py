@@ -15,15 +15,6 @@ from idlm.infer.scheduler import Scheduler
 SMALL = ["requests=60", "device=cpu", "lanes=6", "shortages=0"]
 
 
-def test_nothing_leaks(tmp_path: Path) -> None:
-    assert soak.measure([*SMALL, f"results={tmp_path}"]) == 0
-    rows = {row["metric"]: row for row in read_rows("soak", results=tmp_path)}
-    assert rows["requests"]["value"] == 60
-    assert rows["leaked_pages"]["value"] == 0
-    assert rows["aborted_share"]["value"] > 0.15
-    assert rows["preemptions"]["value"] > 0
-
-
 @pytest.mark.parametrize("name", ["quest", "[focus,mage]"])
 def test_an_accelerator_leaks_nothing_and_changes_no_answer(tmp_path: Path, name: str) -> None:
     """Aborts, preemption and waiting leave the lists and rows of other sequences as they are."""
@@ -47,13 +38,6 @@ def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Scheduler, "retire", leaky)
     with pytest.raises(AssertionError):
         soak.measure([*SMALL, f"results={tmp_path}"])
-
-
-@pytest.mark.parametrize("number", [1, 9, 60])
-def test_the_engine_continues_after_a_failed_allocation(number: int) -> None:
-    options = {**soak.DEFAULTS, "device": "cpu", "lanes": "4"}
-    found = soak.survive(lambda: soak.make_engine(options, share_of_pages=1.0), number, twice=True)
-    assert found.is_alive
 
 
 def test_the_numbered_allocation_fails_and_no_other() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.engine import sparse_attention
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
-from benchmarks.engine.sparse_harness import ARMS, SparseArm, floor_of, trace_of_passes
-from benchmarks.results import read_rows
+from benchmarks.engine.sparse_harness import SparseArm, floor_of, trace_of_passes
 
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "block=8", "exact_layers=1", "rounds=1", "k=4"]
 
@@ -22,36 +19,6 @@ def test_any_passes_in_a_row_decide_a_block(num_passes: int) -> None:
     for start in range(num_passes):
         assert sum((decided * 2)[start : start + num_passes]) == 32
     assert min(decided) >= 1
-
-
-def test_every_part_runs_and_leaves_rows(tmp_path: Path) -> None:
-    options = [*SMALL, "passes=4", f"results={tmp_path}"]
-    assert sparse_attention.measure([*options, "cells=64x1,64xmax"]) == 0
-    rows = read_rows("sparse_attention", results=tmp_path)
-    blocks = [row for row in rows if row["metric"] == "tpob_ms"]
-    assert {(row["case"]["arm"], row["case"]["batch"]) for row in blocks} == {
-        (name, batch) for name in ARMS for batch in (1, 2)
-    }
-    assert {row["metric"] for row in rows} >= {
-        "full_budget_error",
-        "tpob_speedup_vs_exact",
-        "tpob_speedup_vs_unsplit",
-        "mage_over_quest",
-        "mage_over_sparsed",
-    }
-    assert all(row["gate_passed"] for row in rows if row["case"]["arm"] in ("mage", "quest", "sparsed"))
-    assert {row["class"] for row in rows if row["case"]["arm"] == "mage"} == {"lossy"}
-    arguments = ["parts=", f"results={tmp_path}", f"figures={tmp_path / 'drawn'}"]
-    assert sparse_attention.measure(arguments) == 0
-    [drawn] = (tmp_path / "drawn").iterdir()
-    assert all(text in drawn.read_text() for text in ("mage", "quest", "64 x 2"))
-
-
-def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_attention, "parity_error", lambda *given: 0.5)
-    options = [*SMALL, "cells=64x1", "passes=4", "arms=exact,mage", f"results={tmp_path}"]
-    assert sparse_attention.measure(options) == 1
-    assert {row["metric"] for row in read_rows("sparse_attention", results=tmp_path)} == {"full_budget_error"}
 
 
 def test_floors_follow_from_bytes() -> None:
