@@ -9,6 +9,9 @@ from collections.abc import Callable
 SLOW_MASK, SLOW_MASKS, SLOW_SHARE = 0.003, 1.0, 0.02
 """Seconds of CPU time from which a mask is slow, what all slow masks may take at once, and the share of the
 time that they may take in the long run."""
+WORK_OF_MASK = 3.0
+"""Of a pass, what a slow grammar costs for each second of its first mask, at least: the masks of drafts are
+slower still, and so is taking a token."""
 REFUSED_SECONDS = 60.0
 """How long a grammar that used the budget up is refused, and how long the budget counts as short then."""
 OWN_SECONDS = 0.05
@@ -66,14 +69,15 @@ class Cost:
         self._until = -float("inf") if is_over else self._until
         return is_over
 
-    def charge(self, seconds: float, num_masks: int = 1) -> bool:
-        """Note the CPU time of a mask, the first of so many. Returns whether it is slow."""
+    def charge(self, seconds: float) -> bool:
+        """Note the CPU time of a mask. Returns whether it is slow."""
         if seconds <= SLOW_MASK:
             return False
         now, self.num_fast = self.budget.clock(), 0
         if now > self._since + REFUSED_SECONDS:
             self._spent, self._since = 0.0, now
-        self._spent += num_masks * seconds
-        if not self.budget.take(num_masks * seconds) and self._spent > OWN_SECONDS:
+        work = WORK_OF_MASK * seconds
+        self._spent += work
+        if not self.budget.take(work) and self._spent > OWN_SECONDS:
             self._until = now + REFUSED_SECONDS
         return True

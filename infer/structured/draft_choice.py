@@ -154,9 +154,10 @@ class Follower:
 def compute_masks(rows: Sequence[tuple[Follower, Sequence[int], int]], bits_YW: Tensor) -> None:
     """`compute_bits` for the state of each follower and then its drafts; slow grammars are charged for it.
     All bits are set for a grammar that is refused: its answer fails after this pass."""
-    for follower, drafts, _ in rows:
-        if follower.committed.is_suspect and not follower.committed.cost.is_refused:
-            follower.committed.charge(follower.ahead.mask_seconds(), 1 + len(drafts))
+    for follower, _, _ in rows:
+        is_suspect = follower.committed.is_suspect or follower.committed.cost.is_on_trial
+        if is_suspect and not follower.committed.cost.is_refused:
+            follower.committed.charge(follower.ahead.mask_seconds())
     computed = []
     for follower, drafts, row in rows:
         if follower.committed.cost.is_refused:

@@ -90,10 +90,9 @@ class Grammar:
         error = str(self.matcher.get_error()).partition("<state>")[0].strip()
         return error or None
 
-    def charge(self, seconds: float, num_masks: int = 1) -> None:
-        """Note the CPU time of a mask, the first of so many, for which other requests waited. Many slow ones
-        are a `problem`."""
-        self.is_suspect = self.cost.charge(seconds, num_masks)
+    def charge(self, seconds: float) -> None:
+        """Note the CPU time of a mask, for which other requests waited. Many slow ones are a `problem`."""
+        self.is_suspect = self.cost.charge(seconds)
 
     def mask_seconds(self) -> float:
         """Compute the next token's mask, which the matcher keeps. Returns the CPU time: time of day would

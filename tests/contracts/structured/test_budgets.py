@@ -69,13 +69,14 @@ def test_slow_masks_have_one_budget_that_fills_again(monkeypatch: pytest.MonkeyP
     now = [0.0]
     shared = budget.Budget(lambda: now[0])
     first, second, fast = (budget.Cost(shared) for _ in range(3))
-    assert first.charge(0.5) and second.charge(0.5)
+    half = 0.5 / budget.WORK_OF_MASK
+    assert first.charge(half) and second.charge(half)
     assert not first.is_refused and not second.is_refused
     assert not fast.charge(budget.SLOW_MASK) and not fast.is_refused
     assert second.charge(0.1) and second.is_refused and not first.is_refused
     now[0] = budget.REFUSED_SECONDS + 1
     assert not second.is_refused
-    second.charge(budget.SLOW_SHARE * budget.REFUSED_SECONDS / 2)
+    second.charge(budget.SLOW_SHARE * budget.REFUSED_SECONDS / (2 * budget.WORK_OF_MASK))
     assert not second.is_refused
 
 
@@ -85,7 +86,7 @@ def test_only_a_grammar_that_is_often_slow_is_refused(monkeypatch: pytest.Monkey
     shared = budget.Budget(lambda: now[0])
     one, other = budget.Cost(shared), budget.Cost(shared)
     other.charge(2 * budget.SLOW_MASKS)
-    num = int(budget.OWN_SECONDS / (2 * budget.SLOW_MASK))
+    num = int(budget.OWN_SECONDS / (2 * budget.SLOW_MASK * budget.WORK_OF_MASK))
     for _ in range(3):
         assert all(one.charge(2 * budget.SLOW_MASK) and not one.is_refused for _ in range(num))
         now[0] += budget.REFUSED_SECONDS + 1
