@@ -1,4 +1,4 @@
-"""The check of a requested GPU that training and inference share, and the memory of a device."""
+"""What training and inference share about devices: the check of a requested GPU, memory, and its end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ import torch
 
 from idlm.errors import UserError
 
+HOST_TEXTS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+"""Parts of the RuntimeError of torch when the host refuses memory."""
+
 
 def free_cached_memory() -> None:
     """Give back the memory of what nothing refers to any more, which may lie in circles of references."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the error, or one that it was raised from, is a refusal of memory by a GPU or the host.
+
+    Cleaning up after one (of a graph capture) may raise a RuntimeError of its own.
+    """
+    while isinstance(error, RuntimeError):
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in HOST_TEXTS):
+            return True
+        error = error.__context__
+    return isinstance(error, MemoryError)
 
 
 def require_gpu(device: str, *, key: str) -> None:

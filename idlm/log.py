@@ -1,10 +1,14 @@
-"""Logging of one process of many: rank 0 logs everything, other ranks only warn."""
+"""What one process of many says of itself: rank 0 logs everything, other ranks only warn; and a count of
+finished work, by which others see that it does not hang.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+
+_progress = [0]
 
 
 def rank() -> int:
@@ -27,3 +31,15 @@ def get_logger(name: str = "idlm") -> logging.Logger:
         root.setLevel(os.environ.get("IDLM_LOG_LEVEL", "INFO").upper() if rank() == 0 else logging.WARNING)
         root.propagate = False
     return root if name == "idlm" else root.getChild(name.removeprefix("idlm."))
+
+
+def note_progress() -> None:
+    """Record another piece of finished work outside of the training loop, which the watchdog
+    (train/loop/watchdog.py) must not take for a hang. Any thread may call it.
+    """
+    _progress[0] += 1
+
+
+def progress_count() -> int:
+    """The pieces of work that this process has recorded so far."""
+    return _progress[0]

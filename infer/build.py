@@ -16,10 +16,9 @@ import torch
 
 from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
-from idlm.devices import memory_bytes, require_gpu
+from idlm.devices import is_out_of_memory, memory_bytes, require_gpu
 from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
-from idlm.infer.errors import is_out_of_memory
 from idlm.infer.memory.base import (
     CANVAS,
     LOGITS,
@@ -76,13 +75,8 @@ OTHER_LOAD = 64, 1024
 """Without a warm-up, on a CPU, and for decoders of blocks or canvases, whose rows fill a GPU."""
 MIN_LANE_BYTES = 256
 """Estimated bytes of one lane's counters on the device and of its bookkeeping on the host."""
-# The CPU allocator, and sizes beyond 64 bits, raise a plain RuntimeError with one of these texts.
-MEMORY_TEXTS = (
-    "can't allocate memory",
-    "not enough memory",
-    "Storage size calculation overflowed",
-    "invalid size",
-)
+# Sizes beyond 64 bits raise a plain RuntimeError with one of these texts.
+OVERFLOW_TEXTS = ("Storage size calculation overflowed", "invalid size")
 MEMORY_FIX = "lower max_num_seqs, max_length or num_pages"
 
 
@@ -420,8 +414,8 @@ def translate_memory_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError) as error:
-        is_known = not isinstance(error, RuntimeError) or any(text in str(error) for text in MEMORY_TEXTS)
-        if not is_known and not is_out_of_memory(error):
+        overflows = isinstance(error, OverflowError) or any(text in str(error) for text in OVERFLOW_TEXTS)
+        if not overflows and not is_out_of_memory(error):
             raise
         message = f"KV pages and the state of sequences do not fit on {device}: {error}"
         raise UserError("IDLM-0405", message, fix=MEMORY_FIX) from error

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from idlm.contracts import Completion, Exactness, SamplingParams, TokenLogprob
+from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
 from idlm.infer.answer_text import AnswerText
 from idlm.infer.build import build
@@ -27,7 +28,6 @@ from idlm.infer.errors import (
     MIN_CONSECUTIVE_OOM,
     decoded_otherwise,
     grammar_failed,
-    is_out_of_memory,
     nonfinite_logits,
     out_of_memory,
 )

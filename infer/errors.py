@@ -13,18 +13,6 @@ MIN_CONSECUTIVE_OOM = 2
 """Steps in a row that run out of memory before a request fails."""
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or one that it was raised from, is torch.OutOfMemoryError.
-
-    Cleaning up after one (of a graph capture) may raise a RuntimeError of its own.
-    """
-    while isinstance(error, RuntimeError):
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__context__
-    return False
-
-
 def out_of_memory(
     request_id: str, num_consecutive: int, message: str, *, max_num_batched_tokens: int
 ) -> UserError:

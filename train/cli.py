@@ -17,7 +17,7 @@ from idlm.cli.imports import importing, leave_out_unused
 
 if TYPE_CHECKING:
     from idlm.train.pipeline import Outcome
-    from idlm.train.planning.report import Sampler
+    from idlm.train.report import Sampler
 
 TIME_UP_STATUS = 85
 """The status by which HTCondor knows a job that has saved its state and wants to go on."""
@@ -76,12 +76,12 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
         return 0
 
     with importing():
-        from idlm.train.config.trainer_arguments import num_processes
+        from idlm.train.arguments import num_processes
 
     if num_processes() == 1:
         # Importing the rest of training takes seconds.
+        from idlm.train.check import check_config
         from idlm.train.checkpoint.resume import finished_text
-        from idlm.train.config.check import check_config
 
         check_config(config)
         finished = finished_text(config)
@@ -107,7 +107,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
 
 def _print_how_to_resume(console: Any, argv: list[str], outcome: Outcome) -> None:
-    from idlm.train.config.trainer_arguments import num_processes
+    from idlm.train.arguments import num_processes
 
     kept = [argument for argument in argv if not argument.startswith("resume=")]
     how = f"to continue:\n{shlex.join(['idlm-train', *kept, 'resume=auto'])}"

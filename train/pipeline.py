@@ -17,8 +17,17 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from idlm.cli.imports import absent
-from idlm.devices import require_gpu
+from idlm.devices import is_out_of_memory, require_gpu
 from idlm.log import rank
+from idlm.train.arguments import (
+    launcher_pid,
+    num_local_processes,
+    num_processes,
+    require_same_config_everywhere,
+    shape,
+    training_arguments,
+)
+from idlm.train.check import check_config
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
 from idlm.train.checkpoint.recut import recut
 from idlm.train.checkpoint.resume import (
@@ -31,16 +40,7 @@ from idlm.train.checkpoint.resume import (
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.same_run import needs_recut
 from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter, available_bytes
-from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
-from idlm.train.config.trainer_arguments import (
-    launcher_pid,
-    num_local_processes,
-    num_processes,
-    require_same_config_everywhere,
-    shape,
-    training_arguments,
-)
 from idlm.train.data.checks import held_out_text
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
@@ -49,11 +49,11 @@ from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer, MemoryOfSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.planning.estimate import explain_out_of_memory, is_out_of_memory
-from idlm.train.planning.report import Sampler, report_run
+from idlm.train.planning.estimate import explain_out_of_memory
 from idlm.train.planning.state import check_disk, plan_disk, size_text
 from idlm.train.planning.warnings import run_warnings
 from idlm.train.prepare import Prepared, data_report, prepare, remember_base, remember_data
+from idlm.train.report import Sampler, report_run
 
 log = logging.getLogger(__name__)
 ASSUMED_BYTES_PER_SECOND = 200e6

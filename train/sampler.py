@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.contracts import SamplingParams
-from idlm.devices import free_cached_memory
+from idlm.devices import free_cached_memory, is_out_of_memory
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.train.data.base import CORRECT, JudgedSource, make_encoder, open_source
 from idlm.train.data.held_out import held_out_flags
-from idlm.train.planning.estimate import is_out_of_memory
-from idlm.train.planning.report import HELD_OUT, TRAINED, Measurement, Sampler, SampleReport, SampleText
 from idlm.train.prepare import run_date, separate_data
+from idlm.train.report import HELD_OUT, TRAINED, Measurement, Sampler, SampleReport, SampleText
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine

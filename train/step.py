@@ -35,10 +35,9 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState, Trainin
 from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
-from idlm.log import rank
+from idlm.log import note_progress, rank
 from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
-from idlm.train.loop.liveness import note_progress
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
 from idlm.train.objectives.base import Asked, Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
@@ -51,7 +50,7 @@ class StepLosses:
     """What one optimizer step computes, summed over its micro-batches; tensors on the device.
 
     `counts` [num_terms], supervised tokens per term, are over all ranks. `sums` [num_terms], nats, the
-    overlap per draft position [num_masks] and `fed` [6] (`train.planning.flops.count_fed`) are of this rank.
+    overlap per draft position [num_masks] and `fed` [6] (`train.data.dataset.count_fed`) are of this rank.
     `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step.
     """
 

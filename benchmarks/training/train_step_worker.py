@@ -21,7 +21,7 @@ from benchmarks.stream import matmul_rate
 from benchmarks.training.packed_text import TextSource
 from idlm.config.compose import compose
 from idlm.train import pipeline
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage

@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
 from idlm.infer.build import build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.distributed.worker_loop import digest
-from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions
 from idlm.infer.parts import EngineParts

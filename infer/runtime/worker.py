@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from idlm.contracts import TokenLogprob
-from idlm.infer.errors import is_out_of_memory
+from idlm.devices import is_out_of_memory
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep

@@ -33,9 +33,9 @@ free_port() {
 # freeze ARGUMENT...: the path of the composed configuration; under DRY=1 what would print it.
 freeze() {
     if [ "${DRY:-0}" = 1 ]; then
-        echo "\$($(quoted "$PYTHON" -m idlm.train.config.freeze "$@"))"
+        echo "\$($(quoted "$PYTHON" -m idlm.train.freeze "$@"))"
     else
-        "$PYTHON" -m idlm.train.config.freeze "$@"
+        "$PYTHON" -m idlm.train.freeze "$@"
     fi
 }
 

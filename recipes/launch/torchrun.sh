@@ -2,7 +2,7 @@
 # Any recipe on the GPUs of this machine, by torchrun; also on CPUs with train.device=cpu and GPUS=2.
 #   recipes/launch/torchrun.sh recipe=qwen3_8b model.path=... data.path=...
 # Several nodes: start it on every node with NODES=2 RENDEZVOUS=first-node:29500 and one shared output_dir; the
-# configuration is frozen once: CONFIG=<file>, the path that python -m idlm.train.config.freeze prints.
+# configuration is frozen once: CONFIG=<file>, the path that python -m idlm.train.freeze prints.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=common.sh

@@ -110,6 +110,20 @@ def test_no_circles_of_imports() -> None:
     assert not found, "\n".join(" <-> ".join(circle) for circle in found)
 
 
+@pytest.mark.parametrize(("product", "pairs"), [("train", {"checkpoint loop", "data objectives"})])
+def test_few_folders_import_each_other(product: str, pairs: set[str]) -> None:
+    names = {module_name(name): name for name in python_files(product)}
+    folder = {module: Path(name).parts[1] for module, name in names.items() if name.count("/") > 1}
+    arrows = {
+        (folder[module], folder[other])
+        for module, name in names.items()
+        for other in imports_of((ROOT / name).read_text(encoding="utf-8"), set(names))
+        if module in folder and other in folder
+    }
+    assert len(arrows) > 10
+    assert {f"{a} {b}" for a, b in arrows if a < b and (b, a) in arrows} == pairs
+
+
 def test_the_check_itself_finds_circles() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
     assert circles(graph) == [["a", "b", "c"]]

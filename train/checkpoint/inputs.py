@@ -16,7 +16,7 @@ from typing import Any
 from idlm.checkpoint import read_json
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
-from idlm.train.data.files import SUFFIXES, content_digest, files_below, find_files
+from idlm.files.records import SUFFIXES, content_digest, files_below, find_files
 
 INPUTS_FILE = "inputs.json"
 OF_A_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")

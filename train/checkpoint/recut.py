@@ -24,10 +24,9 @@ from transformers import TrainerCallback
 from idlm.checkpoint import MANIFEST, verify
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
-from idlm.log import rank
+from idlm.log import note_progress, rank
 from idlm.publish import publish
-from idlm.train.distributed.waiting import while_others_wait
-from idlm.train.loop.liveness import note_progress
+from idlm.train.distributed.collectives import while_others_wait
 
 log = logging.getLogger(__name__)
 RECUT_FOLDER = "recut"

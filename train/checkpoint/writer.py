@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
+from idlm.log import note_progress
 from idlm.train.distributed.collectives import from_rank_zero, group_of_own, raise_together
-from idlm.train.loop.liveness import note_progress
 
 log = logging.getLogger(__name__)
 SAVE_MODES = ("sync", "async")

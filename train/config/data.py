@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from idlm.config.schema import option
-from idlm.train.data.files import source_of
+from idlm.files.records import source_of
 
 AUTO_SOURCE = "auto"
 OWN_DATA = ("path", "sources")

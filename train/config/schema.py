@@ -1,6 +1,6 @@
 """The configuration of `idlm-train`: typed sections with help, and what follows from them (steps, stages).
 
-`conf/train.yaml` and recipes give values only; `train/config/check.py` checks them. Sections are not frozen,
+`conf/train.yaml` and recipes give values only; `train/check.py` checks them. Sections are not frozen,
 because composition fills them.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from idlm.config.schema import option
 from idlm.errors import UserError
+from idlm.files.records import SUFFIXES
 from idlm.semantics import PROJECTIONS
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import EvalConfig, PlanConfig, ReportConfig, WandbConfig
-from idlm.train.data.files import SUFFIXES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
 
 TASK_TOKENIZER = "task"

@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from idlm.errors import UserError
+from idlm.files.records import Reader, reading
+from idlm.log import note_progress
 from idlm.train.config.data import MAX_DEFAULT_WORKERS, DataConfig
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import (
@@ -38,10 +40,8 @@ from idlm.train.data.cache import (
     part_folder,
     write_part,
 )
-from idlm.train.data.files import Reader, reading
 from idlm.train.data.records.detect import check_shape, detect_shape, ignored_keys, keys_of, samples_of
 from idlm.train.data.records.shapes import SHAPES
-from idlm.train.loop.liveness import note_progress
 
 log = logging.getLogger(__name__)
 ON_BAD_RECORD = ("error", "skip")

@@ -26,9 +26,9 @@ import numpy as np
 
 from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.errors import UserError
+from idlm.log import note_progress
 from idlm.publish import publish
 from idlm.train.data.layout import Sample
-from idlm.train.loop.liveness import note_progress
 
 log = logging.getLogger(__name__)
 FORMAT = "idlm-data-5"

@@ -21,7 +21,6 @@ from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, pack_rows
 from idlm.train.data.packing import LengthLimits, StreamRows
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.planning.flops import count_fed
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
@@ -81,8 +80,8 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     Adds indices into the flattened B*T rows, found here so that no device waits for them: `noisy_index` and
     `clean_index` (supervised rows of either half), `open_index` (supervised noisy rows that show their token,
     in neither of those), `gate_index` (all MASK rows, for an adapter), `clean_rows` (all clean rows). Adds
-    `item_ids` [B], `fed` [6] (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the
-    document tokens of the micro-batch.
+    `item_ids` [B], `fed` [6] (`count_fed`) and the scalar `num_tokens`, the document tokens of the
+    micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
@@ -100,6 +99,20 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     arrays["num_tokens"] = np.asarray((is_real & ~arrays["is_noisy"]).sum() or is_real.sum())
     arrays["fed"] = count_fed(arrays)
     return Collated({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """`idlm.train.planning.flops.TokenCounts` as int64 [6], of collated rows [B, T] with their `noisy_index`
+    and `clean_index`.
+
+    A clean row that reaches position p sees p + 1 clean rows; a noisy one the clean rows before its block and
+    the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`).
+    """
+    is_real, is_noisy = rows["doc_ids"] != PADDING_DOC, rows["is_noisy"]
+    seen = rows["reach"] + 1
+    clean, noisy = is_real & ~is_noisy, is_real & is_noisy
+    counts = [clean.sum(), noisy.sum(), seen[clean].sum(), seen[noisy].sum()]
+    return np.asarray([*counts, len(rows["clean_index"]), len(rows["noisy_index"])], dtype=np.int64)
 
 
 class Collated(dict[str, Tensor]):

@@ -13,8 +13,7 @@ from idlm.log import rank
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import Encoder, Source, open_source
 from idlm.train.data.mixture import CountedSource
-from idlm.train.distributed.collectives import gather_objects
-from idlm.train.distributed.waiting import while_others_wait
+from idlm.train.distributed.collectives import gather_objects, while_others_wait
 
 
 def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:

@@ -7,6 +7,7 @@ torch.distributed serializes the objects. In a run of one process nothing here c
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from idlm.errors import UserError
+from idlm.log import note_progress, progress_count
 
 T = TypeVar("T")
 
@@ -109,3 +111,35 @@ def group_of_own(*, timeout: timedelta) -> dist.ProcessGroup | None:
 def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group next to `world`: a process group that is opened later gets its own."""
     return dist.new_group(backend="gloo")
+
+
+SECONDS_BETWEEN_SIGNS = 5.0
+
+
+def while_others_wait(work: Callable[[], None] | None) -> None:
+    """Do `work` (None: wait for ranks that have some, at any length); UserErrors are raised on all ranks.
+
+    Collective calls at short intervals keep the process group from timing out, and the watchdog from ending
+    the ranks that wait.
+    """
+    failures: list[Exception] = []
+
+    def guarded() -> None:
+        try:
+            if work is not None:
+                work()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded, name="open data", daemon=True)
+    thread.start()
+    heard = -1
+    while heard:
+        thread.join(timeout=SECONDS_BETWEEN_SIGNS if work is not None else 0.0)
+        is_working = work is not None and thread.is_alive()
+        before, heard = heard, highest(1 + progress_count() if is_working else 0)
+        if not is_working and heard > before:
+            # Progress of the rank that this one waits for counts as progress here: it is no hang.
+            note_progress()
+    # After an unexpected error the other ranks wait here; the watchdog ends them.
+    raise_together(failures[0] if failures else None)

@@ -31,7 +31,7 @@ from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
     from idlm.train.loop.trainer import IdlmTrainer
-    from idlm.train.planning.report import Sampler
+    from idlm.train.report import Sampler
 
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ thread on every rank reads the heartbeats of the others:
 - A rank hangs if it makes no progress for `train.hang_seconds`, or for `SLOW_FACTOR` times as long in a phase
   that reads or writes files. The report names the rank that is furthest behind and prints its stack.
 
-Tokenising counts as progress (train/loop/liveness.py), also on the ranks that wait for it. torchrun and
+Tokenising counts as progress (`idlm.log.note_progress`), also on the ranks that wait for it. torchrun and
 deepspeed also end all ranks when one exits, but do not report why. The exit status is `STATUS`.
 """
 
@@ -35,8 +35,8 @@ from torch.distributed import TCPStore
 from transformers import TrainerCallback, TrainerState
 
 from idlm.errors import UserError
+from idlm.log import progress_count
 from idlm.train.distributed.collectives import barrier, from_rank_zero, gather_objects, is_distributed
-from idlm.train.loop.liveness import progress_count
 
 log = logging.getLogger(__name__)
 STATUS = 75

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
+from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import named_checkpoint
-from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import held_out_text, inspect_data
 from idlm.train.data.dataset import PackedDataset

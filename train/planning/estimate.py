@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
+from idlm.train.arguments import num_processes
 from idlm.train.config.monitoring import MATMUL_TFLOPS
 from idlm.train.config.schema import TrainConfig
-from idlm.train.config.trainer_arguments import num_processes
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 SAMPLED_ITEMS = 32
 DEFAULT_GPU = "H200"
-HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +204,6 @@ def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
 
 def _bytes_of_kind(plan: MemoryPlan, kind: str) -> int:
     return sum(term.num_bytes for term in plan.terms if term.name.startswith(kind))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the GPU or the host refused memory."""
-    is_typed = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_typed or (isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_TEXTS))
 
 
 def explain_out_of_memory(

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from torch import nn
 
-from idlm.masks import PADDING_DOC
 from idlm.train.distributed.deepspeed import whole_shape
 from idlm.train.model.gated_lora import AdaptedLinear
 
@@ -105,19 +103,6 @@ class ModelWork:
         """Elements that go into and come out of the products."""
         ends = self.ends
         return ends.layers * passes.layers + ends.head * passes.head + ends.adapter * passes.adapter
-
-
-def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
-    """`TokenCounts` as int64 [6], of collated rows [B, T] with their `noisy_index` and `clean_index`.
-
-    A clean row that reaches position p sees p + 1 clean rows; a noisy one the clean rows before its block and
-    the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`).
-    """
-    is_real, is_noisy = rows["doc_ids"] != PADDING_DOC, rows["is_noisy"]
-    seen = rows["reach"] + 1
-    clean, noisy = is_real & ~is_noisy, is_real & is_noisy
-    counts = [clean.sum(), noisy.sum(), seen[clean].sum(), seen[noisy].sum()]
-    return np.asarray([*counts, len(rows["clean_index"]), len(rows["noisy_index"])], dtype=np.int64)
 
 
 def work_of(model: PreTrainedModel) -> ModelWork | None:

@@ -19,12 +19,12 @@ import yaml
 from torch import nn
 
 from idlm.errors import UserError
+from idlm.files.records import SUFFIXES, find_files
 from idlm.semantics import PROJECTIONS
+from idlm.train.check import CHOSEN
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.checkpoint.same_run import CONFIG_FILE
-from idlm.train.config.check import CHOSEN
 from idlm.train.config.schema import AdapterConfig, LoopConfig, ModelConfig, TrainConfig
-from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup
 from idlm.train.planning.flops import TokenCounts

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from idlm.errors import UserError, some_of
+from idlm.files.records import SUFFIXES, find_files
 from idlm.train.config.data import DataConfig, held_out_config
 from idlm.train.config.schema import TrainConfig
-from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.model.checks import num_positions
 
 

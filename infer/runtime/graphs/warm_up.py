@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from idlm import __version__
-from idlm.devices import memory_bytes
+from idlm.devices import is_out_of_memory, memory_bytes
 from idlm.infer.decoders.base import Decoder, rows_by_mode
-from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.loader import LoadedModel, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead

@@ -32,7 +32,7 @@ def test_one_node_by_torchrun_which_waits_for_a_save(script: str) -> None:
     words = shlex.split(told)
     assert "torch.distributed.run --standalone --nproc-per-node 8 -m idlm.train.cli" in told
     assert words[-1].startswith("config=$("), "what is printed can be pasted"
-    assert told.count("idlm.train.config.freeze") == 1
+    assert told.count("idlm.train.freeze") == 1
     assert f"recipe={script.removesuffix('.sh')} model.path=/m data.path=/d\\ x.jsonl" in told
 
 
@@ -54,9 +54,7 @@ def test_variables_of_the_launchers_reach_other_nodes(tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("a slots=8\nb slots=8\n")
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
     python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\n[ "$2" = idlm.train.config.freeze ] && echo "$FROZEN" || cat "$DS_ENV_FILE"\n'
-    )
+    python.write_text('#!/bin/sh\n[ "$2" = idlm.train.freeze ] && echo "$FROZEN" || cat "$DS_ENV_FILE"\n')
     python.chmod(0o755)
     told = dry(
         "hosts.sh", DRY="0", PORT="1", PYTHON=str(python), FROZEN=str(tmp_path / "c.yaml"),
@@ -72,7 +70,7 @@ def test_paths_arrive_as_they_are_written(tmp_path: Path, odd: str) -> None:
     folder = tmp_path / odd
     folder.mkdir()
     python, frozen, given = folder / "python", folder / "c.yaml", f"data.path={folder / 'd.jsonl'}"
-    freezes = '[ "$2" = idlm.train.config.freeze ] && set -- "$FROZEN"'
+    freezes = '[ "$2" = idlm.train.freeze ] && set -- "$FROZEN"'
     python.write_text(f'#!/bin/sh\n{freezes}\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     settings = {"PYTHON": str(python), "FROZEN": str(frozen)}

@@ -37,7 +37,7 @@ PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$LOG"
 case $* in
     -c*) echo 29777; exit ;;
-    *idlm.train.config.freeze*)
+    *idlm.train.freeze*)
         echo "$OUT/launch/c.yaml"
         [ -z "${FREEZES:-}" ] || { touch "$FREEZES"; sleep 1; }
         exit ;;
@@ -157,7 +157,7 @@ def test_a_finished_run_is_not_requeued_and_works_from_any_folder(cluster: Clust
     told, _ = job.communicate(timeout=60)
     assert job.returncode == 0, told
     freeze, port, torchrun = cluster.lines()
-    assert freeze == "-m idlm.train.config.freeze recipe=tiny resume=never"
+    assert freeze == "-m idlm.train.freeze recipe=tiny resume=never"
     assert port.startswith("-c import socket")
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint node-1:29777 --rdzv-id 7"
     assert torchrun.endswith(
@@ -183,7 +183,7 @@ def test_a_dry_run_of_slurm_prints_its_command(cluster: Cluster) -> None:
     assert told.startswith(
         f"srun --kill-on-bad-exit=1 {LAUNCH}/slurm_node.sh python -m torch.distributed.run --nnodes 2"
     )
-    assert told.count("idlm.train.config.freeze") == 1
+    assert told.count("idlm.train.freeze") == 1
 
 
 def test_torchrun_reads_the_time_that_a_save_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

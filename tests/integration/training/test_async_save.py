@@ -20,7 +20,7 @@ from idlm.train import cli
 from idlm.train.checkpoint import writer as writing
 from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.loop import trainer as training
-from idlm.train.planning.report import SampleReport
+from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import (
     assert_same_weights,
     ctrl_c_after,

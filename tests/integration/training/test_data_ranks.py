@@ -23,7 +23,7 @@ from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data import build, open as opening
 from idlm.train.data.base import make_encoder
-from idlm.train.distributed import waiting
+from idlm.train.distributed import collectives as waiting
 
 rank, paths = int(sys.argv[1]), sys.argv[2:]
 dist.init_process_group("gloo", rank=rank, world_size=2)

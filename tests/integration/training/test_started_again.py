@@ -14,7 +14,7 @@ from idlm.config.compose import compose
 from idlm.train import cli, pipeline
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.config.schema import TrainConfig
-from idlm.train.planning.report import SampleReport
+from idlm.train.report import SampleReport
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import write_tiny_base
 

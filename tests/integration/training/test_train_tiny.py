@@ -20,12 +20,12 @@ from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli, pipeline
+from idlm.train.check import PUBLISHED_FILES
 from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export
-from idlm.train.config.check import PUBLISHED_FILES
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.load import create_base
-from idlm.train.planning.report import Measurement, SampleReport, SampleText
+from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
 from tests.tiny_training import HiddenStates, tiny_config, write_tiny_base

@@ -26,7 +26,7 @@ from idlm.lora import WEIGHTS_FILE
 from idlm.train import cli
 from idlm.train.loop import watchdog as watchdogs
 from idlm.train.loop.watchdog import has_ended
-from idlm.train.planning.report import SampleReport
+from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import num_floats
 from tests.integration.zero import crashes
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.planning.dry_run import dry_run
 from idlm.train.prepare import prepare

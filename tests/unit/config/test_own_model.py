@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
+from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import config_text
-from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.planning import sizes
 from idlm.train.planning.sizes import with_sizes

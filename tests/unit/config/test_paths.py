@@ -18,7 +18,7 @@ from idlm.publish import publish
 from idlm.train.checkpoint.resume import choose_checkpoint, store_config
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
 from idlm.train.config.schema import TrainConfig
-from idlm.train.config.unused import value_of
+from idlm.train.unused import value_of
 
 SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
 

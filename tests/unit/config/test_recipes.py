@@ -9,7 +9,7 @@ import pytest
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig, make_curriculum, settle_accumulation
 
 ROOT = Path(__file__).resolve().parents[3]

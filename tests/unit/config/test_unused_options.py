@@ -10,9 +10,9 @@ import pytest
 
 from idlm.config.compose import compose, recipes
 from idlm.errors import UserError
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
-from idlm.train.config.unused import RULES, Rule, unused_options, value_of
+from idlm.train.unused import RULES, Rule, unused_options, value_of
 from tests.integration.inference.command_lines import TINY
 
 STEPS = "train.stages=[{stride: 2, steps: 4, clean_weight: auto}]"

@@ -13,8 +13,8 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.text.templates import with_date, writes_date
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
+from idlm.train.check import data_problems
 from idlm.train.checkpoint.resume import RUN_FOLDER
-from idlm.train.config.check import data_problems
 from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES, make_encoder

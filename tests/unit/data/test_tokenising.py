@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
+from idlm.log import note_progress, progress_count
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.check import data_problems
+from idlm.train.check import data_problems
 from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import LoopConfig
 from idlm.train.data import build, cache
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource, pack
 from idlm.train.data.layout import Sample
-from idlm.train.distributed import waiting
-from idlm.train.loop.liveness import note_progress, progress_count
+from idlm.train.distributed import collectives as waiting
 from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
 
 TOKENS_PER_SECOND = 296_000

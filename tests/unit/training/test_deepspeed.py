@@ -11,7 +11,7 @@ from torch import nn
 
 from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import gathered, num_parameters, whole_weights, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_config, hold_gradients

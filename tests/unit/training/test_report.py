@@ -13,14 +13,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from idlm.config.compose import compose
-from idlm.train import sampler
+from idlm.train import report, sampler
 from idlm.train.config.schema import ReportConfig, TrainConfig
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import FileRows
 from idlm.train.loop.progress import Progress
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
-from idlm.train.planning import report
 from idlm.train.prepare import prepare_data, prepare_tokenizer
 
 LOSSES = [9.0, 5.0, 1.0, 0.2, 0.05, 0.04]

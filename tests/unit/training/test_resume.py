@@ -19,6 +19,7 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import clear_stale, publish
+from idlm.train.check import check_config
 from idlm.train.checkpoint import recut
 from idlm.train.checkpoint.resume import (
     choose_checkpoint,
@@ -27,7 +28,6 @@ from idlm.train.checkpoint.resume import (
     store_config,
 )
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_recut
-from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.loop.metrics import read_metrics
 from idlm.train.loop.trainer import StopRequests

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from idlm.errors import UserError
+from idlm.log import progress_count
 from idlm.train.loop import watchdog as watchdog_module
-from idlm.train.loop.liveness import progress_count
 from idlm.train.loop.watchdog import (
     SILENT_SECONDS,
     SLOW_FACTOR,

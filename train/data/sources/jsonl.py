@@ -15,11 +15,11 @@ from typing import Any
 from idlm.errors import UserError
 from idlm.files.encodings import convert_command, likely_encoding, wide_encoding
 from idlm.files.paths import DAMAGE, json_problem, packing, unpacked
+from idlm.files.records import SUFFIXES, FileReader, Row, damaged, reading
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged, reading
 
 BOM = b"\xef\xbb\xbf"
 PEEKED_BYTES = 4096

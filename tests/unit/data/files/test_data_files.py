@@ -17,12 +17,12 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.files.encodings import likely_encoding
+from idlm.files.records import SUFFIXES, find_files, search
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import Encoder
 from idlm.train.data.checks import files_text
-from idlm.train.data.files import SUFFIXES, find_files, search
 from idlm.train.data.sources.jsonl import JsonlReader, jsonl_source
 
 RECORD = {"prompt": "a", "response": "b"}

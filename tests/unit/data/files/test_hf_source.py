@@ -11,7 +11,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, HeldOutConfig, held_out_config
 from idlm.train.config.monitoring import EvalConfig
 from idlm.train.config.schema import TrainConfig

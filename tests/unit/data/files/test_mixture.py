@@ -15,7 +15,7 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.check import check_config
+from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, SourceConfig
 from idlm.train.config.monitoring import EvalConfig
 from idlm.train.config.schema import TrainConfig

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from idlm.errors import UserError
+from idlm.files.records import SUFFIXES, find_files
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.files import SUFFIXES, find_files
 from tests.unit.task_encoder import TaskEncoder
 
 MASK = 190

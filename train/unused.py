@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from idlm.files.records import SUFFIXES
 from idlm.train.config.schema import TrainConfig
-from idlm.train.data.files import SUFFIXES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED
 

@@ -1,6 +1,6 @@
 """Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
 
-An option without effect is refused too (train/config/unused.py).
+An option without effect is refused too (train/unused.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from idlm.checkpoint import foreign_files
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
+from idlm.files.records import SUFFIXES, find_files
 from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.text.tokenizer import TOKENIZER_FILES
@@ -24,11 +25,9 @@ from idlm.train.checkpoint.writer import SAVE_MODES
 from idlm.train.config.data import DataConfig, held_out_config
 from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import TASK_TOKENIZER, StageConfig, TrainConfig, missing_keys, refuse_problems
-from idlm.train.config.unused import FILE_SOURCES, objective_has, unused_options, value_of
 from idlm.train.data.base import SOURCES, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.encoder import LEFT_OUT, THINKING, TURNS
-from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import uses_deepspeed
@@ -37,6 +36,7 @@ from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
 from idlm.train.objectives.idlm import PHASES
+from idlm.train.unused import FILE_SOURCES, objective_has, unused_options, value_of
 
 DTYPES = ("float32", "bfloat16")
 EXPORT_DTYPES = (*DTYPES, "float16")

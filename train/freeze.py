@@ -1,4 +1,4 @@
-"""`python -m idlm.train.config.freeze [overrides]`: compose and check a training configuration once for all
+"""`python -m idlm.train.freeze [overrides]`: compose and check a training configuration once for all
 ranks.
 
 Writes `<output_dir>/launch/config-<hash>.yaml` and prints that path, which the launcher passes to all ranks
@@ -13,8 +13,8 @@ from pathlib import Path
 from idlm.cli import command
 from idlm.config.compose import compose
 from idlm.files.disk import replace_text
+from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import config_hash, config_text
-from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
 
 LAUNCH_FOLDER = "launch"
