@@ -66,7 +66,7 @@ def measure(arguments: list[str]) -> int:
                 peer = measure_vllm(bench)
                 bench.beside = {"beside": peer.engine}
             except UserError as error:
-                # What is measured without vLLM is worth the GPU's time.
+                # The rest is measured without vLLM.
                 print(error, flush=True)
         bench.save()
         for decoder in options["decoders"].split(","):

@@ -191,7 +191,7 @@ def measure(arguments: list[str]) -> int:
             print(error, flush=True)
         else:
             print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
-            # At once: the machine may be taken away before the next arm has ended.
+            # At once, so that a run that is stopped loses none.
             known = {(row["case"]["arm"], row["metric"]) for row in rows}
             made = _rows(options, shape, results)
             new = [row for row in made if (row["case"]["arm"], row["metric"]) not in known]

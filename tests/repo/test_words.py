@@ -21,7 +21,7 @@ PRIVATE = re.compile(
 CONSTANTS = re.compile(r"\b((?:LEAST|MOST)_[A-Z_]+|[A-Z]+_(?:TO|FOR)_A_[A-Z]+)\b")
 TRACES = re.compile(
     r"\b(issues? \d+|(?:this|the) issue(?:'s)?\b|shared facts|(?:a|the|next|last|this) lease\b|leases/"
-    r"|reviews? found|founders?|colleagues?|renamed before)",
+    r"|reviews? found|founders?|colleagues?|renamed before)|_of_the_issue\b",
     re.IGNORECASE,
 )
 MEASURED = re.compile(r"commit [0-9a-f]{12}(?:\+|, [0-9a-f]{12})")
@@ -67,6 +67,7 @@ def test_no_private_words_and_no_traces() -> None:
         "MOST_ROWS = 1",
         "sizes are those of issue 15",
         "the issue's table",
+        "def test_sizes_are_those_of_the_issue",
         "the shared facts (section 8)",
         "The lease ended while its arms were decoded",
         "Smaller things that reviews found",

@@ -97,7 +97,7 @@ def test_the_32b_is_merged_and_trains_its_clean_rows(paths: list[str]) -> None:
     assert [stage.clean_weight for stage in config.train.stages] == [0.2]
 
 
-def test_a_small_model_trains_by_the_former_name_of_its_recipe() -> None:
+def test_a_small_model_trains_by_the_other_name_of_its_recipe() -> None:
     assert compose("train", TrainConfig, ["recipe=qwen3_0_6b"]) == compose(
         "train", TrainConfig, ["recipe=small"]
     )

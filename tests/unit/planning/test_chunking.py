@@ -175,7 +175,7 @@ def test_max_length_of_little_memory() -> None:
     assert max_length(forward, capacity=smallest, wanted_share=1.0) == 1
 
 
-def test_the_ratios_of_the_issue_can_be_planned() -> None:
+def test_the_ratios_of_the_arms_can_be_planned() -> None:
     """24 GiB, prompt share 0.5: capacity is what weights and 1 GiB leave (LLaDA-8B: 14.93 GiB of weights)."""
     capacity = int((24 - 14.93 - 1) * GIB)
     lengths = {

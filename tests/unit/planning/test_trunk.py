@@ -21,7 +21,7 @@ FINE = {"logits": 10_000, "ffn": 10_000, "experts": 10_000}
 
 @pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
 @pytest.mark.parametrize("prompt_share", [0.1, 0.5, 0.9])
-def test_the_bytes_of_a_row_are_those_of_the_issue(model: str, arm: str, prompt_share: float) -> None:
+def test_the_bytes_of_a_row_are_those_of_the_table(model: str, arm: str, prompt_share: float) -> None:
     """The slope of the capacity over L_max, between two large capacities."""
     forward = trunk_forward(SHAPES[model], arm)
     low, high = (max_length(forward, capacity=num * GIB, wanted_share=1 - prompt_share) for num in (20, 60))
@@ -42,7 +42,7 @@ def test_fine_chunks_leave_the_attention_set(model: str, arm: str) -> None:
     assert (peaks[1] - peaks[0]) / 2_000_000 / 1024 == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
 
 
-def test_unchunked_live_sets_are_those_of_the_issue() -> None:
+def test_unchunked_live_sets_are_those_of_the_table() -> None:
     """Whole logits of half of the rows need 139.5 KiB a row for LLaDA-8B, and a whole FFN 64 KiB."""
     template = trunk_template(LLADA_8B, WHOLE)
     length = 1_000_000
