@@ -1,5 +1,5 @@
 """What a lane remembers of its block between passes: the beginning and the end of a pass, a launch each.
-Contract in README.md; `begin_reference` and `finish_reference` define it.
+Contract in README.md; the references define it.
 
 B sequences, R rows, W places of a block, Z lanes.
 """

@@ -1,7 +1,6 @@
 """Rows and decisions of a block-diffusion pass, as tensors by lane; contract in README.md."""
 
 from idlm.kernels.block_step.op import decide_blocks, pack_blocks
-from idlm.kernels.block_step.reference import decide_reference, pack_reference, wanted_reference
 from idlm.kernels.block_step.resizing import Held, Resizing
 from idlm.kernels.block_step.types import (
     PASSES_BITS,

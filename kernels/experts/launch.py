@@ -16,7 +16,7 @@ from torch import Tensor
 from idlm.kernels.backend import pdl_options
 from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
-from idlm.kernels.experts.reference import MIN_SUM, Routing
+from idlm.kernels.experts.types import MIN_SUM, Routing
 
 PLAN_PAIRS = 8192
 COMBINE_COLUMNS = 1024

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
-from idlm.kernels.experts.reference import MIN_SUM, Routing
+from idlm.kernels.experts.types import MIN_SUM, Routing
 from idlm.kernels.linear import library_linear
 from idlm.kernels.swiglu import swiglu
 

@@ -65,3 +65,8 @@ def quantise_fp8(weight_ED: Tensor) -> Fp8Weight:
 def _power_of_two_above(x_E: Tensor) -> Tensor:
     """The smallest power of two >= x > 0, computed on bits, so exact on every device."""
     return ((x_E.view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)
+
+
+def dequantised(values_ED: Tensor, scale_E: Tensor) -> Tensor:
+    """The fp32 weight that an fp8 weight represents."""
+    return values_ED.to(torch.float32) * scale_E[:, None]

@@ -9,7 +9,3 @@ from idlm.kernels.linear_cross_entropy.op import (
     linear_overlap,
     token_nll,
 )
-from idlm.kernels.linear_cross_entropy.reference import (
-    linear_cross_entropy_reference,
-    linear_distillation_reference,
-)

@@ -1,5 +1,4 @@
 """Bounds of keys, and scores of pages by them; contract in README.md."""
 
 from idlm.kernels.page_bounds.op import page_scores, write_bounds
-from idlm.kernels.page_bounds.reference import bounds_reference, score_reference
 from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces

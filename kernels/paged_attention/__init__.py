@@ -1,7 +1,6 @@
 """Attention of packed ragged rows over a paged KV cache; contract and mathematics in README.md."""
 
 from idlm.kernels.paged_attention.backends import BACKENDS, Plan, paged_attention, plan_attention, problems
-from idlm.kernels.paged_attention.reference import paged_attention_reference, sums_before_reference
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 __all__ = [
@@ -11,8 +10,6 @@ __all__ = [
     "HeadShape",
     "Plan",
     "paged_attention",
-    "paged_attention_reference",
     "plan_attention",
     "problems",
-    "sums_before_reference",
 ]

@@ -1,9 +1,4 @@
 """Lists of the slots that a block attends to most; contract in README.md."""
 
 from idlm.kernels.prefix_ranking.op import attention_share, rank_prefix, select_largest, workspace_bytes
-from idlm.kernels.prefix_ranking.reference import (
-    attention_share_reference,
-    prefix_sums_reference,
-    select_reference,
-)
 from idlm.kernels.prefix_ranking.types import RankingPass

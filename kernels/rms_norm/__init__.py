@@ -1,4 +1,3 @@
 """Residual addition and RMSNorm in one pass; contract in README.md."""
 
 from idlm.kernels.rms_norm.op import add_rms_norm
-from idlm.kernels.rms_norm.reference import add_rms_norm_reference

@@ -14,14 +14,5 @@ from idlm.kernels.sampling.op import (
     uniforms,
     verify,
 )
-from idlm.kernels.sampling.reference import (
-    dense_probs,
-    draw_reference,
-    emitted_reference,
-    probs_reference,
-    residual_reference,
-    restricted_reference,
-    verify_reference,
-)
 from idlm.kernels.sampling.scores import row_entropy, row_margin
 from idlm.kernels.sampling.types import DraftProbs, Drafts, LayoutTables, Probs, RowProbs, Tuning, Verdict

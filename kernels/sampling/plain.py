@@ -1,6 +1,6 @@
 """The ops in plain torch with fp64 distributions in memory: what a CPU runs.
 
-Arguments and results are those of launch.py; the definition is reference.py.
+Arguments and results are those of launch.py.
 
 Shapes: X, Y rows, V vocabulary, Z lanes, B sequences, J drafts, D draws; of masks W words of bits, M
 sequences, A rows of each.

@@ -16,7 +16,6 @@ from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan, WantedRows
-from idlm.kernels.gated_lora import gated_lora_reference
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
     CYCLE,
@@ -30,6 +29,7 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.kernels.references.trunk import gated_lora_reference
 from tests.toy import ARCHITECTURES, write_toy_checkpoint
 
 STRIDES = (2, 3, 4)

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from idlm.infer.decoders.block_rows import BlockPlan
-from idlm.kernels.block_step import decide_reference, pack_reference, wanted_reference
-from idlm.kernels.block_step.reference import Row, Sequence
 from tests.kernels.cases.block_step import Case
+from tests.kernels.references.block_step import (
+    Row,
+    Sequence,
+    decide_reference,
+    pack_reference,
+    wanted_reference,
+)
 
 
 @pytest.mark.parametrize("seed", range(80))

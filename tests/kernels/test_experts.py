@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.kernels.experts import Routing, experts, experts_reference, route
+from idlm.kernels.experts import Routing, experts, route
+from tests.kernels.references.experts import experts_reference
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,11 +9,13 @@ from idlm.kernels.linear_cross_entropy import (
     DIVERGENCES,
     chunk_rows,
     linear_cross_entropy,
-    linear_cross_entropy_reference,
     linear_distillation,
-    linear_distillation_reference,
     linear_overlap,
     token_nll,
+)
+from tests.kernels.references.linear_cross_entropy import (
+    linear_cross_entropy_reference,
+    linear_distillation_reference,
 )
 
 SHAPES = [(0, 8, 4), (1, 1, 1), (1, 33, 5), (63, 64, 8), (130, 101, 16), (300, 257, 7)]

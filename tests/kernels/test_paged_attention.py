@@ -25,7 +25,6 @@ from idlm.kernels.paged_attention import (
     AttentionRows,
     HeadShape,
     paged_attention,
-    paged_attention_reference,
     plan_attention,
     problems,
 )
@@ -40,6 +39,7 @@ from tests.kernels.cases.paged_attention import (
     steady,
     tree,
 )
+from tests.kernels.references.paged_attention import paged_attention_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)

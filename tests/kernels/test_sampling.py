@@ -14,15 +14,11 @@ from idlm.kernels.sampling import (
     allowed_logits,
     draft_probs,
     draw,
-    draw_reference,
     emit_and_draft,
-    emitted_reference,
     judged_draws,
     nonfinite,
     op,
-    probs_reference,
     put,
-    residual_reference,
     restrict,
     row_probs,
     uniforms,
@@ -32,6 +28,12 @@ from idlm.kernels.sampling.types import PlainDraftProbs, PlainProbs
 from tests.kernels.cases.sampling import all_probs, check_judged, check_nonfinite, check_probs, make_case
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
+from tests.kernels.references.sampling import (
+    draw_reference,
+    emitted_reference,
+    probs_reference,
+    residual_reference,
+)
 
 CPU = torch.device("cpu")
 QWEN3_VOCABULARY = 151_936

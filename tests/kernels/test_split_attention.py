@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from idlm.kernels.split_attention import split_attention_ranges
-from idlm.kernels.split_attention.reference import visible
+from idlm.kernels.split_attention.op import visible
 from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.model.attention import choose_attention

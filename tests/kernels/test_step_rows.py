@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from idlm.kernels.step_rows import pack_rows_reference
 from tests.kernels.cases.step_rows import MASK_ID, Case
+from tests.kernels.references.step_rows import pack_rows_reference
 
 
 @pytest.mark.parametrize("seed", range(40))

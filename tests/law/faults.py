@@ -30,8 +30,8 @@ from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Probs, Verdict
-from idlm.kernels.sampling.reference import dense_probs
 from tests.kernels.cases.sampling_steps import stored_probs
+from tests.kernels.references.sampling import dense_probs
 from tests.law.sampling_halves import PARTS
 
 Plant = Callable[[pytest.MonkeyPatch], None]

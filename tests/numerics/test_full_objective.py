@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from idlm.kernels.split_attention.reference import visible
+from idlm.kernels.split_attention.op import visible
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Sample, SampleRows, pack_rows

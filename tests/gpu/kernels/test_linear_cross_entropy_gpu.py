@@ -15,14 +15,16 @@ from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import (
     DIVERGENCES,
     linear_cross_entropy,
-    linear_cross_entropy_reference,
     linear_distillation,
-    linear_distillation_reference,
     linear_overlap,
     token_nll,
 )
 from idlm.train.objectives.base import Asked
 from idlm.train.step import BodyAndHead, LossGuard
+from tests.kernels.references.linear_cross_entropy import (
+    linear_cross_entropy_reference,
+    linear_distillation_reference,
+)
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
 
 pytestmark = [

@@ -18,8 +18,8 @@ from idlm.infer.decoders.block_rows import BlockPlan
 from idlm.infer.state.batch import Batch
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import RULES, Proposed
-from idlm.kernels.block_step.reference import Sequence
 from idlm.semantics import Semantics
+from tests.kernels.references.block_step import Sequence
 
 NUM_LANES, MASK_ID = 12, 999
 SPARE = NUM_LANES - 1

@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from idlm.kernels.experts import Routing, experts, route, route_reference
+from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.experts.launch import Launch
 from tests.kernels.cases.trunk import NAN, assert_close
+from tests.kernels.references.experts import route_reference
 
 MARGIN = 1e-5
 """fp32 may choose either of two scores that are closer than this."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idlm.kernels.masked_logits import Proposals, masked_logits, masked_logits_reference
+from idlm.kernels.masked_logits import Proposals, masked_logits
+from tests.kernels.references.masked_logits import masked_logits_reference
 
 SHAPES = ((1, 5, 16), (7, 64, 24), (33, 300, 40), (70, 515, 72))
 """X, V, D: one row, fewer tokens than a tile, tokens after the last tile, rows and columns after theirs."""

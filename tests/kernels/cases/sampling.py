@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import (
-    LayoutTables,
-    Probs,
-    dense_probs,
-    entropy,
-    judged_draws,
-    nonfinite,
-    row_probs,
-)
+from idlm.kernels.sampling import LayoutTables, Probs, entropy, judged_draws, nonfinite, row_probs
+from tests.kernels.references.sampling import dense_probs
 
 Settings = tuple[Tensor, Tensor, Tensor, Tensor]
 Oracle = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

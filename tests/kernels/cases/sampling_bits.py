@@ -9,17 +9,10 @@ import random
 
 import torch
 
-from idlm.kernels.sampling import (
-    Tuning,
-    allowed_logits,
-    draft_probs,
-    put,
-    restrict,
-    restricted_reference,
-    row_probs,
-)
+from idlm.kernels.sampling import Tuning, allowed_logits, draft_probs, put, restrict, row_probs
 from tests.kernels.cases.sampling import SLACK, make_case, poisoned
 from tests.kernels.cases.sampling_steps import stored_probs
+from tests.kernels.references.sampling import restricted_reference
 
 
 def _bits(draw: random.Random, num_masks: int, num_tokens: int) -> tuple[list[set[int]], torch.Tensor]:

@@ -18,14 +18,11 @@ from idlm.kernels.sampling import (
     RowProbs,
     Tuning,
     Verdict,
-    dense_probs,
     draft_probs,
     emit_and_draft,
     put,
-    residual_reference,
     row_probs,
     verify,
-    verify_reference,
 )
 from tests.kernels.cases.sampling import (
     SLACK,
@@ -36,6 +33,7 @@ from tests.kernels.cases.sampling import (
     poisoned,
     random_tables,
 )
+from tests.kernels.references.sampling import dense_probs, residual_reference, verify_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,23 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
-from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu, gated_lora_reference
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.library import library_linear
-from idlm.kernels.linear import (
-    Fp8Weight,
-    Linears,
-    dequantised,
-    linear,
-    linear_reference,
-    linear_swiglu,
-    linear_swiglu_reference,
-    quantise_fp8,
-)
+from idlm.kernels.linear import Fp8Weight, Linears, dequantised, linear, linear_swiglu, quantise_fp8
 from idlm.kernels.linear.launch import Launch, make_workspace, workspace_size
-from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache, qkv_rope_cache_reference
+from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.qkv_rope_cache.op import plain_qkv_rope_cache, rope_tables
-from idlm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
-from idlm.kernels.swiglu import swiglu, swiglu_reference
+from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.swiglu import swiglu
+from tests.kernels.references.trunk import (
+    add_rms_norm_reference,
+    gated_lora_reference,
+    linear_reference,
+    linear_swiglu_reference,
+    qkv_rope_cache_reference,
+    swiglu_reference,
+)
 
 NAN = float("nan")
 SLACK = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 2e-6}

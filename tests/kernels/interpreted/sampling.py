@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from idlm.kernels.sampling import RowProbs, Tuning, draw, op, plain, probs_reference, row_probs, uniforms
+from idlm.kernels.sampling import RowProbs, Tuning, draw, op, plain, row_probs, uniforms
 from idlm.kernels.sampling.launch import MAX_DRAWS
 from tests.kernels.cases.sampling import (
     Case,
@@ -21,6 +21,7 @@ from tests.kernels.cases.sampling import (
 )
 from tests.kernels.cases.sampling_bits import check_allowed, check_restrict
 from tests.kernels.cases.sampling_steps import run_steps
+from tests.kernels.references.sampling import probs_reference
 
 SMALL = Tuning(chunk=32, tile=4, capacity=64, group=2, sample=64, step=128)
 WIDE = Tuning(chunk=128, tile=2, capacity=128, step=256, sample=128)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from idlm.kernels.paged_attention import AttentionRows, paged_attention_reference
+from idlm.kernels.paged_attention import AttentionRows
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import Sample, pack_rows
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from tests.kernels.references.paged_attention import paged_attention_reference
 
 MASK = 99
 

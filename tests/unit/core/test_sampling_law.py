@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
-from idlm.kernels.sampling import draw, emitted_reference, residual_reference
+from idlm.kernels.sampling import draw
 from idlm.kernels.sampling.plain import row_probs
 from idlm.kernels.sampling.types import PlainProbs
+from tests.kernels.references.sampling import emitted_reference, residual_reference
 
 Settings = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

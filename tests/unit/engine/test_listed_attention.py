@@ -11,13 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from idlm.kernels.paged_attention import (
-    HeadShape,
-    paged_attention,
-    paged_attention_reference,
-    plan_attention,
-    sums_before_reference,
-)
+from idlm.kernels.paged_attention import HeadShape, paged_attention, plan_attention
 from tests.kernels.cases.paged_attention import SCALE, causal
 from tests.kernels.cases.sparse.listed_attention import (
     ListedCase,
@@ -29,6 +23,7 @@ from tests.kernels.cases.sparse.listed_attention import (
     empty_before,
     random_listed,
 )
+from tests.kernels.references.paged_attention import paged_attention_reference, sums_before_reference
 
 WIDE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
 

@@ -9,12 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from idlm.kernels.paged_attention import (
-    AttentionRows,
-    paged_attention,
-    paged_attention_reference,
-    plan_attention,
-)
+from idlm.kernels.paged_attention import AttentionRows, paged_attention, plan_attention
+from tests.kernels.references.paged_attention import paged_attention_reference
 
 Row = tuple[int, int, int]
 """own slot, limit, branch start"""

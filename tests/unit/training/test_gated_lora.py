@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from idlm.errors import UserError
-from idlm.kernels.gated_lora import gated_lora_reference
 from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, tensor_name
 from idlm.masks import PADDING_DOC
 from idlm.train.data.dataset import collate
@@ -30,6 +29,7 @@ from idlm.train.model.gated_lora import (
 )
 from idlm.train.model.load import decoder_layers
 from idlm.train.objectives.base import Asked
+from tests.kernels.references.trunk import gated_lora_reference
 from tests.tiny_training import (
     FAMILIES,
     MASK,

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.block_eviction import (
-    BlockKeys,
-    Candidates,
-    block_importance,
-    importance_reference,
-    plain,
-    select_places,
-    select_reference,
-)
+from idlm.kernels.block_eviction import BlockKeys, Candidates, block_importance, plain, select_places
+from tests.kernels.references.sparse.block_eviction import importance_reference, select_reference
 
 SHAPES = [
     (1, 32, 8, 2, 128, 16),

@@ -8,16 +8,8 @@ from typing import Any
 
 import torch
 
-from idlm.kernels.block_eviction import (
-    BlockState,
-    FedBlocks,
-    LaneState,
-    StateRules,
-    begin_blocks,
-    begin_reference,
-    finish_blocks,
-    finish_reference,
-)
+from idlm.kernels.block_eviction import BlockState, FedBlocks, StateRules, begin_blocks, finish_blocks
+from tests.kernels.references.sparse.block_eviction import LaneState, begin_reference, finish_reference
 
 MASK, NUM_LANES, NUM_STEPS, NUM_TOKENS = 99, 6, 10, 3
 

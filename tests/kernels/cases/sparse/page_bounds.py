@@ -13,15 +13,8 @@ import random
 import torch
 from torch import Tensor
 
-from idlm.kernels.page_bounds import (
-    Bounds,
-    PagedSlots,
-    Pieces,
-    bounds_reference,
-    page_scores,
-    score_reference,
-    write_bounds,
-)
+from idlm.kernels.page_bounds import Bounds, PagedSlots, Pieces, page_scores, write_bounds
+from tests.kernels.references.sparse.page_bounds import bounds_reference, score_reference
 
 FP8 = torch.float8_e4m3fn
 OLD = 77.0

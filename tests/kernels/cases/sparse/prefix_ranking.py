@@ -14,13 +14,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from idlm.kernels.prefix_ranking import (
-    RankingPass,
-    attention_share,
+from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix, select_largest
+from tests.kernels.references.sparse.prefix_ranking import (
     attention_share_reference,
     prefix_sums_reference,
-    rank_prefix,
-    select_largest,
     select_reference,
 )
 

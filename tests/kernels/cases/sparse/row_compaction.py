@@ -16,14 +16,13 @@ from idlm.kernels.row_compaction import (
     Drop,
     PackedRows,
     Room,
-    compact_reference,
     compact_rows,
     find_places,
     gather_rows,
     keep_wanted,
     spread_places,
-    wanted_reference,
 )
+from tests.kernels.references.sparse.row_compaction import compact_reference, wanted_reference
 
 SIZES = (1, 3, 4, 8, 32)
 Moved = TypeVar("Moved", PackedRows, Drop, Room)
