@@ -67,6 +67,9 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         dataloader_num_workers=min(loop.workers, len(os.sched_getaffinity(0))),
         accelerator_config={"non_blocking": on_gpu},  # Otherwise a batch waits for the step before.
     )
+    if not on_gpu:
+        # Among several ranks it is "cpu:0", to which torch 2.11 restores no tensor of a checkpoint.
+        vars(args)["_setup_devices"] = torch.device("cpu")
     if args.n_gpu > 1:
         raise UserError(
             "IDLM-0508",

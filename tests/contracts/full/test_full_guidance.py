@@ -284,7 +284,7 @@ def test_no_chunk_divides_a_pair(family: tuple[str, Path], chunks: dict[str, int
 @ONE_FAMILY
 def test_parts_of_a_chunk_hold_whole_pairs(family: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     kind, directory = family
-    monkeypatch.setattr("idlm.infer.mosaic.canvas_attention.PROPOSAL_BYTES", 3 * 28 * 48)
+    monkeypatch.setattr("idlm.infer.mosaic.canvas_ops.PROPOSAL_BYTES", 3 * 28 * 48)
     options = {"order": "entropy", "steps": 4}
     cases = cases_of(kind, options)
     engine = engine_of(directory, options, memory="mosaic", max_num_batched_tokens=200)

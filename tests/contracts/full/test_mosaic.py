@@ -143,7 +143,7 @@ def test_an_abort_leaves_the_others_as_they_are(directory: Path) -> None:
 def test_proposals_come_in_parts(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder judges few rows of a chunk at a time when its copies are large."""
     expected = expected_of(llada, order="low_confidence")
-    monkeypatch.setattr("idlm.infer.mosaic.canvas_attention.PROPOSAL_BYTES", 3 * 24 * 48)
+    monkeypatch.setattr("idlm.infer.mosaic.canvas_ops.PROPOSAL_BYTES", 3 * 24 * 48)
     assert_equal(run(engine_of(llada, order="low_confidence")), expected)
 
 
