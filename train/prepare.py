@@ -26,10 +26,9 @@ from idlm.train.config.data import held_out_config
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
 from idlm.train.data.checks import DataReport, inspect_data
-from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.dataset import PackedDataset, open_source_on_all_ranks
 from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.mixture import CountedSource
-from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
 from idlm.train.model.attention import choose_attention
@@ -42,9 +41,18 @@ from idlm.train.model.checks import (
     num_vocabulary_rows,
     prepare_mask_row,
 )
-from idlm.train.model.fit import check_fit, needed_attention, require_row
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.load import base_config, compile_layers, compiles, create_base, load_base, new_config
+from idlm.train.model.load import (
+    base_config,
+    check_fit,
+    compile_layers,
+    compiles,
+    create_base,
+    load_base,
+    needed_attention,
+    new_config,
+    require_row,
+)
 from idlm.train.model.stand_in import check_architecture
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.text.rendering import Rendering
-from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, TAGS, reasoning, thought_of
+from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, TAGS, Rendering, reasoning, thought_of
 
 Message = Mapping[str, Any]
 Replace = Callable[["Piece"], str]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from idlm.errors import UserError
-from idlm.text.rendering import Rendering
 from idlm.text.tokenizer import plain_text
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -158,3 +159,22 @@ def without_thinking(text: str, *, origin: str) -> str:
             fix="close it, delete the record, or set data.thinking=keep",
         )
     return text
+
+
+class Rendering:
+    """A rendered text that is searched for others, whatever white space and escapes a template changes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._words: str | None = None
+
+    def has(self, text: str) -> bool:
+        """Return whether the text occurs."""
+        wanted = text.strip()
+        if wanted in self._text:
+            return True
+        forms = {wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1]}
+        forms |= {html.escape(form, quote=False) for form in forms} | {html.escape(wanted)}
+        if self._words is None:
+            self._words = " ".join(self._text.split())
+        return any(" ".join(form.split()) in self._words for form in forms)

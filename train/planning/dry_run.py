@@ -30,8 +30,14 @@ from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import mask_token, mask_token_text, num_vocabulary_rows
 from idlm.train.model.files import read_generation_config
-from idlm.train.model.fit import check_fit, needed_attention, require_row
-from idlm.train.model.load import base_config, load_base, random_model
+from idlm.train.model.load import (
+    base_config,
+    check_fit,
+    load_base,
+    needed_attention,
+    random_model,
+    require_row,
+)
 from idlm.train.model.stand_in import check_architecture
 from idlm.train.model.stored import embedding_norm
 from idlm.train.objectives.base import OBJECTIVES

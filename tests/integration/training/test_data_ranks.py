@@ -21,7 +21,8 @@ from torch import distributed as dist
 from idlm.errors import UserError
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
-from idlm.train.data import build, open as opening
+from idlm.train.data import build
+from idlm.train.data import dataset as opening
 from idlm.train.data.base import make_encoder
 from idlm.train.distributed import collectives as waiting
 
