@@ -1,7 +1,6 @@
 """Checks a published checkpoint directory by its sha256 manifest, and reads its JSON files.
 
-`idlm/publish.py` writes such directories. Layout while publishing: `.<name>.staging-XXXX/{lock, files/}`.
-"""
+`idlm/publish.py` writes such directories. Layout while publishing: `.<name>.staging-XXXX/{lock, files/}`."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> N
     Mismatches, missing files, links and names outside the directory raise UserError IDLM-0302 with the file,
     except for the texts `FOR_PEOPLE`.
     A missing manifest is an error unless `required` is False. With `sealed`, files that the manifest does not
-    name are errors too; otherwise they are ignored.
-    """
+    name are errors too; otherwise they are ignored."""
     directory = Path(directory)
     recover(directory)
     if not directory.is_dir():
@@ -91,8 +89,7 @@ def is_adapter(directory: Path) -> bool:
 def weight_files(directory: Path) -> list[Path]:
     """Return the files that should hold the weights, whether they exist or not; empty if no file names any.
 
-    Raises UserError IDLM-0607 for an index that does not name plain *.safetensors files.
-    """
+    Raises UserError IDLM-0607 for an index that does not name plain *.safetensors files."""
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
     return sorted(set(_index(directory).values()))
@@ -100,8 +97,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def tensors_by_name(directory: Path, by_file: Iterable[tuple[Path, Mapping[str, T]]]) -> dict[str, T]:
     """Return what is known of each tensor, by name, from what each of the `weight_files` holds. A shard may
-    hold an old copy of a tensor: one that the index assigns to another shard is left out.
-    """
+    hold an old copy of a tensor: one that the index assigns to another shard is left out."""
     assigned = {} if (directory / SINGLE_FILE).is_file() else _index(directory)
     return {
         name: one
@@ -178,8 +174,7 @@ def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
 
 def own_files(target: Path) -> set[Path]:
     """Return the paths of the files that the manifest of `target` names, and its own, without texts
-    `FOR_PEOPLE` that were edited since.
-    """
+    `FOR_PEOPLE` that were edited since."""
     if not (target.is_dir() and (target / MANIFEST).exists()):
         return set()
     files = read_manifest(target)
@@ -203,7 +198,6 @@ def staging_pattern(target: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -216,7 +210,6 @@ def fsync(path: Path) -> None:
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    """Return the content of the manifest of `files`, sha256 and size by name."""
     # The digest tells a damaged manifest from a damaged file.
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"format": FORMAT, "files": files, "digest": digest}, indent=1) + "\n"

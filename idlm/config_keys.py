@@ -2,8 +2,7 @@
 
 Most keys of a config do not affect the forward pass, so unknown keys pass, except those whose name mentions
 experts, routing, windows, scales, softcaps or token ids: two published models may share architecture strings
-and tensor names and differ only in such a key. Keys of nested sections and camelCase keys count as well.
-"""
+and tensor names and differ only in such a key. Keys of nested sections and camelCase keys count as well."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def refuse_unknown_keys(
     """Raise UserError IDLM-0618 for keys that are not `known` and may change the computation.
 
     `foreign` maps keys of published models that share the architecture strings but compute something else to
-    the name of the model. A key that is null, false or empty enables nothing and passes.
-    """
+    the name of the model. A key that is null, false or empty enables nothing and passes."""
     unknown = dict(_suspects(config, {*known, *COMMON_KEYS}))
     if not unknown:
         return

@@ -1,7 +1,6 @@
 """What a caller of the engine gives and gets: sampling settings, completions, log-probabilities.
 
-This file imports neither torch nor numpy: the command lines import it before they load a model.
-"""
+This file imports neither torch nor numpy: the command lines import it before they load a model."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Constraint:
 
     `text`: a JSON schema, nothing (`json_object`), a regular expression (that of Rust's crate), the JSON list
     of the possible answers (`choice`), or a grammar in Lark's or llama.cpp's notation. A schema as a dict and
-    choices as a list are converted. Raises UserError IDLM-0474.
-    """
+    choices as a list are converted. Raises UserError IDLM-0474."""
 
     kind: ConstraintKind
     text: str = ""
@@ -83,8 +81,7 @@ class SamplingParams:
     """Sampling settings of one request, in Python and on the command line (`sampling.temperature=0`).
 
     The defaults sample from the model's own distribution. Raises UserError IDLM-0401 that names every value
-    out of range.
-    """
+    out of range."""
 
     temperature: float = option("0 is greedy, 1 samples the model's own distribution", 1.0)
     top_p: float = option("keep the most likely tokens up to this total probability; 1 is off", 1.0)
@@ -144,7 +141,6 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether top_k, top_p or min_p may remove tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
@@ -174,7 +170,6 @@ class SamplingParams:
         )
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same settings with this seed."""
         return replace(self, seed=seed)
 
 
@@ -200,7 +195,6 @@ def _is_int(value: object, least: int, most: float = LARGEST_NUMBER) -> bool:
 
 
 def _is_count(num_top: object) -> bool:
-    """Whether it is None or a number of alternatives."""
     return num_top is None or _is_int(num_top, 0, MAX_LOGPROBS)
 
 
@@ -212,8 +206,7 @@ def _is_text(value: object) -> bool:
 class TokenLogprob:
     """Log-probability (nats) of a token under the model's own distribution, before temperature.
 
-    `top` holds those of the most likely tokens, as many as were asked for, the likeliest first.
-    """
+    `top` holds those of the most likely tokens, as many as were asked for, the likeliest first."""
 
     token_id: int
     logprob: float
@@ -232,8 +225,7 @@ class Completion:
     after a stop do not count. `exactness` is "exact" if the answer follows the distribution that its decoder
     stands for (ar, isd: the AR model's; block: that of the unmasking procedure), else "lossy".
     `prompt_logprobs`, if they were asked for and of the first sample (`index` 0) only, has an entry for each
-    token of the prompt; the first one, which nothing precedes, is None.
-    """
+    token of the prompt; the first one, which nothing precedes, is None."""
 
     request_id: str
     index: int

@@ -20,8 +20,7 @@ class UserError(ValueError):
     """A mistake in input or configuration, raised where the value enters.
 
     `code` is stable ("IDLM-0201") and names one cause; `fix` is an instruction. Command lines print it
-    without a traceback and exit with status 2.
-    """
+    without a traceback and exit with status 2."""
 
     def __init__(self, code: str, message: str, *, fix: str) -> None:
         super().__init__(f"{code}: {message}\n  fix: {fix}")
@@ -36,8 +35,7 @@ class UserError(ValueError):
 
 def printable(text: str) -> str:
     """Return a text for a terminal: characters that control it, which names and values from files may have,
-    are escaped.
-    """
+    are escaped."""
     escaped = (char if char in "\n\t" or category(char) not in HIDDEN else ascii(char)[1:-1] for char in text)
     return "".join(escaped)
 
@@ -50,8 +48,7 @@ def some_of(names: Sequence[str]) -> str:
 
 def install_command(extra: str) -> str:
     """The command that installs an extra: from the clone, or the packages of the extra beside a wheel, since
-    idlm is on no package index.
-    """
+    idlm is on no package index."""
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{ROOT}[{extra}]'"
     return " ".join(["pip install", *(f"'{package}'" for package in packages_of(extra))])

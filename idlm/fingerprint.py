@@ -17,8 +17,7 @@ def run_fingerprint() -> dict[str, Any]:
     """Return the code version, software, hardware and UTC date that a result depends on.
 
     Outside a clone, `dirty` is None and `commit` is that of the unpacked archive, or None. `gpu` is None
-    without one.
-    """
+    without one."""
     # Imported here, because tools that only read results need not wait for it.
     import torch
 

@@ -5,8 +5,7 @@ of text, so their logits are the base's bit for bit (arXiv 2604.11035, section 3
 adapter is a stock PEFT LoRA plus `idlm_config.json`, which marks it as gated and names its base. The kernel
 is `kernels/gated_lora`.
 
-Shape letters: M MASK rows, D input width, E output width, r rank.
-"""
+Shape letters: M MASK rows, D input width, E output width, r rank."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ from idlm.semantics import PROJECTIONS
 WEIGHTS_FILE = "adapter_model.safetensors"
 MASK_ROW = "idlm.mask_embedding"
 """Name of the input embedding [D] of MASK rows, stored with the LoRA tensors if the base has no usable row
-for it. PEFT cannot add a row to the base's embedding, and ignores a tensor of this name.
-"""
+for it. PEFT cannot add a row to the base's embedding, and ignores a tensor of this name."""
 MUST_BE_OFF = (
     "use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
     "modules_to_save", "layers_to_transform", "trainable_token_indices", "target_parameters",
@@ -47,8 +45,7 @@ class AdapterSpec:
     """Shape of an adapter. `targets` are the last parts of the names of the adapted modules, the same in all
     layers.
 
-    `base_path` is the path of the base during training.
-    """
+    `base_path` is the path of the base during training."""
 
     rank: int
     alpha: float
@@ -57,7 +54,6 @@ class AdapterSpec:
 
     @property
     def scaling(self) -> float:
-        """Factor of the low-rank product, alpha / r."""
         return self.alpha / self.rank
 
     def save(self, directory: Path) -> None:
@@ -125,8 +121,7 @@ def base_identity(directory: Path) -> str:
 
     It covers the name, dtype and shape of every tensor and three samples of 512 bytes: this takes
     milliseconds for any size, and a fine-tuned copy differs although its headers do not. Raises UserError
-    IDLM-0308 without safetensors.
-    """
+    IDLM-0308 without safetensors."""
     digest = hashlib.sha256()
     for name, (path, start, entry) in sorted(_tensors(Path(directory)).items()):
         first, last = entry["data_offsets"]

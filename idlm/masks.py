@@ -3,8 +3,7 @@
 A training row `[x_t | x_0]` holds noisy rows (mask tokens) and clean rows of one or more packed documents.
 The engine states the same rule as two ranges of KV slots per row: `kernels/paged_attention/types.py`.
 
-Shape letters: B sequences, T rows of one packed training row.
-"""
+Shape letters: B sequences, T rows of one packed training row."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class RowMeta:
     at which the diffusion block of a noisy row starts; ignored for clean rows. `is_noisy` (bool): True for
     x_t rows. `reach`: the last position that the row sees in its own half (noisy or clean). It is at least
     the row's own position, does not decrease along a document, and lies inside the block for a noisy row.
-    None means the row's own position, which is causal.
-    """
+    None means the row's own position, which is causal."""
 
     doc_ids: Tensor
     positions: Tensor
@@ -43,8 +41,7 @@ class RowMeta:
 def dense_mask(meta: RowMeta) -> Tensor:
     """Return a bool tensor [T, T] or [B, T, T] whose entry [.., q, k] says whether row q sees row k.
 
-    A padding row sees only itself, so that its softmax is finite, and no other row sees it.
-    """
+    A padding row sees only itself, so that its softmax is finite, and no other row sees it."""
     doc_q, doc_k = meta.doc_ids[..., :, None], meta.doc_ids[..., None, :]
     reach_q = (meta.positions if meta.reach is None else meta.reach)[..., :, None]
     pos_k = meta.positions[..., None, :]

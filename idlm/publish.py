@@ -3,8 +3,7 @@
 A publisher writes into a staging directory next to the target; the directory is hashed, flushed to disk and
 swapped in as a whole. A reader finds the old checkpoint or the new one, never a mixture and never nothing.
 The publisher holds a lock (flock) in its staging directory as long as it lives, so that the next publisher
-can tell the leftovers of a dead one from the work of a live one.
-"""
+can tell the leftovers of a dead one from the work of a live one."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def publish(target: Path) -> Iterator[Path]:
     An existing `target` is replaced. Its files that are not in its own manifest (logs, training state) are
     kept; if one of them has the name of a new file, UserError IDLM-0306 is raised. On any exception the
     staging directory is removed and `target` stays as it was. A full, quota-limited or read-only disk raises
-    UserError IDLM-0301.
-    """
+    UserError IDLM-0301."""
     target = Path(target).resolve()
     is_staged = False
     try:
@@ -190,8 +188,7 @@ def _remove_stale(target: Path) -> None:
 
 def _open_to_readers(directory: Path) -> None:
     """Give files the mode of any new file, as the manifest is one: those of safetensors are readable by their
-    owner alone.
-    """
+    owner alone."""
     mode = (directory / MANIFEST).stat().st_mode & 0o666
     for path in directory.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:

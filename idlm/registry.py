@@ -2,8 +2,7 @@
 
 A registry imports every module of its package on the first look-up, so there is no list of members. Other
 packages add members through the entry-point group `idlm.<kind>s`. Names from a checkpoint are never looked up
-here.
-"""
+here."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class Registry(Generic[T]):
         """Return the member called `name`.
 
         Raises UserError IDLM-0102 with the nearest name and all names if it is unknown; `key` is the option
-        that gave the name, `others` are names that this option takes and another registry has.
-        """
+        that gave the name, `others` are names that this option takes and another registry has."""
         self._scan()
         if not isinstance(name, str) or name not in self._members:
             names = sorted({*self._members, *others})
@@ -63,7 +61,6 @@ class Registry(Generic[T]):
         return self._members[name]
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
         self._scan()
         return sorted(self._members)
 

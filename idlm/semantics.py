@@ -1,8 +1,7 @@
 """What a checkpoint MEANS: causality, shift, block, mask id, stride and stop ids, in `idlm_config.json`.
 
 The weights do not tell: an I-DLM and an SDAR checkpoint share architecture strings and tensor names. The
-trainer of a model therefore writes this file next to `config.json`.
-"""
+trainer of a model therefore writes this file next to `config.json`."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Semantics:
     the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift).
     `acceptance`: how often the draft at each place is accepted once those before it were, which strides are
     first chosen by. The defaults describe a plain autoregressive checkpoint. Values that do not fit raise
-    UserError IDLM-0304.
-    """
+    UserError IDLM-0304."""
 
     causality: str = "causal"
     logit_shift: bool = True
@@ -87,7 +85,6 @@ class Semantics:
             )
 
     def save(self, directory: Path) -> None:
-        """Write `idlm_config.json` into `directory`."""
         payload = {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
@@ -104,8 +101,7 @@ class Semantics:
         checkpoint.
 
         Raises UserError IDLM-0303 for a file that is not JSON, IDLM-0305 for unknown keys, IDLM-0304 for bad
-        values.
-        """
+        values."""
         path = Path(directory) / FILE_NAME
         if not path.exists():
             return cls()

@@ -26,8 +26,7 @@ class Terminated(KeyboardInterrupt):
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     """Call `command` with `argv` (None: the arguments of the process) and return the exit status.
 
-    A UserError is printed to stderr and gives status 2.
-    """
+    A UserError is printed to stderr and gives status 2."""
     # Commands load torch after this: a spinning OpenMP pool is four times slower next to a busy process.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     warnings.showwarning = _print_warning
@@ -53,7 +52,6 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether `arguments` ask for what `idlm.cli.help.print_help` prints."""
     return not HELP_FLAGS.isdisjoint(arguments)
 
 

@@ -23,8 +23,7 @@ class CommandHelp:
 
     `usage` follows the name. `examples` are whole command lines. `keys` are the most used ones, which come
     first. `flags` are arguments other than `key=value`, with their help. `has_recipes`: the bundled recipes
-    are for this command.
-    """
+    are for this command."""
 
     name: str
     usage: str
@@ -45,8 +44,7 @@ def print_help(command: CommandHelp, schema: type, arguments: Sequence[str], *, 
 def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
     """Return the summary, recipes, examples, most used keys, flags and all keys of a command.
 
-    `plugins` describes the options of plug-ins, which no schema names; it comes last.
-    """
+    `plugins` describes the options of plug-ins, which no schema names; it comes last."""
     flags = {**command.flags, "-h, --help": "print this text", "--version": "print the version"}
     sections = [f"usage: {command.name} {command.usage}", command.summary]
     if command.has_recipes:
@@ -63,8 +61,7 @@ def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
 
 def describe(schema: type, *, keys: Sequence[str] = ()) -> str:
     """Describe every key of `schema`, or only `keys`: type, default and help text; sections only if they have
-    help.
-    """
+    help."""
     lines = {}
     for key, annotation, item, default in walk(schema):
         has_value, text = is_leaf(annotation), item.metadata.get("help", "")

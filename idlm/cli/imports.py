@@ -32,8 +32,7 @@ def importing() -> Iterator[None]:
 def leave_out_unused() -> None:
     """Have transformers import none of `UNUSED` in the process of a command; other code imports them as ever.
 
-    transformers asks once whether a library is installed. Does nothing where it may have asked already.
-    """
+    transformers asks once whether a library is installed. Does nothing where it may have asked already."""
     if not owns_process or "transformers" in sys.modules:
         return
     with absent(*UNUSED):

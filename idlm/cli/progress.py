@@ -1,7 +1,6 @@
 """Progress of a long job on standard error: a bar on a terminal, else a plain line every 30 seconds.
 
-While a bar is drawn, everything else that goes to the terminal, printed or logged, appears above it.
-"""
+While a bar is drawn, everything else that goes to the terminal, printed or logged, appears above it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ Clock = Callable[[], float]
 
 class FigureBar(RichProgress):
     """A bar with the figures of each task (its field `text`) on separate lines below, so that they never hide
-    it.
-    """
+    it."""
 
     _moved: list[tuple[logging.StreamHandler[Any], Any]]
 
@@ -37,7 +35,6 @@ class FigureBar(RichProgress):
         self._moved = []
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the bars, then the figures of each task."""
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.fields.get("text"):
@@ -45,8 +42,7 @@ class FigureBar(RichProgress):
 
     def start(self) -> None:
         """Draw the bar. Handlers of all loggers, which know their stream since they were made, follow
-        `sys.stdout` and `sys.stderr` to where rich has put them.
-        """
+        `sys.stdout` and `sys.stderr` to where rich has put them."""
         if self.live.is_started:
             return
         before = sys.stdout, sys.stderr
@@ -97,8 +93,7 @@ class Progress:
     """Shows the progress of a job inside `with`. `total` None: the amount of work is unknown.
 
     `update` may be called at any rate: it calls `figures` only when it shows them. `counts` False shows a
-    percentage instead of two numbers, for totals such as bytes that tell a reader little.
-    """
+    percentage instead of two numbers, for totals such as bytes that tell a reader little."""
 
     def __init__(
         self,
@@ -140,7 +135,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._start
 
     def begin(self, total: int) -> None:

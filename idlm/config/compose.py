@@ -1,8 +1,7 @@
 """The configuration of a command: conf/<name>.yaml, a recipe and `key=value` overrides, as a typed dataclass.
 
 This is the only file that imports hydra and omegaconf. Hydra reads the override grammar, OmegaConf merges
-files and resolves interpolations, and the schema decides what is allowed.
-"""
+files and resolves interpolations, and the schema decides what is allowed."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     any order and always win over the recipe. `config=FILE` takes a whole composed configuration instead (one
     that a launcher froze, or a run's `config.yaml`), so that all ranks see the same. All unknown keys, wrong
     types and missing values are reported in ONE UserError IDLM-0101; an unknown recipe is IDLM-0104, a file
-    that is not YAML IDLM-0105, a wrong interpolation IDLM-0106.
-    """
+    that is not YAML IDLM-0105, a wrong interpolation IDLM-0106."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -144,8 +142,7 @@ def _written(given: str, schema: type) -> str:
 def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
     """Return the mapping in a file, with interpolations left as they are.
 
-    UserError IDLM-0104 without the file, IDLM-0105 for other content.
-    """
+    UserError IDLM-0104 without the file, IDLM-0105 for other content."""
     if not path.is_file():
         raise UserError("IDLM-0104", f"there is no {kind} file {path}", fix="check the path")
     try:
@@ -166,7 +163,6 @@ def _file(given: str) -> Path:
 
 
 def _recipe_path(recipe: str, conf_dir: Path) -> Path:
-    """Return the file of a recipe that is given by name or by path."""
     if "/" in recipe or recipe.endswith((".yaml", ".yml")):
         return _file(recipe)
     if recipe not in (names := recipes(conf_dir)):
@@ -181,8 +177,7 @@ def _recipe_path(recipe: str, conf_dir: Path) -> Path:
 def _recipe_layers(path: Path, conf_dir: Path, *above: Path) -> list[dict[str, Any]]:
     """Return the contents to merge: a recipe, and the recipes next to it or bundled that its list `defaults`
     names. Later ones win; the recipe itself stands where the list says `_self_`, else at the end. `above` are
-    the recipes that lead here, which none of them may name again.
-    """
+    the recipes that lead here, which none of them may name again."""
     content, known = _read_yaml(path, kind=RECIPE), (path, *above)
     names, layers = content.pop("defaults", None) or [], []
     if not isinstance(names, list):
@@ -261,8 +256,7 @@ def _parse(override: Override, annotation: Any) -> Any:
 
 def parse_value(key: str, text: str) -> Any:
     """Return the value of `key=text` in Hydra's override grammar, or of a list or mapping in YAML, whose
-    plain text may have more characters, such as those of paths. UserError IDLM-0101 if it has none.
-    """
+    plain text may have more characters, such as those of paths. UserError IDLM-0101 if it has none."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -3,8 +3,7 @@
 Supported annotations: dataclass, Optional and other unions, list, tuple of any length, dict, Literal, Any,
 int, float, str, bool. Every problem is collected, so that a user corrects a file once. pydantic would not
 make this shorter (its errors need translating to keys and words) and doubles the CPU time of `-h` (0.2 s)
-when imported.
-"""
+when imported."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def option(text: str, default: Any, *, is_path: bool = False, reset_by: Sequence
     """Return a dataclass field with the help text that the command line shows. A list or dict default is
     copied. In text that is a path, `~` and `~user` mean a home, whichever shell or file it comes from.
     `reset_by`: fields beside it that, given in a recipe or on the command line without this one, put
-    it back to its default: what a lower layer says was meant for other values of them.
-    """
+    it back to its default: what a lower layer says was meant for other values of them."""
     metadata = {"help": text, "is_path": is_path, "reset_by": tuple(reset_by)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -50,7 +48,6 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_schema(annotation: Any) -> bool:
-    """Return whether an annotation is a dataclass."""
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
@@ -82,8 +79,7 @@ def _step(annotation: Any, segment: str) -> Any:
 
 def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
     """Yield (dotted key, annotation, field, default) of every key, nested ones too; list items are written
-    `*`.
-    """
+    `*`."""
     for name, (field, annotation) in fields_of(schema).items():
         key = f"{prefix}{name}"
         yield key, annotation, field, _default_of(field)
@@ -118,7 +114,6 @@ def suggest_key(schema: type, key: str) -> str | None:
 
 
 def unknown_key(schema: type, key: str) -> str:
-    """Return the error text for a key that the schema does not have."""
     lacking = absent(key)
     if lacking is not None:
         return f"unknown key {key!r}{lacking}"
@@ -156,8 +151,7 @@ def build(
     schema: type, data: dict[str, Any], problems: list[str], prefix: str = "", root: type | None = None
 ) -> Any:
     """Return an instance of `schema` from plain `data`, or None after appending all that is wrong to
-    `problems`.
-    """
+    `problems`."""
     root = root or schema
     fields, values, before = fields_of(schema), {}, len(problems)
     problems += [unknown_key(root, f"{prefix}{name}") for name in data if name not in fields]
@@ -242,5 +236,4 @@ def is_text(annotation: Any) -> bool:
 
 
 def allows_null(annotation: Any) -> bool:
-    """Return whether null fits."""
     return annotation is Any or type(None) in members(annotation)

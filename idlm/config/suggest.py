@@ -81,8 +81,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the member of `known` that is most like `word`, or None if none is similar.
 
     A word without a dot is also compared with the last segment of dotted keys, so that `temprature` finds
-    `sampling.temperature`; the whole key wins ties.
-    """
+    `sampling.temperature`; the whole key wins ties."""
     forms = {key.rpartition(".")[2] if "." not in word else key: key for key in known}
     forms |= {key: key for key in known}
     near = difflib.get_close_matches(word, forms, n=1, cutoff=0.5)
@@ -93,8 +92,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return the sentence part that follows an unknown word: that only other engines have it, its nearest
-    neighbour, or nothing.
-    """
+    neighbour, or nothing."""
     if isinstance(word, str) and (lacking := absent(word)) is not None:
         return lacking
     match = nearest(word, known) if isinstance(word, str) else None

@@ -33,8 +33,7 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 def translate_disk_errors(target: Path, *, written: Path | None = None) -> Iterator[None]:
     """Inside, a full, size-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
     whichever library failed. The message gives the size of `written`, the folder that is being filled for
-    `target`.
-    """
+    `target`."""
     try:
         yield
     except UserError:
@@ -60,8 +59,7 @@ def lock_file(path: Path) -> int | None:
     process holds it or if the folder does not exist. The lock ends when the descriptor is closed or the
     process dies.
 
-    Raises OSError with an errno of NO_LOCKS on file systems without locks.
-    """
+    Raises OSError with an errno of NO_LOCKS on file systems without locks."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -94,8 +92,7 @@ def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> Us
 
 def _intact(target: Path) -> str:
     """Name the published directory to continue from: the one that `target` would have replaced, or the newest
-    checkpoint of the same run.
-    """
+    checkpoint of the same run."""
     if _is_whole(target):
         return "; what was published there before is intact"
     if not target.name.startswith(CHECKPOINT_PREFIX):
@@ -107,8 +104,7 @@ def _intact(target: Path) -> str:
 
 def _is_whole(directory: Path) -> bool:
     """Return whether every file in the manifest of `directory` exists with its size. Contents are not read:
-    `idlm.checkpoint.verify` does that before anything is loaded.
-    """
+    `idlm.checkpoint.verify` does that before anything is loaded."""
     try:
         files = json.loads((directory / MANIFEST).read_bytes())["files"]
         return all((directory / name).stat().st_size == entry["size"] for name, entry in files.items())

@@ -30,8 +30,7 @@ MAX_WHOLE_FILE = 1 << 27
 def expand_home(path: str) -> str:
     """Return the path with a leading `~` or `~user` replaced by that home.
 
-    ValueError where no such home is known, else a mistyped name would become a new folder.
-    """
+    ValueError where no such home is known, else a mistyped name would become a new folder."""
     expanded = os.path.expanduser(path)
     if expanded == path and path.startswith("~"):
         raise ValueError(f"{path.split('/')[0]} is the home of no known user; write ./{path} for such a name")
@@ -50,8 +49,7 @@ def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[
 
 def check_file(path: str | Path) -> None:
     """Raise OSError for a file that cannot be read whole: there is none, it is a pipe, a device or a folder,
-    or it has more than `MAX_WHOLE_FILE` bytes.
-    """
+    or it has more than `MAX_WHOLE_FILE` bytes."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -61,7 +59,6 @@ def check_file(path: str | Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file that `check_file` allows; otherwise OSError."""
     check_file(path)
     return path.read_bytes()
 
@@ -76,8 +73,7 @@ def packing(file: BinaryIO, path: Path) -> str | None:
 def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
     """Return the content of an open file: decompressed where it is compressed, else the file itself.
 
-    Reading what is cut short or damaged raises one of DAMAGE. Only `.zst` cannot be positioned.
-    """
+    Reading what is cut short or damaged raises one of DAMAGE. Only `.zst` cannot be positioned."""
     kind = packing(file, path)
     if kind is not None and not cast(io.BufferedReader, file).peek(1):
         raise EOFError("the file is empty")

@@ -53,8 +53,7 @@ class Found(NamedTuple):
 class Row:
     """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1.
 
-    `unread` names columns that were not loaded.
-    """
+    `unread` names columns that were not loaded."""
 
     file: int
     place: int
@@ -66,8 +65,7 @@ class Reader(Protocol):
     """Records of one source in a fixed order; `share_read` (0 to 1) grows while `rows` is consumed.
 
     `names` begin the origins of its rows. `files` are those that are read, `left_out` what else is in their
-    folder and is not data.
-    """
+    folder and is not data."""
 
     names: tuple[str, ...]
     files: tuple[str, ...]
@@ -119,7 +117,6 @@ def shown(path: Any) -> str:
 
 
 def find_files(path: str | None, groups: Sequence[Sequence[str]]) -> tuple[Path, ...]:
-    """Return the files that `search` finds."""
     return search(path, groups).paths
 
 
@@ -129,8 +126,7 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
     `groups` are endings, as in SUFFIXES: of a folder, all files with an ending of the first group that any
     file has. Hidden and temporary files are left out, unless `path` itself names them; so is a compressed
     file beside the same one that is not. The order is that of the names. Raises UserError IDLM-0209 where
-    nothing is found, IDLM-0237 without permission.
-    """
+    nothing is found, IDLM-0237 without permission."""
     fix = "name a file, a folder or a pattern in data.path"
     if path is None or not path.strip():
         # pathlib takes an empty path for the current folder.
@@ -253,8 +249,7 @@ def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
     """Name, size, time of change and a hash of sampled blocks of every file.
 
     Hashing a large corpus whole would take longer than reading its cache. A change that keeps size, time and
-    the sampled blocks is not noticed; a copy with a new time is tokenised again.
-    """
+    the sampled blocks is not noticed; a copy with a new time is tokenised again."""
     facts: list[list[Any]] = []
     for path in paths:
         with reading(path):

@@ -1,8 +1,7 @@
 """The interface of a verifiable task: samples that are a pure function of their index, and a checker of text.
 
 The generator and the checker of a task share only the language of prompts and responses. The checker executes
-the prompt again, so it finds mistakes of a model and of the generator alike.
-"""
+the prompt again, so it finds mistakes of a model and of the generator alike."""
 
 from __future__ import annotations
 
@@ -25,8 +24,6 @@ class TaskSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The checker's judgement of a response."""
-
     correct: bool = False
     """Every step and the final answer are right, and there is nothing else."""
     final_answer_correct: bool = False
@@ -46,8 +43,7 @@ def judge(
 ) -> Verdict:
     """Compare `response` with a run of `prompt`: in every step any accepted form, then the ending.
 
-    `execute` returns the accepted forms of every step and the ending, whose last line is `#### answer`.
-    """
+    `execute` returns the accepted forms of every step and the ending, whose last line is `#### answer`."""
     try:
         steps, ending = execute(prompt)
     except UnreadablePromptError as error:
@@ -77,9 +73,7 @@ class Task(Protocol):
         """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index)."""
         ...
 
-    def check(self, prompt: str, response: str) -> Verdict:
-        """Execute the prompt's text again and judge the response."""
-        ...
+    def check(self, prompt: str, response: str) -> Verdict: ...
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

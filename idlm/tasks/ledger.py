@@ -2,8 +2,7 @@
 
 "Lea has 9 shells. Lea wins 3. ... How many shells does Lea have?" The response to an event has one of P
 surface forms, chosen uniformly: sampling tests rely on the entropy of that choice. `ledger_check.py` judges
-answers and must not import this file.
-"""
+answers and must not import this file."""
 
 from __future__ import annotations
 
@@ -126,7 +125,6 @@ class Config:
     seed: int = 0
 
     def rules(self) -> dict[str, bool]:
-        """Return which conditions on the knobs hold."""
         return {
             "1 <= min_entities <= max_entities <= 4": 1 <= self.min_entities <= self.max_entities <= 4,
             "1 <= min_steps <= max_steps": 1 <= self.min_steps <= self.max_steps,
@@ -228,14 +226,11 @@ def render_response(
 
 @TASKS.register("ledger")
 class Ledger(GeneratedTask[Story]):
-    """See `Config` for the knobs and `LEVELS` for presets."""
-
     name: ClassVar[str] = "ledger"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_ledger)
 
     def draw(self, rng: Random) -> Story:
-        """Draw numbers of entities and steps and starts uniformly, then legal events."""
         config = self.config
         random = rng.random
         num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
@@ -253,7 +248,6 @@ class Ledger(GeneratedTask[Story]):
         return render_prompt(problem, names, ITEMS[0], [VERBS[event.kind][0] for event in problem.events])
 
     def write(self, problem: Story, random: Callable[[], float]) -> TaskSample:
-        """Choose names, item, verbs and forms."""
         names = draw_names(NAMES, len(problem.starts), random)
         item = ITEMS[int(random() * len(ITEMS))]
         verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in problem.events]
@@ -265,7 +259,6 @@ class Ledger(GeneratedTask[Story]):
 
     @staticmethod
     def surface_texts() -> Iterator[str]:
-        """Yield texts that contain every word of the task in every position."""
         blank = dict.fromkeys("nosktrueif", 0)
         for name in NAMES:
             yield from (name, f" {name}")

@@ -1,8 +1,7 @@
 """Judge a ledger answer by executing the prompt's text again, without any code of the generator.
 
 This file states the grammar of prompts and the accepted sentences a second time on purpose: a mistake in
-either place makes generated samples fail their own check. Names and items are those of the prompt.
-"""
+either place makes generated samples fail their own check. Names and items are those of the prompt."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ class Config:
     """All knobs. A context is what is before the answer, in tokens; lengths are log-uniform, numbers of
     records uniform. The samples of `train` below number `ramp` have upper limits that rise from the lower
     ones, in steps. Training numbers samples by the rows of all pools before theirs (train/data/packing.py),
-    so that `ramp` counts tokens there.
-    """
+    so that `ramp` counts tokens there."""
 
     min_context: int = 64
     max_context: int = 128
@@ -63,7 +62,6 @@ class Config:
     seed: int = 0
 
     def rules(self) -> dict[str, bool]:
-        """Return which conditions on the knobs hold."""
         least = _FRAME_TOKENS + _RECORD_TOKENS * self.min_records + _QUESTION_TOKENS * self.asked
         return {
             f"{least} (for min_records and asked) <= min_context <= max_context": least
@@ -92,8 +90,6 @@ def _question(keys: Sequence[str]) -> str:
 
 @TASKS.register("recall")
 class Recall(GeneratedTask[Records]):
-    """See `Config` for the knobs and `LEVELS` for presets."""
-
     name: ClassVar[str] = "recall"
     shares_vocabulary: ClassVar[bool] = False
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
@@ -121,7 +117,6 @@ class Recall(GeneratedTask[Records]):
         return task
 
     def draw(self, rng: Random) -> Records:
-        """Draw a length, as many records as fit, their values, and which ones are asked."""
         config, random = self.config, rng.random
         context = int(_between(config.min_context, config.max_context, random()))
         room = (context - _FRAME_TOKENS - _QUESTION_TOKENS * config.asked) // _RECORD_TOKENS
@@ -141,7 +136,6 @@ class Recall(GeneratedTask[Records]):
         return records + _question([keys[idx] for idx in problem.asked])
 
     def write(self, problem: Records, random: Callable[[], float]) -> TaskSample:
-        """Choose keys, filler, and places of the records in it."""
         keys = draw_names(KEYS, len(problem.values), random)
         num_tokens = problem.context - 2 - _QUESTION_TOKENS * len(problem.asked)
         num, rest = divmod(num_tokens - _RECORD_TOKENS * len(keys), _FILLER_TOKENS)
@@ -157,6 +151,5 @@ class Recall(GeneratedTask[Records]):
 
     @staticmethod
     def surface_texts() -> Iterator[str]:
-        """Yield texts that contain every word of the task in every position."""
         yield from (f": {key} {value} {key}{value}.? {NAMES[0]} now" for key in KEYS for value in VALUES)
         yield from _FILLER

@@ -1,8 +1,7 @@
 """The base of drawn tasks. A hash of a prompt's skeleton decides its split: renaming leaks no problem.
 
 The skeleton is the prompt with entities, items and verbs replaced by canonical words. A sample of a split is
-found by rejection: candidates come from the sample's own random stream until one hashes into the split.
-"""
+found by rejection: candidates come from the sample's own random stream until one hashes into the split."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def split_of_skeleton(text: str) -> Split:
 class GeneratedTask(Task, Generic[Problem]):
     """Base of tasks whose problems are drawn at random: levels, knobs and splits.
 
-    About 1 draw is needed for a sample of train and 100 for the other splits.
-    """
+    About 1 draw is needed for a sample of train and 100 for the other splits."""
 
     LEVELS: ClassVar[Mapping[str, Any]]
     """Presets, dataclasses of all knobs with their `rules()`; the first one is the default."""
@@ -56,8 +54,7 @@ class GeneratedTask(Task, Generic[Problem]):
         """Return the preset `level` with some knobs replaced.
 
         Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob, and IDLM-0222 naming
-        the rules that values break.
-        """
+        the rules that values break."""
         if level not in self.LEVELS:
             raise UserError(
                 "IDLM-0220",
@@ -84,8 +81,7 @@ class GeneratedTask(Task, Generic[Problem]):
         """Return sample `index` of `split`: the first problem of its own random stream that lies there.
 
         Only `Random.random` may be used on the stream, whose values Python keeps stable across versions.
-        Raises `UserError` IDLM-0223 for an unknown split and IDLM-0224 for a negative index.
-        """
+        Raises `UserError` IDLM-0223 for an unknown split and IDLM-0224 for a negative index."""
         if split not in SPLITS:
             raise UserError(
                 "IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these"
@@ -116,6 +112,5 @@ class GeneratedTask(Task, Generic[Problem]):
 
 
 def draw_names(pool: Sequence[str], num: int, random: Callable[[], float]) -> list[str]:
-    """Draw `num` different names."""
     left = list(pool)
     return [left.pop(int(random() * len(left))) for _ in range(num)]

@@ -1,8 +1,7 @@
 """The word-level tokenizer of the generated tasks, written as stock fast-tokenizer files.
 
 Words include their leading space, digits are single tokens, and decoding gives every task text back.
-Text outside the tasks' vocabulary encodes to `<unk>`.
-"""
+Text outside the tasks' vocabulary encodes to `<unk>`."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _FIND_PIECES = re.compile(_PIECE).findall
 
 def vocabulary(task: str | None = None) -> dict[str, int]:
     """Return piece -> id: the specials, then in sorted order every piece of the tasks that share a
-    vocabulary, or of `task` if it does not.
-    """
+    vocabulary, or of `task` if it does not."""
     shared = [name for name in TASKS.names() if TASKS.get(name).shares_vocabulary]
     pieces = set("0123456789 \n") | {SEPARATOR}
     for name in shared if task is None or task in shared else [task]:
@@ -44,8 +42,7 @@ def vocabulary(task: str | None = None) -> dict[str, int]:
 def build_tokenizer(task: str | None = None) -> Any:
     """Return a `tokenizers.Tokenizer`; plain encoding prepends `<bos>`, the chat template writes its own.
 
-    `task`: as in `vocabulary`.
-    """
+    `task`: as in `vocabulary`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocab = vocabulary(task)

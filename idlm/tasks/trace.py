@@ -2,8 +2,7 @@ r"""Straight-line programs: "x=25; a=9\nx=x-a; a=a*2; print x" is answered by "x
 
 Without paraphrases the answer is determined (entropy 0) and every step needs a look-up of the newest
 assignment; with P > 1 each step takes one of P forms, uniformly. `trace_check.py` judges answers and must not
-import this file.
-"""
+import this file."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ class Config:
     seed: int = 0
 
     def rules(self) -> dict[str, bool]:
-        """Return which conditions on the knobs hold."""
         return {
             "2 <= min_variables <= max_variables <= 6": 2 <= self.min_variables <= self.max_variables <= 6,
             "1 <= min_steps <= max_steps": 1 <= self.min_steps <= self.max_steps,
@@ -101,14 +99,11 @@ def render_response(program: Program, names: Sequence[str], *, forms: Sequence[i
 
 @TASKS.register("trace")
 class Trace(GeneratedTask[Program]):
-    """See `Config` for the knobs and `LEVELS` for presets."""
-
     name: ClassVar[str] = "trace"
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_trace)
 
     def draw(self, rng: Random) -> Program:
-        """Draw sizes and first values uniformly, then legal assignments by rejection."""
         config = self.config
         random = rng.random
         num_variables = config.min_variables + int(
@@ -141,7 +136,6 @@ class Trace(GeneratedTask[Program]):
         return render_prompt(problem, [canonical_entity(idx) for idx in range(len(problem.starts))])
 
     def write(self, problem: Program, random: Callable[[], float]) -> TaskSample:
-        """Choose variables and forms."""
         names = draw_names(VARIABLES, len(problem.starts), random)
         forms = [int(random() * self.config.paraphrases) for _ in problem.body]
         return TaskSample(
@@ -150,7 +144,6 @@ class Trace(GeneratedTask[Program]):
 
     @staticmethod
     def surface_texts() -> Iterator[str]:
-        """Yield texts that contain every word of the task in every position."""
         for variable in VARIABLES:
             yield from (variable, f" {variable}")
         for form in _FORMS:

@@ -23,8 +23,7 @@ class Detokenizer:
 
     A character split over several tokens is held back until it is complete or can no longer become so. Ids
     without a token are dropped, and hidden tokens unless `keeps_hidden`. Mutable: one object per generated
-    sequence. A stream of n ids takes time in the order of n.
-    """
+    sequence. A stream of n ids takes time in the order of n."""
 
     def __init__(self, tokenizer: Any, *, keeps_hidden: bool = False) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,5 @@
 """What of a conversation its rendering lacks: chat templates silently leave out roles and fields that they do
-not know.
-"""
+not know."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def left_out(
 
     A short piece occurs anywhere by chance, and one of two equal ones hides the other. For these, `redraw`
     renders the same roles and fields with words that do neither; `known` keeps the numbers of the pieces that
-    vanish from each such form.
-    """
+    vanish from each such form."""
     pieces = _pieces(messages, tools)
     places, everywhere = {turn: Rendering(text) for turn, text in answers.items()}, Rendering(whole)
     lost = [not places.get(piece.turn, everywhere).has(piece.text) for piece in pieces]

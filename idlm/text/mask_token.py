@@ -29,8 +29,7 @@ def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -
 
     `num_rows` is the number of embedding rows; `tokenizer` may be None, then the id must be explicit. Raises
     `UserError` IDLM-0210 (nothing to use), IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token
-    that text contains).
-    """
+    that text contains)."""
     if explicit is not None:
         _check_mask_token_id(tokenizer, num_rows, explicit, source="the given mask_token_id")
         return explicit
@@ -61,8 +60,7 @@ def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -
 
 def unused_token_ids(tokenizer: Any) -> list[int]:
     """Return the ids of added tokens that are reserved or of code files by their name, in this order; without
-    those that begin, end, pad or separate texts, or that occur in a chat template.
-    """
+    those that begin, end, pad or separate texts, or that occur in a chat template."""
     named = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk", "sep", "cls")}
     templates = str(getattr(tokenizer, "chat_template", None) or "")
     texts = {

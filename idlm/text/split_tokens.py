@@ -6,8 +6,7 @@ tokens are marked, the texts are put back, and a copy of the tokenizer encodes t
 place of special tokens. So nothing else of the encoding changes. Marks of turns count as special tokens here.
 
 A template may also make a special token of parts: of two texts that it joins, of one that it changes, of a
-name between `<|` and `|>`. A rendering without such parts has fewer special tokens; then they are refused.
-"""
+name between `<|` and `|>`. A rendering without such parts has fewer special tokens; then they are refused."""
 
 from __future__ import annotations
 
@@ -64,7 +63,6 @@ class SplitTokens:
         return dict(zip(sorted(found), free, strict=False))
 
     def replaced(self, value: Any, stand_ins: Mapping[str, str]) -> Any:
-        """The JSON with characters in place of tokens."""
 
         def change(text: str) -> str:
             return self._hidden.sub(lambda token: stand_ins[token[0]], text)

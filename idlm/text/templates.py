@@ -24,8 +24,7 @@ def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> st
     """Return the chat template for a conversation with `tools`.
 
     Of several named templates it is `tool_use` where there are tools and such a template, else `default`.
-    Raises UserError IDLM-0215 where there is none.
-    """
+    Raises UserError IDLM-0215 where there is none."""
     template = tokenizer.chat_template
     if not template:
         raise UserError(
@@ -61,20 +60,17 @@ def thinking_switch(template: str) -> str | None:
 
 
 def marks_answers(template: str) -> bool:
-    """Return whether a template marks what the assistant says by `{% generation %}` blocks."""
     return _GENERATION_BLOCK.search(template) is not None
 
 
 def writes_date(tokenizer: Any) -> bool:
-    """Return whether a chat template writes the date of the day."""
     return _ANY_DATE_CALL.search(all_template_text(tokenizer)) is not None
 
 
 def with_date(tokenizer: Any, date: datetime.date) -> Any:
     """Return a copy of the tokenizer whose chat templates write `date` (and midnight) on every day.
 
-    Raises UserError IDLM-0219 where a template computes the format of its date.
-    """
+    Raises UserError IDLM-0219 where a template computes the format of its date."""
     dated = copy.copy(tokenizer)
     template = tokenizer.chat_template
     if isinstance(template, dict):

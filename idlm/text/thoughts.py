@@ -53,7 +53,6 @@ class ThoughtReader:
 
     @property
     def is_open(self) -> bool:
-        """Whether the text so far ends in the reasoning."""
         return self._next == "thought"
 
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerPart]:
@@ -169,7 +168,6 @@ class Rendering:
         self._words: str | None = None
 
     def has(self, text: str) -> bool:
-        """Return whether the text occurs."""
         wanted = text.strip()
         if wanted in self._text:
             return True

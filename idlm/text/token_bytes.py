@@ -19,8 +19,7 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, b
 
 class TokenBytes:
     """Bytes of tokens by the tokenizer's decoder: byte-level BPE, or sentencepiece with its byte tokens. The
-    space that a token begins with stays, also where the decoder drops that of a text's first token.
-    """
+    space that a token begins with stays, also where the decoder drops that of a text's first token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -50,15 +49,13 @@ class TokenBytes:
 
 class TokenPlaces:
     """Counts the characters of a text before each of its tokens; tokens of one character begin where it does.
-    `keeps_hidden`: the text has special tokens too, as a prompt may.
-    """
+    `keeps_hidden`: the text has special tokens too, as a prompt may."""
 
     def __init__(self, tokenizer: Any, *, start: int = 0, keeps_hidden: bool = False) -> None:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, keeps_hidden=keeps_hidden)
         self._num_chars = start
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """The places of the next tokens."""
         places = []
         for token_id in token_ids:
             places.append(self._num_chars)

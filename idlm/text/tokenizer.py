@@ -2,8 +2,7 @@
 
 This is the only module that loads transformers' tokenizers; it does so lazily, offline and without remote
 code. A checkpoint without tokenizer files is valid everywhere: its tokenizer is None and callers use token
-ids.
-"""
+ids."""
 
 from __future__ import annotations
 
@@ -123,7 +122,6 @@ def num_token_ids(tokenizer: Any) -> int:
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of all special tokens, which are not text."""
     flagged = (idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset((*tokenizer.all_special_ids, *flagged))
 

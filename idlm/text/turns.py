@@ -1,6 +1,5 @@
 """The text of an assistant's turn in two parts: the prompt as inference renders it, and what the assistant
-has to produce behind it.
-"""
+has to produce behind it."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ class Template:
         where it is known.
 
         A thought that the template leaves out, or writes in another form than the prompt begins it, is put
-        where the model has to produce it. Raises UserError IDLM-0214 where the parts cannot be told apart.
-        """
+        where the model has to produce it. Raises UserError IDLM-0214 where the parts cannot be told apart."""
         history, message = messages[:-1], messages[-1]
         prompt, thought = self.prompt(history), thought_of(message)
         head, prefill = split_prefill(prompt)

@@ -46,12 +46,10 @@ class JudgedSource(Protocol):
 
 SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data.sources")
 """Factories `(config: DataConfig, encoder: Encoder) -> Source`. `is_endless` and `has_splits` are attributes
-of the factory, because they must be known before it opens anything.
-"""
+of the factory, because they must be known before it opens anything."""
 
 
 def is_endless(source: str) -> bool:
-    """Return whether the source generates samples without end; by default a source is finite."""
     return source in SOURCES.names() and bool(getattr(SOURCES.get(source), "is_endless", False))
 
 
@@ -76,8 +74,7 @@ def make_encoder(
     config: DataConfig, tokenizer: Any, mask_token_id: int | None, *, date: datetime.date | None = None
 ) -> Encoder:
     """Return the encoder for a run's data settings; `mask_token_id` None allows every token. `date`: the day
-    that a chat template writes; None: `data.date`, else today.
-    """
+    that a chat template writes; None: `data.date`, else today."""
     if date is None and config.date is not None:
         date = datetime.date.fromisoformat(config.date)
     return Encoder(

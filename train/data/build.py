@@ -3,8 +3,7 @@ processes.
 
 A bad record ends the run with an error that names it, or is skipped and counted (`data.on_bad_record`). The
 cache depends neither on the number of processes nor on how often the build was stopped: finished parts are
-kept.
-"""
+kept."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ PART_TOKENS = 1 << 24
 BATCH_RECORDS = 64
 BYTES_ALONE = 1 << 21
 """Bytes of packed tokens that this process makes first without `data.workers`: starting others for less is
-slower.
-"""
+slower."""
 SECONDS_BETWEEN_LINES = 10.0
 
 Task = tuple[int, int, str, dict[str, Any], str, tuple[str, ...]]
@@ -60,7 +58,6 @@ Task = tuple[int, int, str, dict[str, Any], str, tuple[str, ...]]
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Return the folder that holds the caches of a run's data."""
     return Path(config.cache_dir or DEFAULT_CACHE).expanduser()
 
 
@@ -69,8 +66,7 @@ def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> Cache
 
     The key covers the content of the files, the tokenizer, the template and each setting that changes a
     sample; the mask token is not part of it, so UserError IDLM-0206 is raised here where the data contains
-    it.
-    """
+    it."""
     settings = [config.source, config.shape, config.on_bad_record, encoder.use_chat_template, PART_TOKENS]
     key = cache_key([reader.identity(), encoder.fingerprint(), *settings])
     directory = cache_folder(config) / key[:32]
@@ -179,7 +175,6 @@ def _no_samples(config: DataConfig, counts: Counts) -> UserError:
 
 
 def _encoded(tasks: Iterator[Task | Encoded], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
-    """Yield the result of each task, in order."""
     default = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
     num_workers = default if workers is None else workers
     num_alone = BYTES_ALONE if workers is None else 0

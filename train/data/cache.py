@@ -8,8 +8,7 @@ deleted at any time. The files of a part are
     samples.bin   int64 [samples, 5]: file, line, tokens, supervised tokens after the first token, prompt key
     data.json     `Counts` up to the end of the part, ids that occur in it, sha256 of each block of its tokens
 All files but `tokens.bin` are hashed when the cache is opened, and its blocks when they are first read: a
-large cache opens quickly and a damaged one is never trained on.
-"""
+large cache opens quickly and a damaged one is never trained on."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Encoded:
 
     `place` is the line in file number `file`; `shape` is "" where the record has none. `ignored`: keys of the
     record and of its turns that hold something and are not read. `notes`: what else is to be told of the
-    record, in sentences that many records share.
-    """
+    record, in sentences that many records share."""
 
     file: int
     place: int
@@ -63,8 +61,7 @@ class Encoded:
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What is counted from the first record on; `endings` has (count, example) of last supervised tokens,
-    `notes` the same of the notes on records, `ignored` the records that have a key that is not read.
-    """
+    `notes` the same of the notes on records, `ignored` the records that have a key that is not read."""
 
     num_records: int = 0
     num_skipped: int = 0
@@ -78,7 +75,6 @@ class Counts:
     notes: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, done: Encoded) -> None:
-        """Count the next record."""
         self.num_records += 1
         if done.shape:
             self.shapes[done.shape] = self.shapes.get(done.shape, 0) + 1
@@ -105,20 +101,17 @@ def pack(sample: Sample) -> np.ndarray:
 
 def prompt_key(packed: np.ndarray) -> int:
     """Return a hash of the tokens before the first supervised one, equal for samples with the same prompt; of
-    all tokens where there is no prompt.
-    """
+    all tokens where there is no prompt."""
     num_prompt = int((packed >= SUPERVISED_BIT).argmax())
     content = packed[:num_prompt] if num_prompt > 1 else packed
     return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest()) >> 1
 
 
 def cache_key(facts: Iterable[Any]) -> str:
-    """Return the sha256 of plain data."""
     return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
 
 
 def part_folder(directory: Path, index: int) -> Path:
-    """Return the folder of part `index` of the cache in `directory`."""
     return directory / f"{index:06d}"
 
 
@@ -159,8 +152,7 @@ def write_part(
 def intact_parts(directory: Path) -> list[dict[str, Any]]:
     """Return the headers of the parts before the first that is missing or damaged, which is removed.
 
-    Reads and verifies all of their content.
-    """
+    Reads and verifies all of their content."""
     headers: list[dict[str, Any]] = []
     while (part := part_folder(directory, len(headers))).is_dir():
         try:
@@ -232,7 +224,6 @@ class CachedSource:
                 )
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the part of a sample and its place there."""
         part = int(np.searchsorted(self._first, index, side="right")) - 1
         return part, index - int(self._first[part])
 

@@ -1,8 +1,7 @@
 """Figures and warnings about the training data, for the announcement of a run and the dry run.
 
 Most figures were counted while the cache was built; of an endless source the first samples are counted.
-Checks of a single record are in `base.Encoder`, where the record's file and line are known.
-"""
+Checks of a single record are in `base.Encoder`, where the record's file and line are known."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class DataReport:
     those before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated"
     or "split"). `lost_share`: targets that are dropped or cut off. `num_held_out`: samples that training
     leaves out. `open_ends`: count and example of last supervised tokens that do not stop the model.
-    `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user.
-    """
+    `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user."""
 
     config: DataConfig
     header: dict[str, Any]
@@ -60,11 +58,9 @@ class DataReport:
 
     @property
     def supervised_share(self) -> float:
-        """Supervised tokens per token."""
         return self.num_supervised / max(1, int(self.lengths.sum()))
 
     def lines(self) -> list[str]:
-        """The report as lines of text, warnings last."""
         config, header, lengths = self.config, self.header, self.lengths
         shapes = ", ".join(f"{num:,} of {name}" for name, num in header.get("shapes", {}).items())
         content = (
@@ -137,8 +133,7 @@ def inspect_data(
 ) -> DataReport:
     """Report on the data of a run; `stop_token_ids` stop the model in addition to the tokenizer's eos.
 
-    Raises UserError IDLM-0234 when no sample ends in a token that stops the model.
-    """
+    Raises UserError IDLM-0234 when no sample ends in a token that stops the model."""
     file, source = dataset.rows if isinstance(dataset.rows, FileRows) else None, dataset.source
     header: dict[str, Any] = source.header if isinstance(source, CountedSource) else {}
     num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)

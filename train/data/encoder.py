@@ -50,8 +50,7 @@ class Encoder:
     removes them from assistant turns, `off` also renders with enable_thinking=False. `turns`: supervise `all`
     assistant turns of a conversation, the `last` one, or `each` in a sample of its own that ends with it.
     `left_out`: `error` or `accept` for text that the template leaves out. `date`: the day that
-    a template writes; None: today.
-    """
+    a template writes; None: today."""
 
     def __init__(
         self,
@@ -133,8 +132,7 @@ class Encoder:
 
         `messages` in OpenAI's form: `content` may be absent beside tool calls or reasoning, and arguments of
         calls are mappings. `untrained`: indices of assistant turns that are context. The template gets
-        `tools` and `template_kwargs`.
-        """
+        `tools` and `template_kwargs`."""
         rendered = [
             self._turn(message, origin, is_target=place not in untrained)
             for place, message in enumerate(messages)
@@ -170,8 +168,7 @@ class Encoder:
         template_kwargs: Mapping[str, Any] | None,
     ) -> frozenset[int]:
         """Return the targets of which the template writes nothing, with `left_out=accept`. Training on them
-        would teach to end a turn at once.
-        """
+        would teach to end a turn at once."""
         calls = {
             place
             for place, message in enumerate(messages)
@@ -198,8 +195,7 @@ class Encoder:
         The record's token ids are used where this tokenizer decodes them to the record's text and thinking is
         kept; otherwise the text is rendered like any other. An answer that a limit cut off gets no
         end-of-turn token. Raises UserError IDLM-0227 where the record comes from another tokenizer or
-        template.
-        """
+        template."""
         prompt_ids = self._prompt_ids(prompt)
         highest = max([*prompt_ids, *answer["token_ids"]], default=0)
         if highest >= self._num_ids:

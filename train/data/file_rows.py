@@ -1,8 +1,7 @@
 """Packed rows of a finite source, planned once from lengths alone.
 
 Each epoch visits the rows in another order: samples of one row do not see each other, so packing them again
-would gain nothing. Rows are a pure function of (data, seed, item), without state to save.
-"""
+would gain nothing. Rows are a pure function of (data, seed, item), without state to save."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ POOL_SAMPLES = 1024
 def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample.
 
-    Returns int64 arrays: row k holds the indices `members[offsets[k] : offsets[k + 1]]` into `costs`.
-    """
+    Returns int64 arrays: row k holds the indices `members[offsets[k] : offsets[k + 1]]` into `costs`."""
     order = np.random.default_rng(seed).permutation(len(costs))
     members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):
@@ -38,8 +36,7 @@ class FileRows:
 
     A unit is what is packed, a whole sample or a part of one: `units`, int64 [units, 4], has its sample,
     start, stop and rows. `num_lost`: targets that no unit has. `left_out`, bool [num_samples], marks samples
-    that are not used; raises UserError IDLM-0205 where no sample fits.
-    """
+    that are not used; raises UserError IDLM-0205 where no sample fits."""
 
     def __init__(
         self, source: Source, limits: LengthLimits, *, seed: int, left_out: np.ndarray | None = None
@@ -72,7 +69,6 @@ class FileRows:
 
     @property
     def padding_share(self) -> float:
-        """Share of an epoch's rows that is padding."""
         return 1 - float(self.units[:, 3].sum()) / (len(self) * self.limits.row_length)
 
     def members(self, item: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 Samples are chosen by a hash of the prompt that their record opens with. So turns of one conversation,
 several answers to one prompt and copies of a record stay on one side, and the choice depends on the content
-alone: not on the order of records, and hardly on records that are added.
-"""
+alone: not on the order of records, and hardly on records that are added."""
 
 from __future__ import annotations
 
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
 WANTED, SHARE_OF_FEW, TOO_FEW = 16, 0.1, 8
 """Samples that are held out at least, as far as that share of a small file allows; of fewer than 8, one for
-evaluations and none for the report alone.
-"""
+evaluations and none for the report alone."""
 
 
 def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
     """Return which samples are held out, bool [num_samples]; None where none are: of an endless source,
-    beside eval.path or eval.split, with eval.holdout=0, and of data that is too little, or has one prompt.
-    """
+    beside eval.path or eval.split, with eval.holdout=0, and of data that is too little, or has one prompt."""
     is_separate = config.path is not None or config.split is not None
     if is_separate or source.num_samples is None or not config.holdout:
         return None

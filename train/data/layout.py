@@ -5,8 +5,7 @@ Noisy rows (x_t) exist only where they carry a loss: an unmasked token in x_t is
 loss, so leaving it out changes neither logits nor loss (tests/unit/data/test_layout.py compares with the full
 2L layout). Knows neither objectives, models nor files. Paper arXiv 2604.11035, section 3.1.
 
-Shape letters: L tokens of one sample, T rows of one packed training row.
-"""
+Shape letters: L tokens of one sample, T rows of one packed training row."""
 
 from __future__ import annotations
 
@@ -31,15 +30,13 @@ ROW_FIELDS = (
 CERTAIN = 1 << 20
 """A mask rate of 1.
 
-Rates are integers, because trainers cast floats to 16 bits on their way to the device.
-"""
+Rates are integers, because trainers cast floats to 16 bits on their way to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Tokens int64 [L] and flags bool [L], true where a token is a target; `origin` is for messages, `notes`
-    say what of its record is not in it.
-    """
+    say what of its record is not in it."""
 
     token_ids: np.ndarray
     supervised: np.ndarray
@@ -68,7 +65,6 @@ class Sample:
         )
 
     def piece(self, start: int, stop: int) -> Sample:
-        """Return tokens [start, stop)."""
         span = slice(start, stop)
         return replace(self, token_ids=self.token_ids[span], supervised=self.supervised[span])
 
@@ -79,8 +75,7 @@ class Rows:
 
     `reach`: the last position of its own half that a row sees; None: its own position. `mask_rates`:
     probability, in parts of `CERTAIN`, with which a noisy row was masked, 0 where it shows its token; None:
-    all are masks.
-    """
+    all are masks."""
 
     input_ids: np.ndarray
     positions: np.ndarray
@@ -100,8 +95,6 @@ NO_ROWS = Rows(input_ids=_EMPTY, positions=_EMPTY, block_starts=_EMPTY, labels=_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """The two halves of one document."""
-
     noisy: Rows
     clean: Rows
 
@@ -132,8 +125,7 @@ def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: 
     masks, the first of which lacks its last `phase` masks.
 
     A mask at position i predicts token i+1, so the first response token has its mask at the last prompt
-    position.
-    """
+    position."""
     assert stride >= 2, f"{stride=}"
     flags = target_flags(sample, mask_region)
     positions = np.flatnonzero(flags).astype(np.int64)

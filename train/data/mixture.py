@@ -3,8 +3,7 @@
 A weight is a share of the samples. An epoch visits every sample of the source that lasts longest for its
 share once, and those of the others as often as their shares need: `all_exhausted` of datasets'
 `interleave_datasets`, with the counts that it has on average. Which samples of a source get one visit more
-than the rest follows from the seed and is the same in every epoch. Packing shuffles all of them.
-"""
+than the rest follows from the seed and is the same in every epoch. Packing shuffles all of them."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from idlm.train.data.layout import Sample
 @runtime_checkable
 class CountedSource(Protocol):
     """A finite source that knows its samples without reading them: one cache, or a mixture of several.
-    `prompt_keys` [num_samples]: a hash of the prompt that each sample's record opens with.
-    """
+    `prompt_keys` [num_samples]: a hash of the prompt that each sample's record opens with."""
 
     num_samples: int | None
     header: dict[str, Any]
@@ -60,11 +58,9 @@ class MixedSource:
         self.header = self._merged_header(counts / sizes)
 
     def sample(self, index: int) -> Sample:
-        """Read sample `index`, as its source does."""
         return self.sources[self._source[index]].sample(int(self._index[index]))
 
     def digest(self) -> str:
-        """Return the sha256 of the digests and weights of all sources."""
         facts = [[source.digest() for source in self.sources], list(self.weights)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -2,8 +2,7 @@
 
 Rows are filled best-fit-decreasing inside pools, which are small enough to be planned in milliseconds and
 large enough to leave little padding. An endless source, here, fills a fixed number of rows per pool; for a
-file see `file_rows.py`. Both are pure functions of (data, seed, item), without state to save.
-"""
+file see `file_rows.py`. Both are pure functions of (data, seed, item), without state to save."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def split(sample: Sample, fits: Callable[[Sample], bool], *, max_length: int) ->
     """(start, stop) of consecutive pieces of at most `max_length` tokens, each as long as `fits` allows.
 
     The last token of a piece is the first of the next, as context: every token but the first of the sample is
-    predicted once.
-    """
+    predicted once."""
     pieces = []
     start = 0
     while start < len(sample) - 1:
@@ -130,8 +128,7 @@ class StreamRows:
     """Packed rows of an endless source.
 
     Pool p owns as many sample indices as it has token rows, so that no two pools share one. Samples are drawn
-    in order until they fill the pool's rows by volume; the few that then fit no row are dropped.
-    """
+    in order until they fill the pool's rows by volume; the few that then fit no row are dropped."""
 
     def __init__(self, source: Source, limits: LengthLimits) -> None:
         self.source, self.limits = source, limits
@@ -140,12 +137,10 @@ class StreamRows:
         self._samples: Recent[Sample | None] = Recent(4096)
 
     def members(self, item: int) -> list[int]:
-        """Sample indices of the packed row `item` of the run."""
         pool, row = divmod(item, ROWS_PER_POOL)
         return self._pools.get(pool, self._plan)[row]
 
     def row(self, item: int) -> list[Sample]:
-        """The samples in the packed row `item` of the run."""
         used = (self._samples.get(index, self._used) for index in self.members(item))
         return [sample for sample in used if sample is not None]
 
@@ -158,7 +153,6 @@ class StreamRows:
         return sample.piece(*parts[0]) if parts else None
 
     def _plan(self, pool: int) -> list[list[int]]:
-        """The rows of a pool as lists of sample indices."""
         capacity = self.limits.row_length
         volume = ROWS_PER_POOL * capacity
         members: list[int] = []

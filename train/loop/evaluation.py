@@ -4,8 +4,7 @@ Losses use the objective and the attention that train, one packed row at a time,
 answers, the weights of the step are published beside the run's checkpoints, decoded by the `Sampler` that the
 command line passes in, as for the report, and removed. No random number is drawn, so that a run with
 evaluations trains the same weights. Every rank takes part: ZeRO-3 needs all of them to run a layer, and to
-publish. They wait while rank 0 decodes, which must take less than `train.hang_seconds`.
-"""
+publish. They wait while rank 0 decodes, which must take less than `train.hang_seconds`."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
     """Greedy answers to `num_prompts` held-out prompts. `publish` writes the weights as they are now into
-    `directory`, to be decoded at the stride of a stage. `stop_if`: see `EvalConfig`.
-    """
+    `directory`, to be decoded at the stride of a stage. `stop_if`: see `EvalConfig`."""
 
     publish: Callable[[Stage], None]
     directory: Path
@@ -67,8 +65,7 @@ class Answers:
     def refuse_fall(self, record: dict[str, Any], metrics: Path, *, is_last: bool) -> None:
         """Raise UserError IDLM-0553 on every rank when a figure of `record`, the last one in `metrics`, is
         further below its best value than `stop_if` allows. The decoder that is chosen by default counts.
-        After the last step there is nothing to stop: a warning then, and the model is published.
-        """
+        After the last step there is nothing to stop: a warning then, and the model is published."""
         if self.stop_if:
             from_rank_zero(lambda: self._refuse_fall(record, metrics, is_last=is_last))
 

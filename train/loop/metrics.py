@@ -1,8 +1,7 @@
 """The lines of `metrics.jsonl`: what they hold, and how they read.
 
 Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
-teacher-forced expectation of the step shown.
-"""
+teacher-forced expectation of the step shown."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class MetricsWindow:
     """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
 
     `counts` are over all ranks, `sums` and `fed` of this rank, as in `StepLosses`; None before a first step.
-    `rate` is the learning rate of the step that runs or ran last.
-    """
+    `rate` is the learning rate of the step that runs or ran last."""
 
     step: int
     start: float
@@ -47,7 +45,6 @@ class MetricsWindow:
     rate: float = 0.0
 
     def add(self, step: StepLosses) -> None:
-        """Add an optimizer step."""
         for name in ("counts", "sums", "fed"):
             known, new = getattr(self, name), getattr(step, name)
             setattr(self, name, new.clone() if known is None else known + new)
@@ -74,8 +71,7 @@ def metrics_record(
 ) -> dict[str, Any]:
     """The line of the metrics for `window`, which ends with the trainer's last step. Collective.
 
-    `work` gives FLOPs, where the model's are known; `gradient_norm` is None before a first one.
-    """
+    `work` gives FLOPs, where the model's are known; `gradient_norm` is None before a first one."""
     step, state = trainer.step.losses, trainer.state
     assert step is not None and step.weights is not None
     assert window.counts is not None and window.sums is not None and window.fed is not None
@@ -119,8 +115,7 @@ def metrics_record(
 
 def clean_weight_warning(record: dict[str, Any]) -> str | None:
     """What is wrong with the clean weight of a record of training, which clean_weight=auto alone makes so
-    high; None if nothing is.
-    """
+    high; None if nothing is."""
     weight, loss = record.get("clean_weight", 0.0), record.get("clean_loss", 0.0)
     if not weight > HIGH_CLEAN_WEIGHT:
         return None
@@ -133,12 +128,10 @@ def clean_weight_warning(record: dict[str, Any]) -> str | None:
 
 
 def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of training steps."""
     return [record for record in records if EVALUATION not in record]
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line of text about a metrics record."""
     parts = ["held out"] if EVALUATION in record else []
     parts += [f"stride {record['stride']}"] if record["stride"] > 1 else []
     parts += [f"{key[:-5]} loss {value:.3f}" for key, value in record.items() if key.endswith("_loss")]

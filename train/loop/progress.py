@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 class Progress(TrainerCallback):
     """Reports the steps that are logged; `attach` gives it the trainer. Between reports nothing here waits
     for the device. `tracker` gets every record too. The first report of a resumed run covers the steps since
-    its checkpoint.
-    """
+    its checkpoint."""
 
     def __init__(self, metrics_path: Path, *, console: Any) -> None:
         self.metrics_path, self.console = metrics_path, console

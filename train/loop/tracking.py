@@ -22,8 +22,7 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
     """The tracker of a run, on rank 0; `values` is the whole configuration. A resumed run goes on in the same
     run of the service, whose id lies in `folder`; what the metrics there show is not sent again.
 
-    Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained.
-    """
+    Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained."""
     stored = folder / ID_FILE
     run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
     replace_text(stored, run_id + "\n")
@@ -66,13 +65,11 @@ class WandbTracker:
 
     def log(self, record: dict[str, Any]) -> None:
         """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`. A
-        resumed run repeats steps, whose records are the same.
-        """
+        resumed run repeats steps, whose records are the same."""
         if _place(record) not in self._sent:
             self._send(lambda run: run.log(curves(record), step=record["step"]))
 
     def close(self, *, failed: bool) -> None:
-        """Finish the run; safe to call again."""
         self._send(lambda run: run.finish(exit_code=int(failed)))
         self._run = None
 

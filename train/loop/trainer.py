@@ -2,8 +2,7 @@
 
 Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
 step), `compute_loss`, `training_step`, `create_scheduler`, `_get_train_sampler` and `get_train_dataloader`,
-those for saving in `idlm.train.checkpoint.save`.
-"""
+those for saving in `idlm.train.checkpoint.save`."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ IMPORTED_AT = time.monotonic()
 
 class IdlmTrainer(SavingTrainer):
     """`objective` decides rows and losses; `balance` is one of `train.objectives.curriculum.BALANCES`,
-    `schedule` of its SCHEDULES, `decay` as in its `rate_factor`.
-    """
+    `schedule` of its SCHEDULES, `decay` as in its `rate_factor`."""
 
     def __init__(
         self,
@@ -120,7 +118,6 @@ class IdlmTrainer(SavingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
-        """This rank's share of the step's loss."""
         assert not return_outputs
         return self.step.loss(model, inputs)
 
@@ -160,8 +157,7 @@ class IdlmTrainer(SavingTrainer):
     def release(self) -> None:
         """Give back the memory of weights, gradients, optimizer and copies; nothing can be trained any more.
 
-        Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd.
-        """
+        Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd."""
         forget_clean_keys(self.model)
         for value in (*self.model.parameters(), *self.model.buffers()):
             value.grad = None
@@ -194,8 +190,7 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
     """Prepare a data worker: seed it as transformers does, and ignore signals that are meant for the run.
 
     Launchers and terminals signal the whole process group, and a run whose workers have died cannot finish
-    its step and save.
-    """
+    its step and save."""
     if seed is not None:
         seed(worker)
     for number in STOP_SIGNALS:
@@ -204,8 +199,7 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
 
 def end_workers() -> None:
     """Kill data workers. At the end of a process multiprocessing sends them SIGTERM, which they ignore, and
-    waits: a run that failed with its loader still open would never end.
-    """
+    waits: a run that failed with its loader still open would never end."""
     # torch's handler would raise that a worker was killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
@@ -218,8 +212,7 @@ class TimeLimit:
 
     A step counts as long as the longest one so far, with what is done between steps. A save counts as long as
     the longest of `writer`, and before a first one `assumed_save` seconds; a thread may have to finish the
-    save before. `elapsed`: seconds since the process was started.
-    """
+    save before. `elapsed`: seconds since the process was started."""
 
     def __init__(
         self,
@@ -253,8 +246,7 @@ class StopRequests(TrainerCallback):
     One keystroke can arrive twice, from the terminal and from the launcher, so a second signal counts only
     `ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed after 30 s,
     torchrun after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and newer). If a step and its save take longer,
-    the run continues from the checkpoint before.
-    """
+    the run continues from the checkpoint before."""
 
     def __init__(self, writer: CheckpointWriter | None = None, limit: TimeLimit | None = None) -> None:
         self.writer, self.limit = writer or CheckpointWriter("sync"), limit
@@ -266,8 +258,7 @@ class StopRequests(TrainerCallback):
     def listening(self) -> Iterator[None]:
         """Handlers are process-wide and Python allows them on the main thread only; elsewhere this does
         nothing. A signal that is ignored stays ignored: a shell starts background jobs with SIGINT ignored,
-        so that a Ctrl-C at the terminal does not stop them.
-        """
+        so that a Ctrl-C at the terminal does not stop them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -317,8 +308,7 @@ class StopRequests(TrainerCallback):
 
 class MemoryOfSaves(TrainerCallback):
     """After the first step, which makes the optimizer's state, the writer learns what saves will copy. Behind
-    `StopRequests`: a save that follows at once need not be expected.
-    """
+    `StopRequests`: a save that follows at once need not be expected."""
 
     def __init__(self, trainer: IdlmTrainer) -> None:
         self.trainer: IdlmTrainer | None = trainer

@@ -7,8 +7,7 @@ mask them. `idlm_split` is our Triton kernel (GPU, 16 bits). `idlm_flex` and `id
 dimensions to every layer unchanged, sliding-window layers included: `idlm.train.model.checks` refuses rows
 longer than such a window.
 
-B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim.
-"""
+B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ Attention = Callable[..., Tensor]
 """`(heads, mask, **further arguments of transformers) -> [B, T, N, H]`."""
 KEPT, SEEN = "kept", "seen"
 """What becomes of the keys and values of clean rows, for a batch whose noisy rows run by themselves:
-attention modules keep them as `KEPT_KEYS`, or noisy rows see them too.
-"""
+attention modules keep them as `KEPT_KEYS`, or noisy rows see them too."""
 KEPT_KEYS = "clean_keys"
 """An attribute of the module: compiled layers read tensors there without knowing which layer they are."""
 
@@ -107,8 +105,7 @@ def _attend_apart(
     """Attention of clean rows, whose keys and values are kept, or of noisy rows, to which they are added.
 
     Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
-    up, and the results of those rows are dropped.
-    """
+    up, and the results of those rows are dropped."""
     query_BNTH, key_BKTH, value_BKTH = heads
     if clean_keys == KEPT:
         setattr(module, KEPT_KEYS, (key_BKTH, value_BKTH))
@@ -122,15 +119,13 @@ def _attend_apart(
 
 
 def forget_clean_keys(model: nn.Module) -> None:
-    """Give back the keys and values that attention modules keep."""
     for module in model.modules():
         vars(module).pop(KEPT_KEYS, None)
 
 
 def leave_out_of_compiled_layers() -> None:
     """Let compiled layers call `_attend_apart` without looking into it, in four pieces instead of one. For
-    FlexAttention, whose kernel would be compiled for numbers of rows that differ from batch to batch.
-    """
+    FlexAttention, whose kernel would be compiled for numbers of rows that differ from batch to batch."""
     globals()["_attend_apart"] = torch.compiler.disable(_attend_apart)
 
 
@@ -139,8 +134,7 @@ def choose_attention(
 ) -> str:
     """The attention to run. `auto` chooses the fastest (kernels/split_attention/README.md): by document on a
     CPU; on a GPU the Triton kernel in 16 bits and FlexAttention in float32. UserError IDLM-0542 where the
-    requested one cannot run. `is_elsewhere`: on another machine, whose packages are not known.
-    """
+    requested one cannot run. `is_elsewhere`: on another machine, whose packages are not known."""
     if requested == "auto":
         if device.type != "cuda":
             return "idlm_documents"
@@ -190,8 +184,7 @@ def _is_installed(module: str) -> bool:
 
 def mask_arguments(meta: RowMeta, attention: str, *, num_queries: int | None = None) -> dict[str, Any]:
     """Keyword arguments of a forward pass that set the visibility of `meta` ([B, T]) in all layers;
-    `num_queries`: only the first rows, the noisy ones, ask for results.
-    """
+    `num_queries`: only the first rows, the noisy ones, ask for results."""
     if attention in ("idlm_flex", "idlm_flash"):
         return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":

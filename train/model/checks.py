@@ -4,8 +4,7 @@ Any causal language model of transformers is accepted. `check_model` runs a few 
 list of families: the model must follow our mask, attend as it does by itself, and return the output of its
 head as its logits.
 
-Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary.
-"""
+Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def num_vocabulary_rows(model: PreTrainedModel) -> int:
 def mask_token(tokenizer: Any, num_rows: int, explicit: int | None) -> tuple[int, bool]:
     """(mask token id, whether the embedding of `num_rows` rows has a row for it).
 
-    The id is that of `resolve_mask_token_id`; without one, that of the first row to add. Raises UserError.
-    """
+    The id is that of `resolve_mask_token_id`; without one, that of the first row to add. Raises UserError."""
     first_spare = num_token_ids(tokenizer)
     is_open = explicit is None and tokenizer.mask_token_id is None
     if is_open and first_spare >= num_rows and not unused_token_ids(tokenizer):
@@ -134,8 +132,7 @@ def window_of(config: Any) -> tuple[str, int] | None:
 
 def check_window(config: Any, max_length: int) -> None:
     """Refuse positions up to `max_length` under a model whose rows see a window of them: UserError IDLM-0509.
-    A prepared mask replaces that of the window.
-    """
+    A prepared mask replaces that of the window."""
     window = window_of(config)
     if window is not None and max_length > window[1]:
         raise UserError(
@@ -148,8 +145,7 @@ def check_window(config: Any, max_length: int) -> None:
 
 def num_positions(config: Any) -> int | None:
     """Positions for which a model was made, those that scaled rotations add included; None where it is not
-    said.
-    """
+    said."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     stated = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
     if stated < 1:
@@ -167,8 +163,7 @@ def num_positions(config: Any) -> int | None:
 
 def check_positions(model: PreTrainedModel, max_length: int) -> None:
     """Refuse positions up to `max_length` of a model that has learned embeddings of fewer ones: UserError
-    IDLM-0509.
-    """
+    IDLM-0509."""
     limit, rows = num_positions(model.config.get_text_config()), model.get_input_embeddings()
     if limit is None or max_length <= limit:
         return
@@ -185,8 +180,7 @@ def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False)
     """Refuse a model that ignores our mask, has attention of another kind or changes logits after its head.
 
     Compares a tiny packed forward pass with the model's own pass; with `trains` one in training mode and its
-    backward pass have to end too. Raises UserError IDLM-0505.
-    """
+    backward pass have to end too. Raises UserError IDLM-0505."""
     head, name = model.get_output_embeddings(), type(model).__name__
     if not isinstance(head, nn.Linear):
         raise UserError(

@@ -1,8 +1,7 @@
 """The generation config of a base, and the dtype of what is published.
 
 transformers loads whatever `generation_config.json` says and warns, but refuses to save values that do not
-fit together once one of them has changed: a run would train up to its first checkpoint and lose it there.
-"""
+fit together once one of them has changed: a run would train up to its first checkpoint and lose it there."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ GENERATION_CONFIG = "generation_config.json"
 def export_dtype(config: TrainConfig) -> str:
     """The dtype of published weights: `export.dtype`, else that of the base, else that of training.
 
-    A gated adapter has no base weights: it keeps the dtype of training, float32.
-    """
+    A gated adapter has no base weights: it keeps the dtype of training, float32."""
     if config.export.dtype is not None:
         return config.export.dtype
     if config.is_gated:
@@ -55,8 +53,7 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
 def savable(config: GenerationConfig, directory: Path) -> GenerationConfig:
     """`config` where transformers can save it. Else a copy with do_sample=true, if that was left open and is
     all that is missing (Llama-2-chat), or one without the values that are ignored. UserError IDLM-0541 where
-    neither helps.
-    """
+    neither helps."""
     problem = _problem(config)
     if problem is None:
         return config
@@ -80,7 +77,6 @@ def savable(config: GenerationConfig, directory: Path) -> GenerationConfig:
 
 
 def _problem(config: GenerationConfig) -> str | None:
-    """Why transformers would not save it."""
     try:
         config.validate(strict=True)
     except ValueError as error:

@@ -3,8 +3,7 @@
 `create_block_mask` evaluates all T x T pairs; this counts, per row and key block, how many keys of the block
 its two ranges cover. The result is the same, block for block.
 
-B packed rows, T rows of one packed row, J key blocks of one packed row.
-"""
+B packed rows, T rows of one packed row, J key blocks of one packed row."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ by themselves (`idlm.train.step.BodyAndHead`), so that no layer tells rows apart
 called module (DDP, ZeRO, autocast, compiled layers) find all three.
 
 Shape letters: B packed rows, T rows of one packed row, M MASK rows of the batch, D input width, E output
-width.
-"""
+width."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Gate:
 
     `is_gated`: clean and MASK rows run apart, and MASK rows alone through an open gate; otherwise all rows
     run together, the linear layers adapt all of them, and `rows_M`, flat indices into B*T, are the MASK rows,
-    which the embedding asks for.
-    """
+    which the embedding asks for."""
 
     def __init__(self, *, is_gated: bool = True) -> None:
         self.is_gated = is_gated
@@ -76,8 +74,7 @@ class GatedEmbedding(nn.Embedding):
     table.
 
     The table itself stays the base's: where it is tied to the head, a row trained in place, or added, would
-    change the logits of clean rows.
-    """
+    change the logits of clean rows."""
 
     def __init__(self, base: nn.Embedding, gate: Gate, mask_row_D: Tensor) -> None:
         nn.Module.__init__(self)
@@ -89,7 +86,6 @@ class GatedEmbedding(nn.Embedding):
         self.gate = gate
 
     def forward(self, input: Tensor) -> Tensor:
-        """Embeddings [..., D] of `input` [...]."""
         if self.gate.is_gated and self.gate.is_open:
             return self.mask_row.to(self.weight.dtype).expand(*input.shape, -1)
         rows_M = self.gate.rows_M
@@ -114,8 +110,7 @@ def add_adapter(
 
     A is drawn as PEFT draws it (Kaiming uniform) from `seed`, the same on every device; B is zero.
     `mask_row_D`: start of a trained input embedding for MASK rows, None where the base's own row serves.
-    Raises UserError IDLM-0530.
-    """
+    Raises UserError IDLM-0530."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     linears = {
@@ -158,7 +153,6 @@ def add_adapter(
 
 
 def gate_of(model: nn.Module) -> Gate | None:
-    """The gate of an adapted model; None for any other."""
     gate: Gate | None = getattr(model, "mask_gate", None)
     return gate
 
@@ -168,8 +162,7 @@ def choose_mask(model: PreTrainedModel, tokenizer: Any, explicit: int | None) ->
     """(mask token id, start of a trained embedding [D] or None) for an adapter; `model` stays as it is.
 
     Without a spare row the id is the first after the tokenizer's, and no row is added for it. A row that is
-    missing, zero or not finite is replaced by a vector of the adapter that starts at the mean embedding.
-    """
+    missing, zero or not finite is replaced by a vector of the adapter that starts at the mean embedding."""
     rows_VD = model.get_input_embeddings().weight
     with gathered([rows_VD]):
         mask_token_id, has_row = mask_token(tokenizer, len(rows_VD), explicit)
@@ -202,8 +195,7 @@ def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def merged(weights: dict[str, Tensor], *, scaling: float, mask_token_id: int | None) -> dict[str, Tensor]:
     """The weights of a model whose adapter is not gated, with W + scaling * B A in place of W and the trained
     row of MASK rows in the embedding. Changed weights are copies on the host; the sum is rounded once, to the
-    base's dtype.
-    """
+    base's dtype."""
     changed: dict[int, Tensor] = {}
     for name, b_Er in weights.items():
         module, _, kind = name.rpartition(".")
@@ -228,7 +220,6 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_trained(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write `trained_tensors` to a file of safetensors."""
     from safetensors.torch import save_file
 
     save_file(

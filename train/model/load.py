@@ -3,8 +3,7 @@
 transformers fills tensors that a checkpoint lacks with random numbers; here that is an error. Decoder layers
 are compiled one by one: they share their code, so one compilation serves all of them; the rest (wrappers,
 hooks on the head, gathering of rows) stays eager, because compiled code of the whole model would depend on
-the number of documents and supervised rows.
-"""
+the number of documents and supervised rows."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ READ_AS_LAYER_TYPES = ("sliding_window_pattern", "_sliding_window_pattern")
 
 def base_config(path: str) -> PretrainedConfig:
     """The configuration of a base. UserError IDLM-0501: no checkpoint, 0541: it cannot be read, and those of
-    `check_base_config`.
-    """
+    `check_base_config`."""
     from transformers import AutoConfig
 
     directory = Path(path)
@@ -71,8 +69,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
     """A causal language model from a local checkpoint directory, with parameters of `dtype`. Only safetensors
     are read; `is_planned`: only their headers, for a model on the meta device. UserError as in `base_config`
     and `stored_tensors`, IDLM-0302 and 0303: damaged files, 0505: its attention cannot be chosen, 0541: its
-    tensors are not those of its config.json.
-    """
+    tensors are not those of its config.json."""
     directory, config = Path(path), base_config(path)
     model_class, stored = causal_class(config), stored_tensors(directory)
     if rank() == 0:
@@ -121,8 +118,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
 def check_base_config(directory: Path) -> None:
     """Refuse a config.json of quantised weights (UserError IDLM-0544), with a key that changes the arithmetic
     and that transformers would ignore (0618), or with more layers than the weight files can hold (0603). No
-    weights are read.
-    """
+    weights are read."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config, source = read_json(directory / "config.json"), f"{directory}/config.json"
@@ -182,8 +178,7 @@ def _require_complete(path: str, report: Mapping[str, Any]) -> None:
 
 def _say_whether_tied(model: PreTrainedModel, path: str) -> None:
     """Take back the word of a config.json that says tied, where the files hold a head of their own: resizing
-    and other tools would replace the head by the embedding.
-    """
+    and other tools would replace the head by the embedding."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config()
     if head is None or head.weight is table.weight or not getattr(config, "tie_word_embeddings", False):
@@ -207,8 +202,7 @@ def create_base(
 ) -> PreTrainedModel:
     """A randomly initialised model from `model.config` (`model_type` and the fields of that family).
 
-    On `device` its weights are drawn there: a model of billions takes minutes on a CPU.
-    """
+    On `device` its weights are drawn there: a model of billions takes minutes on a CPU."""
     config = new_config(config_values)
     return random_model(config, attention=attention, dtype=dtype, seed=seed, device=device)
 
@@ -254,8 +248,7 @@ def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bo
     """Whether to compile the layers for `model.compile` = `choice`; `auto`: on a GPU, except under ZeRO-3.
 
     ZeRO-3 gathers and frees the weights of every layer in hooks, which compiled code would not see.
-    UserError IDLM-0540 for choice "on" under ZeRO-3.
-    """
+    UserError IDLM-0540 for choice "on" under ZeRO-3."""
     moves_weights = zero_stage == WEIGHT_SHARDING_STAGE
     if choice == "on" and moves_weights:
         raise UserError(
@@ -268,8 +261,7 @@ def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bo
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The model's decoder layers: the outermost module list of their number, whatever its name; UserError
-    IDLM-0540 without one.
-    """
+    IDLM-0540 without one."""
     wanted = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     found = next((module for module in lists if len(module) == wanted), None)
@@ -284,8 +276,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def compile_layers(model: PreTrainedModel) -> int:
     """Compile every decoder layer in place, at its first use; returns how many. Shapes are static, unless a
-    gated adapter runs clean and noisy rows apart, whose numbers differ from batch to batch.
-    """
+    gated adapter runs clean and noisy rows apart, whose numbers differ from batch to batch."""
     layers, gate = decoder_layers(model), getattr(model, "mask_gate", None)
     runs_apart = gate is not None and gate.is_gated
     if runs_apart and model.config._attn_implementation != "idlm_split":
@@ -305,8 +296,7 @@ def check_fit(
     config: TrainConfig, model: PreTrainedModel, tokenizer: Any, device: torch.device, *, num_rows: int
 ) -> None:
     """Refuse a model, of `num_rows` embeddings in training, that does not fit the tokenizer and the settings;
-    UserError IDLM-0213, 0509 and 0540. No values are read: the model may be on the meta device.
-    """
+    UserError IDLM-0213, 0509 and 0540. No values are read: the model may be on the meta device."""
     check_vocabulary(tokenizer, num_rows)
     check_window(model.config.get_text_config(), config.train.max_length)
     check_positions(model, config.train.max_length)

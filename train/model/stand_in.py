@@ -37,8 +37,7 @@ PARTS = re.compile("vision|image|video|audio|speech")
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """transformers' causal language model of `config`; UserError IDLM-0505 where there is none, or it is part
-    of a model that reads more than text.
-    """
+    of a model that reads more than text."""
     from transformers import AutoModelForCausalLM
 
     name = config.model_type
@@ -76,7 +75,6 @@ def check_architecture(config: PretrainedConfig, *, attention: str) -> None:
 def _refusal(
     config: PretrainedConfig, model_class: type[PreTrainedModel], attention: str
 ) -> UserError | None:
-    """Why a model of this configuration is refused; None if it is not."""
     try:
         check_model(_make(config, model_class, attention), attention=attention, trains=True)
     except UserError as error:

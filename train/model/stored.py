@@ -35,8 +35,7 @@ class Stored(NamedTuple):
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """All tensors of a base by name. UserError IDLM-0541: no weights, a file is missing or damaged, two hold
-    a tensor; 0544: they are quantised; 0607: an index that names other files.
-    """
+    a tensor; 0544: they are quantised; 0607: an index that names other files."""
     files = weight_files(directory)
     if not files:
         raise _without_weights(directory)
@@ -157,8 +156,7 @@ def num_tensors(directory: Path) -> int | None:
 
 def stored_dtype(directory: Path) -> str | None:
     """The dtype of most elements in the weight files, by their headers; None where there is none, or a file
-    cannot be read.
-    """
+    cannot be read."""
     counts: Counter[str] = Counter()
     for one in (_readable(directory) or {}).values():
         counts[one.dtype] += math.prod(one.shape)
@@ -167,8 +165,7 @@ def stored_dtype(directory: Path) -> str | None:
 
 def without_equal_copies(stored: dict[str, Stored], tied: Mapping[str, str]) -> dict[str, Stored]:
     """`stored` without tensors of `tied` (name to the name that it is tied to) that equal their other one:
-    where both are there, transformers ties them if they are equal. Reads those tensors.
-    """
+    where both are there, transformers ties them if they are equal. Reads those tensors."""
     copies = {
         name
         for name, other in tied.items()

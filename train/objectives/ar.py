@@ -1,8 +1,7 @@
 """Next-token training on packed clean rows: trains base models, and the control that conversions are compared
 with.
 
-Shape letters: B packed rows, T rows of one packed row, D width.
-"""
+Shape letters: B packed rows, T rows of one packed row, D width."""
 
 from __future__ import annotations
 

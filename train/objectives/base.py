@@ -7,8 +7,7 @@ The trainer asks an objective three questions, in this order:
 `counts` are summed over all ranks and micro-batches of a step. `Objective` states each method; `ar.py` is the
 shortest example.
 
-Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised rows.
-"""
+Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised rows."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ Count = TypeVar("Count", int, np.ndarray)
 class Head:
     """The linear output head, whole on this rank while the model's forward pass is in it.
 
-    Each method takes the rows [M, D] that the caller chose and holds one chunk of logits at a time.
-    """
+    Each method takes the rows [M, D] that the caller chose and holds one chunk of logits at a time."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -87,8 +85,7 @@ class Terms:
 
     `sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of
     `Objective.term_names`, detached. `loss`: the scalar coefficients @ sums to differentiate; None without
-    coefficients.
-    """
+    coefficients."""
 
     sums: Tensor
     loss: Tensor | None = None
@@ -99,8 +96,7 @@ class Terms:
 class Asked:
     """What is asked of the losses of a micro-batch at a stage. `coefficients` [num_terms], weights / counts,
     are given where the loss is differentiated. `want_overlap`: this step is logged, so also compute what is
-    only reported.
-    """
+    only reported."""
 
     stage: Stage
     coefficients: Tensor | None = None
@@ -114,8 +110,7 @@ class Objective(ABC):
     `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
     `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `max_clean_weight`
     bounds a balanced s. `phase`, `distill` and `distill_share` are those of `objective=idlm`. `term_names`
-    name the summed losses, in the order of `Terms.sums`.
-    """
+    name the summed losses, in the order of `Terms.sums`."""
 
     places_masks: ClassVar[bool]
     """Whether it needs a mask token."""
@@ -125,8 +120,7 @@ class Objective(ABC):
     """Whether it reads `max_padding`."""
     predicts_next: ClassVar[bool]
     """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to weigh
-    and no gated adapter, which keeps the clean rows of the base.
-    """
+    and no gated adapter, which keeps the clean rows of the base."""
     term_names: ClassVar[tuple[str, ...]]
 
     mask_token_id: int | None
@@ -152,16 +146,14 @@ class Objective(ABC):
     def num_rows(self, length: Count, num_targets: Count) -> Count:
         """Return how many rows a sample needs at most, over all stages: numbers, or int64 [samples] of many.
 
-        `length` counts its tokens, `num_targets` its supervised tokens after the first token.
-        """
+        `length` counts its tokens, `num_targets` its supervised tokens after the first token."""
 
     @abstractmethod
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         """Return the rows of a sample at a stage of the curriculum.
 
         Everything random follows from `seed`, which differs for each visit of a sample, so that a resumed run
-        draws the same.
-        """
+        draws the same."""
 
     @abstractmethod
     def semantics(self, stride: int) -> Semantics:
@@ -174,8 +166,7 @@ class Objective(ABC):
     @abstractmethod
     def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, asked: Asked) -> Terms:
         """Return the losses of a micro-batch from the last hidden states [B, T, D]. Must not wait for the
-        device.
-        """
+        device."""
 
     def needs_means(self, stage: Stage) -> bool:
         """Return whether `weights` depends on the step's own losses, which then need a forward pass first."""
@@ -183,8 +174,7 @@ class Objective(ABC):
 
     def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
         """Return the weight of each term, float32 [num_terms]; `means` [num_terms], sums / counts over all
-        ranks, are given where `needs_means`. The weight of a single term is 1.
-        """
+        ranks, are given where `needs_means`. The weight of a single term is 1."""
         return torch.ones(1)
 
 

@@ -6,8 +6,7 @@ block, not per sample, for less variance; a block without a target has no noisy 
 them; the block in which an answer ends is filled with its stop token, because a shorter block would reveal
 the end, which decoding does not know.
 
-Shape letter: L tokens of one sample.
-"""
+Shape letter: L tokens of one sample."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class BlockDiffusion(MaskedDiffusion):
         block_size: int,
     ) -> Rows:
         """Return the rows of blocks with a target; tokens of `is_masked` become masks, drawn at `rates` (in
-        parts of `CERTAIN`). All arguments are [L].
-        """
+        parts of `CERTAIN`). All arguments are [L]."""
         assert self.mask_token_id is not None
         positions = np.arange(len(token_ids), dtype=np.int64)
         block = positions // block_size

@@ -2,8 +2,7 @@
 stage), and the learning rate over them.
 
 The stage of a step or data item is a pure function of its index: a resumed run and a run with other
-accumulation see the same stages at the same items.
-"""
+accumulation see the same stages at the same items."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def rate_factor(step: int, *, curriculum: Curriculum, schedule: str, warmup: flo
     the end of the run. `cosine_per_stage`: the same in every stage, as if each were a job of its own. `wsd`
     (warm-up, stable, decay): the peak after the rise, then a line to zero over the last share `decay` of the
     steps. Both zeros lie outside, before the first step and behind the last: every step trains, in a stage of
-    any length.
-    """
+    any length."""
     start, num_steps = 0, curriculum.num_steps
     if schedule == "cosine_per_stage" and step < num_steps:
         stage = curriculum.stage_of_step(step)

@@ -9,8 +9,7 @@ token of a short answer weighs more; it pads each answer to the longest of its b
 stop tokens is drawn from 0 to `max_padding`, so that batches do not matter and lengths vary; no sample is cut
 to a random length; the first token of a document is always visible.
 
-Shape letter: L tokens of one sample with its padding.
-"""
+Shape letter: L tokens of one sample with its padding."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class FullDiffusion(MaskedDiffusion):
         self, token_ids: np.ndarray, is_target: np.ndarray, is_masked: np.ndarray, rate: int
     ) -> Rows:
         """Return all rows of a sample as one block; tokens of `is_masked` become masks, drawn at `rate` (in
-        parts of `CERTAIN`). All arrays are [L].
-        """
+        parts of `CERTAIN`). All arrays are [L]."""
         assert self.mask_token_id is not None
         positions = np.arange(len(token_ids), dtype=np.int64)
         return Rows(

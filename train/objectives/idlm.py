@@ -14,8 +14,7 @@ With a gated adapter, whose clean rows are the base's, -log p in L_mask may give
 (`distill_share`), to the divergence of the mask's q from the clean row's p: they predict the same token. With
 `phase=random` blocks of masks start at another offset for every visit of a sample. Neither is in the paper.
 
-Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions.
-"""
+Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions."""
 
 from __future__ import annotations
 

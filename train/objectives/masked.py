@@ -4,8 +4,7 @@ A target becomes a mask with a probability p that is drawn too. The loss of a ma
 sum is divided by the number of targets, masked or not, of the whole optimizer step: its expectation is the
 NELBO per token.
 
-Shape letters: B packed rows, T rows of one packed row, D width, L tokens of one sample, M masked rows.
-"""
+Shape letters: B packed rows, T rows of one packed row, D width, L tokens of one sample, M masked rows."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class MaskedDiffusion(Objective):
         self, sample: Sample, *, num_more: int = 0, multiple: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and target flags [L] up to the last target. If that is a stop token, more of it
-        follow as targets: `num_more`, and as many as make L a `multiple`.
-        """
+        follow as targets: `num_more`, and as many as make L a `multiple`."""
         is_target = np.zeros(len(sample), dtype=bool)
         # As in all objectives, the first token of a document is context.
         is_target[1:] = target_flags(sample, self.mask_region)[:-1]

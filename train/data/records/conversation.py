@@ -1,6 +1,5 @@
 """A record's turns together with what lies beside them: system prompt, history, tools, weights and variables
-of the chat template.
-"""
+of the chat template."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from idlm.train.data.records.values import parsed, present, shown, text_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """`turns` as the template gets them; `tools` are JSON schemas, `template_kwargs` variables of the
-    template.
-    """
+    template."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -59,8 +57,7 @@ class Conversation:
 
     def ignored_keys(self, encoder: Encoder, samples: Sequence[Sample]) -> set[str]:
         """Return the keys of turns, and the variables of the template, that nothing reads: the template has
-        no such word, or `samples` lack the text.
-        """
+        no such word, or `samples` lack the text."""
         read = _words(all_template_text(encoder.tokenizer))
         texts = [
             (name, turn.message.get(name.rpartition(".")[2])) for turn in self.turns for name in turn.extra
@@ -76,7 +73,6 @@ class Conversation:
 
 
 def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Conversation:
-    """Return the turns with all that the record has beside them."""
     for key, value in present(record, MEDIA_KEYS).items():
         raise UserError(
             "IDLM-0202",

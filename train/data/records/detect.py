@@ -25,8 +25,7 @@ NO_MATCH = 4
 def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
     """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits.
 
-    Other names than a shape's own, and keys without a value, count only where no shape fits otherwise.
-    """
+    Other names than a shape's own, and keys without a value, count only where no shape fits otherwise."""
     if wanted != AUTO:
         if _match(record, wanted)[0] == NO_MATCH:
             raise _unknown(record, origin, f"is not of data.shape={wanted}")
@@ -56,8 +55,7 @@ def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
 
 def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: str) -> None:
     """Raise UserError IDLM-0230 where the record does not have the shape of the first record, IDLM-0202 where
-    it is more than a text.
-    """
+    it is more than a text."""
     if _match(record, shape)[0] == NO_MATCH:
         raise UserError(
             "IDLM-0230",
@@ -106,8 +104,7 @@ def wanted_columns(names: Sequence[str]) -> list[str]:
 
 def _match(record: Record, name: str) -> tuple[int, list[Keys]]:
     """Return the sets of keys of a shape that a record has, and their rank: 0 for the shape's own names, 1
-    for other names, 2 and 3 for those with keys that hold null, `NO_MATCH` without any.
-    """
+    for other names, 2 and 3 for those with keys that hold null, `NO_MATCH` without any."""
     shape, given = SHAPES[name], {key for key, value in record.items() if value is not None}
     options = [(held, names) for held in (given, record.keys()) for names in (shape.keys, shape.aliases)]
     for rank, (held, names) in enumerate(options):

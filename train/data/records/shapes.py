@@ -1,8 +1,7 @@
 """The shapes that a record of a file may have, and the samples that a record of each shape becomes.
 
 A shape is known by its keys. Names that other data sets use for them are looked up only where no shape has
-its own keys, so that they never compete with those.
-"""
+its own keys, so that they never compete with those."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Shape:
     them. `also`: keys that are read where a record has them, `checked`: those that some values of make a
     record unusable. `example` is shown to users.
 
-    `encode(record, keys, encoder, origin)` gets the set of keys that the record has.
-    """
+    `encode(record, keys, encoder, origin)` gets the set of keys that the record has."""
 
     keys: tuple[Keys, ...]
     example: str

@@ -2,8 +2,7 @@
 of a call are an object, which the template writes as JSON itself, as the server does too.
 
 Nulls around a schema or the arguments are keys that were left out. Those inside are the user's own, except in
-tables (see `values.without_nulls`).
-"""
+tables (see `values.without_nulls`)."""
 
 from __future__ import annotations
 

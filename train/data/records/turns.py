@@ -33,8 +33,7 @@ class Turn:
     """A message, and whether it is a target if it is the assistant's.
 
     `extra` names keys (`messages[].id`) that a template may read and nothing else does. `continues`: calls of
-    tools that belong to the assistant's message before them.
-    """
+    tools that belong to the assistant's message before them."""
 
     message: dict[str, Any]
     is_trained: bool = True
@@ -43,7 +42,6 @@ class Turn:
 
     @property
     def role(self) -> str:
-        """Who speaks."""
         return str(self.message["role"])
 
 

@@ -1,7 +1,6 @@
 """Values of records: texts, JSON in texts, and the nulls of tables.
 
-Errors name a value by its key; `build.encode` puts the record's place before them.
-"""
+Errors name a value by its key; `build.encode` puts the record's place before them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from idlm.train.data.records.names import TEXT_PARTS
 
 
 def shown(value: Any) -> str:
-    """The value as short text."""
     return f"{value!r:.60}"
 
 
@@ -23,8 +21,7 @@ def without_nulls(value: Any) -> Any:
     """Return a value of a table without the nulls of its structures, at every depth.
 
     All rows of a column share one structure, in which a null stands for a key that the row lacks. Items of
-    lists are values of their own and stay.
-    """
+    lists are values of their own and stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -37,7 +34,6 @@ def present(record: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value stands for a missing one."""
     return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
 
 

@@ -2,8 +2,7 @@
 
 `data.path` is a folder written by `save_to_disk`, an `.arrow` file, a folder of data files or a name of the
 hub. Code of a dataset is never run. Data files are converted under the run's data cache, a hub dataset in the
-library's.
-"""
+library's."""
 
 from __future__ import annotations
 
@@ -100,7 +99,6 @@ def _load(arguments: dict[str, Any], split: str) -> Any:
 
 
 def _split_of(found: Any, config: DataConfig) -> Any:
-    """The split `config.split` of a dataset; UserError IDLM-0232 without it."""
     import datasets
 
     split = config.split
@@ -139,7 +137,6 @@ def _data_files(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[s
 
 @SOURCES.register("hf")
 def hf_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    """Read the split `data.split` of `data.path`."""
     if not config.path:
         raise UserError("IDLM-0209", "the data path is empty", fix="set data.path to a folder or a hub name")
     reader = DatasetReader(config, cache_folder(config))

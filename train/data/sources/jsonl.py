@@ -1,8 +1,7 @@
 """JSON lines as a data source, also compressed: one file, a folder of shards or a pattern.
 
 A `.json` file may hold one array of records instead, which is read whole. `datasets` reads the same files but
-infers one schema for all records and cannot name the line of a bad one.
-"""
+infers one schema for all records and cannot name the line of a bad one."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class JsonlReader(FileReader):
 def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     """(1-based line or item, value or the error that reading it gave) of every record.
 
-    UnicodeDecodeError where the file as a whole is not UTF-8.
-    """
+    UnicodeDecodeError where the file as a whole is not UTF-8."""
     head = stream.peek(PEEKED_BYTES).removeprefix(BOM)
     if encoding := wide_encoding(head):
         raise UnicodeDecodeError(encoding, head, 0, 1, "")
@@ -104,5 +102,4 @@ def _not_utf8(name: str, error: UnicodeDecodeError, kind: str | None, place: int
 
 @SOURCES.register("jsonl")
 def jsonl_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    """Read `data.path`."""
     return cached_source(JsonlReader(config.path, SUFFIXES["jsonl"]), config, encoder)

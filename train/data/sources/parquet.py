@@ -40,5 +40,4 @@ class ParquetReader(FileReader):
 
 @SOURCES.register("parquet")
 def parquet_source(config: DataConfig, encoder: Encoder) -> CachedSource:
-    """Read `data.path`."""
     return cached_source(ParquetReader(config.path, SUFFIXES["parquet"]), config, encoder)

@@ -23,12 +23,10 @@ class TaskSource:
         self.encoder, self.split = encoder, config.split
 
     def sample(self, index: int) -> Sample:
-        """Prompt and answer number `index` of the split."""
         made = self.task.sample(index, self.split)
         return self.encoder.pair(made.prompt, made.response, origin=f"{self.task.name} sample {index}")
 
     def question(self, index: int) -> str:
-        """The prompt of sample `index`."""
         return str(self.task.sample(index, self.split).prompt)
 
     def verdict(self, index: int, answer: str) -> str:
