@@ -47,10 +47,9 @@ def recover(target: Path) -> None:
 def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> None:
     """Check size and sha256 of every file in the manifest of `directory`, after `recover`.
 
-    Mismatches, missing files, links and names outside the directory raise UserError IDLM-0302 with the file,
-    except for the texts `FOR_PEOPLE`.
-    A missing manifest is an error unless `required` is False. With `sealed`, files that the manifest does not
-    name are errors too; otherwise they are ignored."""
+    Mismatches, missing files, links and names outside the directory raise UserError IDLM-0302, except for the
+    texts `FOR_PEOPLE`. A missing manifest is an error unless `required` is False. With `sealed`, so are files
+    that the manifest does not name."""
     directory = Path(directory)
     recover(directory)
     if not directory.is_dir():
@@ -87,9 +86,8 @@ def is_adapter(directory: Path) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that should hold the weights, whether they exist or not; empty if no file names any.
-
-    Raises UserError IDLM-0607 for an index that does not name plain *.safetensors files."""
+    """Return the files that should hold the weights; empty if no file names any. UserError IDLM-0607 for an
+    index that does not name plain *.safetensors files."""
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
     return sorted(set(_index(directory).values()))
@@ -173,8 +171,7 @@ def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
 
 
 def own_files(target: Path) -> set[Path]:
-    """Return the paths of the files that the manifest of `target` names, and its own, without texts
-    `FOR_PEOPLE` that were edited since."""
+    """Return the paths of the manifest of `target` and of its files, without edited texts `FOR_PEOPLE`."""
     if not (target.is_dir() and (target / MANIFEST).exists()):
         return set()
     files = read_manifest(target)

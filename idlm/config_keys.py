@@ -34,10 +34,9 @@ def refuse_unknown_keys(
     foreign: Mapping[str, str] | None = None,
     source: str = "config.json",
 ) -> None:
-    """Raise UserError IDLM-0618 for keys that are not `known` and may change the computation.
-
-    `foreign` maps keys of published models that share the architecture strings but compute something else to
-    the name of the model. A key that is null, false or empty enables nothing and passes."""
+    """Raise UserError IDLM-0618 for keys that are not `known` and may change the computation; a key that is
+    null, false or empty enables nothing. `foreign`: keys of published models that share the architecture
+    strings but compute something else, and the names of the models."""
     unknown = dict(_suspects(config, {*known, *COMMON_KEYS}))
     if not unknown:
         return

@@ -78,10 +78,8 @@ def as_constraint(given: Any) -> Constraint | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings of one request, in Python and on the command line (`sampling.temperature=0`).
-
-    The defaults sample from the model's own distribution. Raises UserError IDLM-0401 that names every value
-    out of range."""
+    """Sampling settings of one request; the defaults sample from the model's own distribution. Raises
+    UserError IDLM-0401 that names every value out of range."""
 
     temperature: float = option("0 is greedy, 1 samples the model's own distribution", 1.0)
     top_p: float = option("keep the most likely tokens up to this total probability; 1 is off", 1.0)
@@ -204,9 +202,8 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (nats) of a token under the model's own distribution, before temperature.
-
-    `top` holds those of the most likely tokens, as many as were asked for, the likeliest first."""
+    """Log-probability (nats) of a token under the model's own distribution, before temperature. `top`: those
+    of the most likely tokens, as many as were asked for, the likeliest first."""
 
     token_id: int
     logprob: float

@@ -17,10 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class UserError(ValueError):
-    """A mistake in input or configuration, raised where the value enters.
-
-    `code` is stable ("IDLM-0201") and names one cause; `fix` is an instruction. Command lines print it
-    without a traceback and exit with status 2."""
+    """A mistake in input or configuration, raised where the value enters. `code` is stable and names one
+    cause, `fix` is an instruction. Command lines print it without a traceback and exit with status 2."""
 
     def __init__(self, code: str, message: str, *, fix: str) -> None:
         super().__init__(f"{code}: {message}\n  fix: {fix}")
@@ -34,8 +32,7 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: characters that control it, which names and values from files may have,
-    are escaped."""
+    """Return a text for a terminal: characters that control it, which files may hold, are escaped."""
     escaped = (char if char in "\n\t" or category(char) not in HIDDEN else ascii(char)[1:-1] for char in text)
     return "".join(escaped)
 

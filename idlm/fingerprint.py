@@ -14,10 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_fingerprint() -> dict[str, Any]:
-    """Return the code version, software, hardware and UTC date that a result depends on.
-
-    Outside a clone, `dirty` is None and `commit` is that of the unpacked archive, or None. `gpu` is None
-    without one."""
+    """Return the code version, software, hardware and UTC date that a result depends on. Outside a clone,
+    `dirty` is None and `commit` that of the unpacked archive, or None."""
     # Imported here, because tools that only read results need not wait for it.
     import torch
 

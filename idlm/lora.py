@@ -42,10 +42,8 @@ MAX_HEADER = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Shape of an adapter. `targets` are the last parts of the names of the adapted modules, the same in all
-    layers.
-
-    `base_path` is the path of the base during training."""
+    """Shape of an adapter. `targets`: last parts of the names of the adapted modules. `base_path`: the base
+    during training."""
 
     rank: int
     alpha: float
@@ -116,12 +114,9 @@ def low_rank(x_MD: Tensor, a_rD: Tensor, b_Er: Tensor, scaling: float) -> Tensor
 
 
 def base_identity(directory: Path) -> str:
-    """Return a digest (sha256, hex) of the weights in `directory`; how they are split into files makes no
-    difference.
-
-    It covers the name, dtype and shape of every tensor and three samples of 512 bytes: this takes
-    milliseconds for any size, and a fine-tuned copy differs although its headers do not. Raises UserError
-    IDLM-0308 without safetensors."""
+    """Return a sha256 (hex) of the weights in `directory`, however they are split into files: of the name,
+    dtype and shape of every tensor and three samples of 512 bytes, which a fine-tuned copy does not share.
+    UserError IDLM-0308 without safetensors."""
     digest = hashlib.sha256()
     for name, (path, start, entry) in sorted(_tensors(Path(directory)).items()):
         first, last = entry["data_offsets"]

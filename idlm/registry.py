@@ -46,10 +46,8 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, *, key: str = "", others: Iterable[str] = ()) -> T:
-        """Return the member called `name`.
-
-        Raises UserError IDLM-0102 with the nearest name and all names if it is unknown; `key` is the option
-        that gave the name, `others` are names that this option takes and another registry has."""
+        """Return the member called `name`. UserError IDLM-0102 if it is unknown; `key` is the option that
+        gave the name, `others` are names that this option takes and another registry has."""
         self._scan()
         if not isinstance(name, str) or name not in self._members:
             names = sorted({*self._members, *others})

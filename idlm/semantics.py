@@ -97,11 +97,8 @@ class Semantics:
 
     @classmethod
     def load(cls, directory: Path) -> Semantics:
-        """Read `idlm_config.json` of `directory`; without the file, return the defaults of a plain AR
-        checkpoint.
-
-        Raises UserError IDLM-0303 for a file that is not JSON, IDLM-0305 for unknown keys, IDLM-0304 for bad
-        values."""
+        """Read `idlm_config.json`; without it, return the defaults of a plain AR checkpoint. UserError
+        IDLM-0303: not JSON, IDLM-0305: unknown keys, IDLM-0304: bad values."""
         path = Path(directory) / FILE_NAME
         if not path.exists():
             return cls()

@@ -24,9 +24,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
-    """Call `command` with `argv` (None: the arguments of the process) and return the exit status.
-
-    A UserError is printed to stderr and gives status 2."""
+    """Return the exit status of `command` called with `argv` (None: those of the process); 2 for a UserError,
+    which is printed to stderr."""
     # Commands load torch after this: a spinning OpenMP pool is four times slower next to a busy process.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     warnings.showwarning = _print_warning

@@ -19,11 +19,9 @@ SENTENCE_END = re.compile(r"(?<=[.;])\s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandHelp:
-    """The parts of a command's help that its keys do not say.
-
-    `usage` follows the name. `examples` are whole command lines. `keys` are the most used ones, which come
-    first. `flags` are arguments other than `key=value`, with their help. `has_recipes`: the bundled recipes
-    are for this command."""
+    """What a command's keys do not say: `usage` follows the name, `keys` are the most used ones, which come
+    first, `flags` are arguments other than `key=value` with their help; `has_recipes`: the bundled recipes
+    are for it."""
 
     name: str
     usage: str
@@ -42,9 +40,8 @@ def print_help(command: CommandHelp, schema: type, arguments: Sequence[str], *, 
 
 
 def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
-    """Return the summary, recipes, examples, most used keys, flags and all keys of a command.
-
-    `plugins` describes the options of plug-ins, which no schema names; it comes last."""
+    """Return the summary, recipes, examples, most used keys, flags and all keys of a command; `plugins`,
+    about options that no schema names, comes last."""
     flags = {**command.flags, "-h, --help": "print this text", "--version": "print the version"}
     sections = [f"usage: {command.name} {command.usage}", command.summary]
     if command.has_recipes:

@@ -30,9 +30,8 @@ def importing() -> Iterator[None]:
 
 
 def leave_out_unused() -> None:
-    """Have transformers import none of `UNUSED` in the process of a command; other code imports them as ever.
-
-    transformers asks once whether a library is installed. Does nothing where it may have asked already."""
+    """Have transformers import none of `UNUSED` in the process of a command. It looks once whether a library
+    is installed: does nothing where it may have done so already."""
     if not owns_process or "transformers" in sys.modules:
         return
     with absent(*UNUSED):

@@ -25,8 +25,7 @@ Clock = Callable[[], float]
 
 
 class FigureBar(RichProgress):
-    """A bar with the figures of each task (its field `text`) on separate lines below, so that they never hide
-    it."""
+    """A bar with the figures of each task (its field `text`) on separate lines below."""
 
     _moved: list[tuple[logging.StreamHandler[Any], Any]]
 
@@ -90,10 +89,8 @@ def figure_bar(console: Console, *columns: ProgressColumn, **options: Any) -> Fi
 
 
 class Progress:
-    """Shows the progress of a job inside `with`. `total` None: the amount of work is unknown.
-
-    `update` may be called at any rate: it calls `figures` only when it shows them. `counts` False shows a
-    percentage instead of two numbers, for totals such as bytes that tell a reader little."""
+    """Shows the progress of a job inside `with`. `total` None: the amount of work is unknown; `counts` False
+    shows a percentage instead of two numbers. `update` calls `figures` only when it shows them."""
 
     def __init__(
         self,

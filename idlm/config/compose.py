@@ -140,9 +140,7 @@ def _written(given: str, schema: type) -> str:
 
 
 def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
-    """Return the mapping in a file, with interpolations left as they are.
-
-    UserError IDLM-0104 without the file, IDLM-0105 for other content."""
+    """Return the mapping in a file, interpolations as they are. UserError IDLM-0104 (no file), IDLM-0105."""
     if not path.is_file():
         raise UserError("IDLM-0104", f"there is no {kind} file {path}", fix="check the path")
     try:

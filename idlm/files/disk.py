@@ -32,8 +32,7 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 @contextmanager
 def translate_disk_errors(target: Path, *, written: Path | None = None) -> Iterator[None]:
     """Inside, a full, size-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
-    whichever library failed. The message gives the size of `written`, the folder that is being filled for
-    `target`."""
+    whichever library failed. The message gives the size of `written`, the folder that is being filled."""
     try:
         yield
     except UserError:
@@ -55,11 +54,9 @@ def replace_text(target: Path, text: str) -> None:
 
 
 def lock_file(path: Path) -> int | None:
-    """Return a descriptor of `path` (created if missing) that holds its exclusive lock, or None while another
-    process holds it or if the folder does not exist. The lock ends when the descriptor is closed or the
-    process dies.
-
-    Raises OSError with an errno of NO_LOCKS on file systems without locks."""
+    """Return a descriptor of `path` (created if missing) with its exclusive lock, which ends when the
+    descriptor is closed; None while another process holds it or without the folder. OSError with an errno of
+    NO_LOCKS on file systems without locks."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -43,9 +43,8 @@ def wide_encoding(head: bytes) -> str | None:
 
 
 def likely_encoding(line: bytes) -> str | None:
-    """Return the encoding in which `line`, which is not UTF-8, has the usual letters of a language.
-
-    None where none has, for UTF-8 with a damaged character, and for what is no JSON."""
+    """Return the encoding in which `line`, which is not UTF-8, has the usual letters of a language; None
+    where none has, for UTF-8 with a damaged character, and for what is no JSON."""
     foreign = _foreign(line.decode("utf-8", "replace"))
     if line[:1] not in (b"{", b"[") or 2 * foreign.count("\ufffd") < len(foreign):
         return None

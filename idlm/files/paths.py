@@ -28,9 +28,8 @@ MAX_WHOLE_FILE = 1 << 27
 
 
 def expand_home(path: str) -> str:
-    """Return the path with a leading `~` or `~user` replaced by that home.
-
-    ValueError where no such home is known, else a mistyped name would become a new folder."""
+    """Return the path with a leading `~` or `~user` replaced by that home. ValueError where no such home is
+    known, else a mistyped name would become a new folder."""
     expanded = os.path.expanduser(path)
     if expanded == path and path.startswith("~"):
         raise ValueError(f"{path.split('/')[0]} is the home of no known user; write ./{path} for such a name")
@@ -71,9 +70,8 @@ def packing(file: BinaryIO, path: Path) -> str | None:
 
 
 def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
-    """Return the content of an open file: decompressed where it is compressed, else the file itself.
-
-    Reading what is cut short or damaged raises one of DAMAGE. Only `.zst` cannot be positioned."""
+    """Return the content of an open file, decompressed where it is compressed. Reading what is cut short or
+    damaged raises one of DAMAGE. Only `.zst` cannot be positioned."""
     kind = packing(file, path)
     if kind is not None and not cast(io.BufferedReader, file).peek(1):
         raise EOFError("the file is empty")

@@ -51,8 +51,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1.
-
+    """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1,
     `unread` names columns that were not loaded."""
 
     file: int
@@ -62,10 +61,9 @@ class Row:
 
 
 class Reader(Protocol):
-    """Records of one source in a fixed order; `share_read` (0 to 1) grows while `rows` is consumed.
-
-    `names` begin the origins of its rows. `files` are those that are read, `left_out` what else is in their
-    folder and is not data."""
+    """Records of one source in a fixed order; `share_read` (0 to 1) grows while `rows` is consumed. `names`
+    begin the origins of its rows. `files` are those that are read, `left_out` what else is in their folder
+    and is not data."""
 
     names: tuple[str, ...]
     files: tuple[str, ...]
@@ -226,9 +224,8 @@ def is_saved(place: Path) -> bool:
 
 
 def source_of(path: str) -> str:
-    """The source that reads `path`: hf for a saved dataset or an Arrow file, else by the endings of files;
-    jsonl where there is nothing. UserError IDLM-0209 for a folder or pattern with files of several sources.
-    """
+    """The source that reads `path`: hf for a saved dataset or an Arrow file, else by endings; jsonl where
+    there is nothing. UserError IDLM-0209 for a folder or pattern with files of several sources."""
     if is_saved(Path(path)):
         return "hf"
     files = [Path(path)]
@@ -246,10 +243,8 @@ def source_of(path: str) -> str:
 
 
 def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
-    """Name, size, time of change and a hash of sampled blocks of every file.
-
-    Hashing a large corpus whole would take longer than reading its cache. A change that keeps size, time and
-    the sampled blocks is not noticed; a copy with a new time is tokenised again."""
+    """Name, size, time of change and a hash of sampled blocks of every file: hashing a large corpus whole
+    would take longer than reading its cache. A change that keeps all of them is not noticed."""
     facts: list[list[Any]] = []
     for path in paths:
         with reading(path):

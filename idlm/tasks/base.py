@@ -41,9 +41,8 @@ class UnreadablePromptError(Exception):
 def judge(
     prompt: str, response: str, execute: Callable[[str], tuple[Sequence[Sequence[str]], str]]
 ) -> Verdict:
-    """Compare `response` with a run of `prompt`: in every step any accepted form, then the ending.
-
-    `execute` returns the accepted forms of every step and the ending, whose last line is `#### answer`."""
+    """Compare `response` with a run of `prompt`. `execute` returns the accepted forms of every step, and the
+    ending, whose last line is `#### answer`."""
     try:
         steps, ending = execute(prompt)
     except UnreadablePromptError as error:

@@ -40,9 +40,7 @@ def split_of_skeleton(text: str) -> Split:
 
 
 class GeneratedTask(Task, Generic[Problem]):
-    """Base of tasks whose problems are drawn at random: levels, knobs and splits.
-
-    About 1 draw is needed for a sample of train and 100 for the other splits."""
+    """Base of tasks whose problems are drawn at random: levels, knobs and splits."""
 
     LEVELS: ClassVar[Mapping[str, Any]]
     """Presets, dataclasses of all knobs with their `rules()`; the first one is the default."""
@@ -51,10 +49,8 @@ class GeneratedTask(Task, Generic[Problem]):
         self.config = self._config(next(iter(self.LEVELS)) if level is None else level, knobs)
 
     def _config(self, level: str, knobs: Mapping[str, Any]) -> Any:
-        """Return the preset `level` with some knobs replaced.
-
-        Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob, and IDLM-0222 naming
-        the rules that values break."""
+        """Return the preset `level` with some knobs replaced. UserError IDLM-0220: unknown level, IDLM-0221:
+        unknown knob, IDLM-0222: broken rules."""
         if level not in self.LEVELS:
             raise UserError(
                 "IDLM-0220",
@@ -78,10 +74,9 @@ class GeneratedTask(Task, Generic[Problem]):
         return config
 
     def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` of `split`: the first problem of its own random stream that lies there.
-
-        Only `Random.random` may be used on the stream, whose values Python keeps stable across versions.
-        Raises `UserError` IDLM-0223 for an unknown split and IDLM-0224 for a negative index."""
+        """Return sample `index` of `split`: the first problem of its own random stream that lies there. Only
+        `Random.random` is used on the stream: Python keeps its values stable across versions. UserError
+        IDLM-0223: unknown split, IDLM-0224: negative index."""
         if split not in SPLITS:
             raise UserError(
                 "IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these"

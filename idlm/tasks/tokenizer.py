@@ -40,9 +40,7 @@ def vocabulary(task: str | None = None) -> dict[str, int]:
 
 
 def build_tokenizer(task: str | None = None) -> Any:
-    """Return a `tokenizers.Tokenizer`; plain encoding prepends `<bos>`, the chat template writes its own.
-
-    `task`: as in `vocabulary`."""
+    """Return a `tokenizers.Tokenizer`; plain encoding prepends `<bos>`, the chat template writes its own."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocab = vocabulary(task)

@@ -148,9 +148,8 @@ def _marked(
     template: Template, messages: Sequence[Message], targets: Sequence[int], special: frozenset[int]
 ) -> Conversation | None:
     """Return the conversation as a template with `{% generation %}` blocks marks it; None where the marks do
-    not tell the turns apart, or where an answer is more than what they hold.
-
-    An end-of-turn token right after a block belongs to it: without it the model would never stop."""
+    not tell the turns apart, or where an answer is more than what they hold. An end-of-turn token right after
+    a block belongs to it: without it the model would never stop."""
     tokenizer = template.tokenizer
     whole, opened = template.draw(messages), template.draw(messages, is_open=True)
     thoughts = ((thought_of(messages[turn]), messages[turn].get("content")) for turn in targets)

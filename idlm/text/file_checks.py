@@ -13,10 +13,9 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def unusable_files(directory: Path, names: Iterable[str]) -> list[str]:
-    """Return the files of `names`, and the templates, that must not be read, each with the reason.
-
-    The text of a template reaches prompts and answers, so one that links to a file outside of the folder
-    would show it. A cache of the hub keeps the files of its snapshots beside them: these are inside."""
+    """Return the files of `names`, and the templates, that must not be read, each with the reason. The text
+    of a template reaches prompts and answers, so one that links to a file outside of the folder would show
+    it. A cache of the hub keeps the files of its snapshots beside them: these are inside."""
     templates = [directory / name for name in TEMPLATE_FILES]
     templates += sorted(directory.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
     home = directory.resolve()

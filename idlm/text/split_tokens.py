@@ -127,9 +127,8 @@ def written_marks(
     tokenizer: Any, template: str, render: Callable[[Any], str], *, tags: Collection[str]
 ) -> frozenset[int]:
     """Ids of added tokens that a template writes, such as marks of turns, special or not, without `tags`:
-    those in its text, and those that it composes when it `render`s turns.
-
-    Words, whitespace and punctuation are none: names of fields and roles hold them, or any text does."""
+    those in its text, and those that it composes when it `render`s turns. Words, whitespace and punctuation
+    are none: names of fields and roles hold them, or any text does."""
     texts, first = [template], {"role": "user", "content": "a"}
     for turn in ({"role": role, "content": "a"} for role in ROLES):
         for turns in ([turn], [first, turn]):

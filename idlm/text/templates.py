@@ -21,10 +21,8 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the chat template for a conversation with `tools`.
-
-    Of several named templates it is `tool_use` where there are tools and such a template, else `default`.
-    Raises UserError IDLM-0215 where there is none."""
+    """Return the chat template for a conversation with `tools`: of several, `tool_use` where there are tools
+    and such a template, else `default`. UserError IDLM-0215 where there is none."""
     template = tokenizer.chat_template
     if not template:
         raise UserError(
@@ -68,9 +66,8 @@ def writes_date(tokenizer: Any) -> bool:
 
 
 def with_date(tokenizer: Any, date: datetime.date) -> Any:
-    """Return a copy of the tokenizer whose chat templates write `date` (and midnight) on every day.
-
-    Raises UserError IDLM-0219 where a template computes the format of its date."""
+    """Return a copy of the tokenizer whose chat templates write `date` (and midnight) on every day. UserError
+    IDLM-0219 where a template computes the format of its date."""
     dated = copy.copy(tokenizer)
     template = tokenizer.chat_template
     if isinstance(template, dict):

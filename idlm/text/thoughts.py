@@ -126,10 +126,9 @@ def is_closed(prefill: str) -> bool:
 
 
 def after_prefill(prefill: str, body: str, thought: Thought | None, *, is_shown: bool) -> str:
-    """Return what an assistant says behind a prompt that ends in `prefill` ("" for none).
-
-    `body`: what the template writes for the turn; `is_shown`: whether the thought is in it. A thought that is
-    missing comes first; a block that the prompt opens is closed where there is none."""
+    """Return what an assistant says behind a prompt that ends in `prefill` ("" for none). `body`: what the
+    template writes for the turn; `is_shown`: whether the thought is in it. A thought that is missing comes
+    first; a block that the prompt opens is closed where there is none."""
     space = "\n" if prefill != prefill.rstrip() else ""
     is_lost = thought is not None and not is_shown
     inner = body.lstrip() if space or thought else body

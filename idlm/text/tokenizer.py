@@ -55,9 +55,8 @@ Message = Mapping[str, Any]
 
 
 def load_tokenizer(path: Path | str) -> Any:
-    """Return the tokenizer of a local directory, or None when the directory has no tokenizer files.
-
-    Raises `UserError` IDLM-0203 when the directory does not exist or its files cannot be loaded."""
+    """Return the tokenizer of a local directory, or None when it has no tokenizer files. UserError IDLM-0203
+    when there is no such directory or its files cannot be loaded."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(
@@ -95,7 +94,6 @@ def load_tokenizer(path: Path | str) -> Any:
 
 def _tokenizer_class(directory: Path) -> Any:
     """Return what loads the tokenizer. Raises ValueError for a class whose rules nothing here has.
-
     `tokenizer.json` is complete unless transformers has the class that is named. AutoTokenizer would use the
     class of config.json's `model_type` and its rules, not those of the file."""
     import transformers
@@ -164,7 +162,6 @@ def stop_token_ids(
     tokenizer: Any, generation_config: Mapping[str, Any] | None, *, source: str = "generation_config.json"
 ) -> tuple[int, ...]:
     """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos.
-
     Either argument may be None; `generation_config` is the content of the file `source`. Raises `UserError`
     IDLM-0216 when `eos_token_id` is neither an id nor a list."""
     given = (generation_config or {}).get("eos_token_id")
@@ -183,11 +180,9 @@ def stop_token_ids(
 def encode_prompt(
     tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto", max_tokens: int | None = None
 ) -> list[int]:
-    """Return the ids of `prompt`.
-
-    `template`: "auto" renders it as one user message of the chat template, if the tokenizer has one; "none"
-    encodes the bare text with the special tokens that the tokenizer itself adds. Raises UserError IDLM-0218
-    for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`."""
+    """Return the ids of `prompt`. `template`: "auto" renders it as one user message of the chat template, if
+    there is one; "none" encodes the bare text with the special tokens that the tokenizer adds. UserError
+    IDLM-0218 for an empty prompt and IDLM-0412 for one that cannot fit into `max_tokens`."""
     return encode_prompts(tokenizer, [prompt], template=template, max_tokens=max_tokens)[0]
 
 

@@ -135,9 +135,7 @@ def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directo
 
 def _remove_parts(directory: Path, num_parts: int) -> None:
     """Remove the parts of data with a mistake: corrected data has another key and would never use them.
-
-    Another process that builds the same cache finds the same mistake and removes what it has written by then.
-    """
+    Another process that builds the same cache finds the same mistake."""
     for index in reversed(range(num_parts)):
         shutil.rmtree(part_folder(directory, index), ignore_errors=True)
     with contextlib.suppress(OSError):

@@ -150,9 +150,8 @@ def write_part(
 
 
 def intact_parts(directory: Path) -> list[dict[str, Any]]:
-    """Return the headers of the parts before the first that is missing or damaged, which is removed.
-
-    Reads and verifies all of their content."""
+    """Return the headers of the parts before the first that is missing or damaged, which is removed. Reads
+    and verifies all of their content."""
     headers: list[dict[str, Any]] = []
     while (part := part_folder(directory, len(headers))).is_dir():
         try:

@@ -28,13 +28,11 @@ MAX_LOST = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Figures over all samples, or over the first ones of an endless source (`num_samples` None).
-
-    `header`: what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are
-    those before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated"
-    or "split"). `lost_share`: targets that are dropped or cut off. `num_held_out`: samples that training
-    leaves out. `open_ends`: count and example of last supervised tokens that do not stop the model.
-    `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user."""
+    """Figures over all samples, or over the first ones of an endless source (`num_samples` None). `header`:
+    what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are those
+    before `train.overlong` is applied, which changes `num_overlong`: (samples, what became of them).
+    `lost_share`: targets that are dropped or cut off. `open_ends`: count and example of last supervised
+    tokens that do not stop the model. `padding_share`: padding in the rows of an epoch."""
 
     config: DataConfig
     header: dict[str, Any]
@@ -131,9 +129,8 @@ def _named(names: Sequence[str]) -> str:
 def inspect_data(
     config: DataConfig, dataset: PackedDataset, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()
 ) -> DataReport:
-    """Report on the data of a run; `stop_token_ids` stop the model in addition to the tokenizer's eos.
-
-    Raises UserError IDLM-0234 when no sample ends in a token that stops the model."""
+    """Report on the data of a run; `stop_token_ids` stop the model besides the tokenizer's eos. UserError
+    IDLM-0234 when no sample ends in a token that stops the model."""
     file, source = dataset.rows if isinstance(dataset.rows, FileRows) else None, dataset.source
     header: dict[str, Any] = source.header if isinstance(source, CountedSource) else {}
     num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)

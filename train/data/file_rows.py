@@ -17,9 +17,8 @@ POOL_SAMPLES = 1024
 
 
 def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample.
-
-    Returns int64 arrays: row k holds the indices `members[offsets[k] : offsets[k + 1]]` into `costs`."""
+    """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample. Returns
+    int64 arrays: row k holds the indices `members[offsets[k] : offsets[k + 1]]` into `costs`."""
     order = np.random.default_rng(seed).permutation(len(costs))
     members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):

@@ -84,9 +84,8 @@ class LengthLimits:
 
 
 def split(sample: Sample, fits: Callable[[Sample], bool], *, max_length: int) -> list[tuple[int, int]]:
-    """(start, stop) of consecutive pieces of at most `max_length` tokens, each as long as `fits` allows.
-
-    The last token of a piece is the first of the next, as context: every token but the first of the sample is
+    """(start, stop) of consecutive pieces of at most `max_length` tokens, each as long as `fits` allows. The
+    last token of a piece is the first of the next, as context: every token but the first of the sample is
     predicted once."""
     pieces = []
     start = 0
@@ -125,10 +124,9 @@ def best_fit_decreasing(
 
 
 class StreamRows:
-    """Packed rows of an endless source.
-
-    Pool p owns as many sample indices as it has token rows, so that no two pools share one. Samples are drawn
-    in order until they fill the pool's rows by volume; the few that then fit no row are dropped."""
+    """Packed rows of an endless source. Pool p owns as many sample indices as it has token rows, so that no
+    two pools share one. Samples are drawn in order until they fill the pool's rows by volume; the few that
+    then fit no row are dropped."""
 
     def __init__(self, source: Source, limits: LengthLimits) -> None:
         self.source, self.limits = source, limits

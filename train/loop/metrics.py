@@ -33,9 +33,8 @@ EVALUATION = "held_out"
 @dataclass(slots=True, kw_only=True)
 class MetricsWindow:
     """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
-
-    `counts` are over all ranks, `sums` and `fed` of this rank, as in `StepLosses`; None before a first step.
-    `rate` is the learning rate of the step that runs or ran last."""
+    `counts` are over all ranks, `sums` and `fed` of this rank; `rate` is that of the step that runs or ran
+    last."""
 
     step: int
     start: float
@@ -69,9 +68,8 @@ def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str,
 def metrics_record(
     trainer: IdlmTrainer, window: MetricsWindow, *, work: ModelWork | None, gradient_norm: Any
 ) -> dict[str, Any]:
-    """The line of the metrics for `window`, which ends with the trainer's last step. Collective.
-
-    `work` gives FLOPs, where the model's are known; `gradient_norm` is None before a first one."""
+    """The line of the metrics for `window`, which ends with the trainer's last step. `work` gives FLOPs,
+    where the model's are known. Collective."""
     step, state = trainer.step.losses, trainer.state
     assert step is not None and step.weights is not None
     assert window.counts is not None and window.sums is not None and window.fed is not None

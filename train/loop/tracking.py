@@ -19,10 +19,8 @@ NOT_CURVES = ("first_item", "last_item", "step")
 
 
 def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker:
-    """The tracker of a run, on rank 0; `values` is the whole configuration. A resumed run goes on in the same
-    run of the service, whose id lies in `folder`; what the metrics there show is not sent again.
-
-    Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained."""
+    """The tracker of a run, on rank 0; a resumed run goes on in the same run of the service, whose id lies in
+    `folder`, and sends nothing twice. UserError IDLM-0551 where wandb is missing or refuses to start."""
     stored = folder / ID_FILE
     run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
     replace_text(stored, run_id + "\n")

@@ -156,7 +156,6 @@ class IdlmTrainer(SavingTrainer):
 
     def release(self) -> None:
         """Give back the memory of weights, gradients, optimizer and copies; nothing can be trained any more.
-
         Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd."""
         forget_clean_keys(self.model)
         for value in (*self.model.parameters(), *self.model.buffers()):
@@ -187,10 +186,8 @@ class IdlmTrainer(SavingTrainer):
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker: seed it as transformers does, and ignore signals that are meant for the run.
-
-    Launchers and terminals signal the whole process group, and a run whose workers have died cannot finish
-    its step and save."""
+    """Seed a data worker as transformers does, and have it ignore signals, which launchers and terminals send
+    to the whole process group: a run whose workers have died cannot finish its step and save."""
     if seed is not None:
         seed(worker)
     for number in STOP_SIGNALS:

@@ -103,7 +103,6 @@ def _attend_apart(
     function: Attention, clean_keys: str, module: nn.Module, heads: Heads, attention_mask: Any, **further: Any
 ) -> Tensor:
     """Attention of clean rows, whose keys and values are kept, or of noisy rows, to which they are added.
-
     Keys of noisy rows come first. Our kernel takes fewer queries than keys; for the others queries are filled
     up, and the results of those rows are dropped."""
     query_BNTH, key_BKTH, value_BKTH = heads

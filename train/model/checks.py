@@ -44,9 +44,8 @@ def num_vocabulary_rows(model: PreTrainedModel) -> int:
 
 
 def mask_token(tokenizer: Any, num_rows: int, explicit: int | None) -> tuple[int, bool]:
-    """(mask token id, whether the embedding of `num_rows` rows has a row for it).
-
-    The id is that of `resolve_mask_token_id`; without one, that of the first row to add. Raises UserError."""
+    """(mask token id, whether the embedding of `num_rows` rows has a row for it). The id is that of
+    `resolve_mask_token_id`; without one, that of the first row to add. Raises UserError."""
     first_spare = num_token_ids(tokenizer)
     is_open = explicit is None and tokenizer.mask_token_id is None
     if is_open and first_spare >= num_rows and not unused_token_ids(tokenizer):
@@ -162,8 +161,7 @@ def num_positions(config: Any) -> int | None:
 
 
 def check_positions(model: PreTrainedModel, max_length: int) -> None:
-    """Refuse positions up to `max_length` of a model that has learned embeddings of fewer ones: UserError
-    IDLM-0509."""
+    """Raise UserError IDLM-0509 for more positions than a model has learned embeddings of."""
     limit, rows = num_positions(model.config.get_text_config()), model.get_input_embeddings()
     if limit is None or max_length <= limit:
         return
@@ -178,7 +176,6 @@ def check_positions(model: PreTrainedModel, max_length: int) -> None:
 
 def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False) -> None:
     """Refuse a model that ignores our mask, has attention of another kind or changes logits after its head.
-
     Compares a tiny packed forward pass with the model's own pass; with `trains` one in training mode and its
     backward pass have to end too. Raises UserError IDLM-0505."""
     head, name = model.get_output_embeddings(), type(model).__name__

@@ -25,9 +25,8 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def export_dtype(config: TrainConfig) -> str:
-    """The dtype of published weights: `export.dtype`, else that of the base, else that of training.
-
-    A gated adapter has no base weights: it keeps the dtype of training, float32."""
+    """The dtype of published weights: `export.dtype`, else that of the base, else that of training. A gated
+    adapter has no base weights: it keeps the dtype of training, float32."""
     if config.export.dtype is not None:
         return config.export.dtype
     if config.is_gated:

@@ -71,10 +71,8 @@ class AdaptedLinear(nn.Linear):
 
 class GatedEmbedding(nn.Embedding):
     """An embedding that gives all MASK rows one trained vector, whatever their id, even one outside the
-    table.
-
-    The table itself stays the base's: where it is tied to the head, a row trained in place, or added, would
-    change the logits of clean rows."""
+    table. The table stays the base's: where it is tied to the head, a changed row would change the logits of
+    clean rows."""
 
     def __init__(self, base: nn.Embedding, gate: Gate, mask_row_D: Tensor) -> None:
         nn.Module.__init__(self)
@@ -159,10 +157,8 @@ def gate_of(model: nn.Module) -> Gate | None:
 
 @torch.no_grad()
 def choose_mask(model: PreTrainedModel, tokenizer: Any, explicit: int | None) -> tuple[int, Tensor | None]:
-    """(mask token id, start of a trained embedding [D] or None) for an adapter; `model` stays as it is.
-
-    Without a spare row the id is the first after the tokenizer's, and no row is added for it. A row that is
-    missing, zero or not finite is replaced by a vector of the adapter that starts at the mean embedding."""
+    """(mask token id, start of a trained embedding [D] or None) for an adapter; `model` stays as it is. A row
+    that is missing, zero or not finite is replaced by a vector of the adapter that starts at the mean."""
     rows_VD = model.get_input_embeddings().weight
     with gathered([rows_VD]):
         mask_token_id, has_row = mask_token(tokenizer, len(rows_VD), explicit)

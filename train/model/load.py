@@ -200,9 +200,8 @@ def create_base(
     seed: int,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A randomly initialised model from `model.config` (`model_type` and the fields of that family).
-
-    On `device` its weights are drawn there: a model of billions takes minutes on a CPU."""
+    """A randomly initialised model from `model.config` (`model_type` and the fields of that family), drawn on
+    `device`: a model of billions takes minutes on a CPU."""
     config = new_config(config_values)
     return random_model(config, attention=attention, dtype=dtype, seed=seed, device=device)
 
@@ -245,10 +244,9 @@ def random_model(
 
 
 def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bool:
-    """Whether to compile the layers for `model.compile` = `choice`; `auto`: on a GPU, except under ZeRO-3.
-
-    ZeRO-3 gathers and frees the weights of every layer in hooks, which compiled code would not see.
-    UserError IDLM-0540 for choice "on" under ZeRO-3."""
+    """Whether to compile the layers for `model.compile` = `choice`; `auto`: on a GPU, except under ZeRO-3,
+    which gathers and frees weights in hooks that compiled code would not see. UserError IDLM-0540 for "on"
+    there."""
     moves_weights = zero_stage == WEIGHT_SHARDING_STAGE
     if choice == "on" and moves_weights:
         raise UserError(

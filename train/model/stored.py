@@ -155,8 +155,7 @@ def num_tensors(directory: Path) -> int | None:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The dtype of most elements in the weight files, by their headers; None where there is none, or a file
-    cannot be read."""
+    """The dtype of most elements in the weight files; None where there is none, or a file cannot be read."""
     counts: Counter[str] = Counter()
     for one in (_readable(directory) or {}).values():
         counts[one.dtype] += math.prod(one.shape)

@@ -37,9 +37,8 @@ Count = TypeVar("Count", int, np.ndarray)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The linear output head, whole on this rank while the model's forward pass is in it.
-
-    Each method takes the rows [M, D] that the caller chose and holds one chunk of logits at a time."""
+    """The linear output head, whole on this rank while the model's forward pass is in it. Each method takes
+    rows [M, D] and holds one chunk of logits at a time."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -145,15 +144,12 @@ class Objective(ABC):
     @abstractmethod
     def num_rows(self, length: Count, num_targets: Count) -> Count:
         """Return how many rows a sample needs at most, over all stages: numbers, or int64 [samples] of many.
-
         `length` counts its tokens, `num_targets` its supervised tokens after the first token."""
 
     @abstractmethod
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
-        """Return the rows of a sample at a stage of the curriculum.
-
-        Everything random follows from `seed`, which differs for each visit of a sample, so that a resumed run
-        draws the same."""
+        """Return the rows of a sample at a stage of the curriculum. Everything random follows from `seed`,
+        which differs for each visit of a sample, so that a resumed run draws the same."""
 
     @abstractmethod
     def semantics(self, stride: int) -> Semantics:

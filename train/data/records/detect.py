@@ -23,9 +23,8 @@ NO_MATCH = 4
 
 
 def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
-    """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits.
-
-    Other names than a shape's own, and keys without a value, count only where no shape fits otherwise."""
+    """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits. Other
+    names than a shape's own, and keys without a value, count only where no shape fits otherwise."""
     if wanted != AUTO:
         if _match(record, wanted)[0] == NO_MATCH:
             raise _unknown(record, origin, f"is not of data.shape={wanted}")

@@ -30,10 +30,9 @@ WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A message, and whether it is a target if it is the assistant's.
-
-    `extra` names keys (`messages[].id`) that a template may read and nothing else does. `continues`: calls of
-    tools that belong to the assistant's message before them."""
+    """A message, and whether it is a target if it is the assistant's. `extra` names keys (`messages[].id`)
+    that a template may read and nothing else does. `continues`: calls of tools that belong to the assistant's
+    message before them."""
 
     message: dict[str, Any]
     is_trained: bool = True

@@ -18,10 +18,8 @@ def shown(value: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table without the nulls of its structures, at every depth.
-
-    All rows of a column share one structure, in which a null stands for a key that the row lacks. Items of
-    lists are values of their own and stay."""
+    """Return a value of a table without the nulls of its structures, at every depth: a null there stands for
+    a key that the row lacks. Items of lists are values of their own and stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
