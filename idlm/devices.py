@@ -23,8 +23,7 @@ def free_cached_memory() -> None:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error, or one that it was raised from, is a refusal of memory by a GPU or the host.
 
-    Cleaning up after one (of a graph capture) may raise a RuntimeError of its own.
-    """
+    Cleaning up after one (of a graph capture) may raise a RuntimeError of its own."""
     while isinstance(error, RuntimeError):
         if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in HOST_TEXTS):
             return True

@@ -1,6 +1,5 @@
 """What one process of many says of itself: rank 0 logs everything, other ranks only warn; and a count of
-finished work, by which others see that it does not hang.
-"""
+finished work, by which others see that it does not hang."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def get_logger(name: str = "idlm") -> logging.Logger:
 
 def note_progress() -> None:
     """Record another piece of finished work outside of the training loop, which the watchdog
-    (train/loop/watchdog.py) must not take for a hang. Any thread may call it.
-    """
+    (train/loop/watchdog.py) must not take for a hang. Any thread may call it."""
     _progress[0] += 1
 
 

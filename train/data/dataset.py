@@ -1,8 +1,7 @@
 """The training set as the trainer sees it: item k, one packed row, is a pure function of (configuration, k).
 
 Order, curriculum and resuming need no state: item k holds the samples that the packing plan puts into row k,
-laid out for the stage of the curriculum that k belongs to.
-"""
+laid out for the stage of the curriculum that k belongs to."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ from idlm.train.objectives.curriculum import Curriculum
 class PackedDataset(Dataset[dict[str, Any]]):
     """`len` counts the items of the whole run.
 
-    `left_out`, bool [num_samples], marks samples that are not used. Call `start` before items are read.
-    """
+    `left_out`, bool [num_samples], marks samples that are not used. Call `start` before items are read."""
 
     curriculum: Curriculum
 
@@ -87,8 +85,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     `clean_index` (supervised rows of either half), `open_index` (supervised noisy rows that show their token,
     in neither of those), `gate_index` (all MASK rows, for an adapter), `clean_rows` (all clean rows). Adds
     `item_ids` [B], `fed` [6] (`count_fed`) and the scalar `num_tokens`, the document tokens of the
-    micro-batch.
-    """
+    micro-batch."""
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
     arrays = {name: np.stack([item[name] for item in items]) for name in ROW_FIELDS}
@@ -112,8 +109,7 @@ def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
     and `clean_index`.
 
     A clean row that reaches position p sees p + 1 clean rows; a noisy one the clean rows before its block and
-    the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`).
-    """
+    the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`)."""
     is_real, is_noisy = rows["doc_ids"] != PADDING_DOC, rows["is_noisy"]
     seen = rows["reach"] + 1
     clean, noisy = is_real & ~is_noisy, is_real & is_noisy
@@ -123,8 +119,7 @@ def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
 
 class Collated(dict[str, Tensor]):
     """A batch that a data worker sends as one tensor: each tensor that is sent costs a connection with a
-    handshake, about 3 ms, and 15 of them took as long as a step of a small model.
-    """
+    handshake, about 3 ms, and 15 of them took as long as a step of a small model."""
 
 
 def _sent(batch: Collated) -> tuple[Any, ...]:
@@ -146,8 +141,7 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
     """Return the same source on each rank; a UserError of one rank is raised on all. Collective.
 
     Rank 0 builds the cache first; then one rank of each node, which finds that cache on a shared file system
-    and else builds its own; then the rest. Each rank plans rows from its own data: digests are compared.
-    """
+    and else builds its own; then the rest. Each rank plans rows from its own data: digests are compared."""
     is_first_of_node = int(os.environ.get("LOCAL_RANK", rank())) == 0
     sources: list[Source] = []
 

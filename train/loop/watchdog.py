@@ -10,8 +10,7 @@ thread on every rank reads the heartbeats of the others:
   that reads or writes files. The report names the rank that is furthest behind and prints its stack.
 
 Tokenising counts as progress (`idlm.log.note_progress`), also on the ranks that wait for it. torchrun and
-deepspeed also end all ranks when one exits, but do not report why. The exit status is `STATUS`.
-"""
+deepspeed also end all ranks when one exits, but do not report why. The exit status is `STATUS`."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ VERDICT = "verdict"
 @dataclass(slots=True, kw_only=True)
 class Heartbeat:
     """The state that a rank publishes. `count` grows each second, `progress_count` with every piece of
-    work.
-    """
+    work."""
 
     rank: int
     pid: int
@@ -79,8 +77,7 @@ class Heartbeat:
 @dataclass(slots=True)
 class PeerStatus:
     """The newest heartbeat of a rank. `alive_at` and `moved_at`: when (monotonic seconds) its `count` and its
-    `progress_count` last changed.
-    """
+    `progress_count` last changed."""
 
     heartbeat: Heartbeat
     alive_at: float = field(default_factory=time.monotonic)
@@ -89,8 +86,7 @@ class PeerStatus:
 
 class Watchdog(TrainerCallback):
     """Watches the ranks of a run. The main thread calls `move` and the callbacks; only the watching thread
-    uses the store. `launcher`: process id of the parent, if the run must not outlive it.
-    """
+    uses the store. `launcher`: process id of the parent, if the run must not outlive it."""
 
     def __init__(
         self,
@@ -248,8 +244,7 @@ class Watchdog(TrainerCallback):
 @contextlib.contextmanager
 def watching(hang_seconds: float, *, launcher: int | None = None) -> Iterator[Watchdog]:
     """A watchdog over the ranks of the open process group, and over the process that has started them. The
-    other ranks get the message of an exception that is raised inside.
-    """
+    other ranks get the message of an exception that is raised inside."""
     watchdog = Watchdog(
         _open_store() if is_distributed() else None,
         rank=dist.get_rank() if is_distributed() else 0,
@@ -274,8 +269,7 @@ def watching(hang_seconds: float, *, launcher: int | None = None) -> Iterator[Wa
 
 def _open_store() -> TCPStore | None:
     """Open this rank's client of a store on rank 0, which needs no collective calls; None on all ranks if one
-    cannot reach it. Collective.
-    """
+    cannot reach it. Collective."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = datetime.timedelta(seconds=STORE_SECONDS)
     held: list[TCPStore] = []
