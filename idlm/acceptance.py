@@ -1,8 +1,7 @@
 """Expected tokens per forward pass from the acceptance rate of each draft position, in closed form.
 
 The accept/residual rule itself is in `kernels/sampling` (`plain.py` on a CPU). `acceptance_J[j]` is the
-probability that draft j+1 is accepted after all before it were; J draft positions.
-"""
+probability that draft j+1 is accepted after all before it were; J draft positions."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ def cumulative_acceptance(acceptance_J: Sequence[float]) -> list[float]:
 
 def tokens_per_forward_cold(acceptance_J: Sequence[float]) -> float:
     """Return (2 + P_1 + .. + P_{N-2}) / (2 - P_{N-1}), the paper's eq. 3 (arXiv 2604.11035); J = N-1
-    positions.
-    """
+    positions."""
     if not acceptance_J:
         return 1.0
     products = cumulative_acceptance(acceptance_J)
