@@ -26,8 +26,8 @@ from benchmarks.shared import parse_options, start
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.tasks import TASKS, Task, TaskSample
 
 BASE = Path("recipes/assets/tiny_ar")

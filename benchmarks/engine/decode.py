@@ -26,8 +26,8 @@ from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import stream_rate
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import task_samples
 from idlm.infer.models.loader import DTYPES
 from idlm.tasks import TASKS
 

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import SamplingParams
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.tasks import TASKS, TaskSample
 
 DEFAULTS = defaults("model=outputs/tiny device=auto record=false")

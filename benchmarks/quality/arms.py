@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.results import result_row
 from idlm.contracts import SamplingParams
-from idlm.infer.cli.evaluate import Evaluation
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import Evaluation
 
 Measured = tuple[str, float, str, float | None]
 """Metric, value, unit and baseline."""

@@ -31,7 +31,7 @@ from benchmarks.shared import defaults, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import evaluate, task_samples
+from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
 from idlm.text.tokenizer import encode_prompt, load_tokenizer

@@ -35,8 +35,8 @@ from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.accelerators.focus import FocusConfig, FocusPass
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.kernels.block_eviction import Selected
 from idlm.kernels.block_eviction.plain import best, with_context
 from idlm.tasks import TASKS, Task, TaskSample

@@ -18,9 +18,9 @@ from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
-from idlm.infer.cli.evaluate import check_samples, evaluate, load_task
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.config import EvaluateConfig
+from idlm.infer.evaluation.evaluate import check_samples, evaluate, load_task
 from idlm.infer.evaluation.file_tasks import FileTask
 from idlm.tasks import Task, TaskSample
 

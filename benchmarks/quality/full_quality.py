@@ -22,8 +22,8 @@ from benchmarks.results import append_rows
 from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.full_orders import ORDERS
+from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.tasks import TASKS, Task, TaskSample
 
 OPTIONS = defaults(

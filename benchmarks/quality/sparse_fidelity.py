@@ -34,7 +34,7 @@ from benchmarks.shared import defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.build import resolve_device
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
+from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
 from idlm.tasks.recall_check import asked_pairs

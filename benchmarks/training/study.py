@@ -39,8 +39,8 @@ from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.tasks import TASKS, Task
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.metrics import read_metrics

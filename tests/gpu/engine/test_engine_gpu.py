@@ -23,9 +23,9 @@ from benchmarks.engine.decoding.harness import (
     random_model,
 )
 from idlm.contracts import SamplingParams
-from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.infer.models.fp8 import quantise
 from idlm.infer.models.loader import LoadedModel, load_model
 from idlm.tasks import TASKS

@@ -24,11 +24,11 @@ import pytest
 from idlm.cli.help import describe
 from idlm.config.compose import compose, recipes
 from idlm.infer.cli.config import read_arguments
-from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.clients.bench import with_brackets
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.evaluation.config import EvaluateConfig
+from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.server.config import ServeConfig
 from idlm.semantics import Semantics
 from idlm.train.config.schema import TrainConfig

@@ -13,8 +13,8 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import evaluate, run_evaluation, task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import evaluate, run_evaluation, task_samples
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.model_runner import Runner
 from idlm.semantics import Semantics
@@ -196,7 +196,7 @@ def test_block_rows_are_compared_with_one_token_per_pass(
 def test_a_baseline_that_does_not_fit_is_named_before_anything_is_decoded(
     block: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idlm.infer.cli.evaluate.evaluate", None)
+    monkeypatch.setattr("idlm.infer.evaluation.evaluate.evaluate", None)
     with pytest.raises(UserError, match="IDLM-0452: baseline=ar .*causality='block'") as caught:
         run_evaluation([*block, "decoder=block", "baseline=ar"])
     assert "baseline=null" in caught.value.fix

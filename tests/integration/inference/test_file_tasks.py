@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.benchmarks import code
 from idlm.infer.evaluation.benchmarks.code import CodeTask
+from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
 from idlm.infer.evaluation.sandbox import Outcome, Program, Sandbox
 from idlm.tasks import TASKS

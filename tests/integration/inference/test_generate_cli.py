@@ -295,7 +295,7 @@ def test_the_command_ends_with_status_2_and_no_traceback() -> None:
     ("entry", "arguments"),
     [
         ("idlm.infer.cli.generate:main", ["model=nowhere", "-p", "x"]),
-        ("idlm.infer.cli.evaluate:main", ["model=nowhere"]),
+        ("idlm.infer.evaluation.evaluate:main", ["model=nowhere"]),
         ("idlm.train.cli:main", ["recipe=tiny"]),
     ],
 )

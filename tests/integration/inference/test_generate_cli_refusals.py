@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.output import exclusive_output
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.text import tokenizer as tokens
 from tests.integration.inference.command_lines import (
     BASE,

@@ -15,8 +15,8 @@ import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.evaluation.lm_eval_run import ArmResult, scores_of, table
 from idlm.infer.evaluation.requests import DEFAULT_MAX_TOKENS, EngineRequests
 from tests.integration.inference.command_lines import ISD, MODEL, PROMPTS, read_lines, reference

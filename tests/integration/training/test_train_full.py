@@ -9,9 +9,9 @@ import pytest
 
 from idlm.checkpoint import verify
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
+from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.semantics import Semantics
 from idlm.train import cli
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after

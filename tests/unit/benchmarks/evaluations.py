@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.infer.cli.evaluate import Evaluation
+from idlm.infer.evaluation.evaluate import Evaluation
 
 
 def evaluation_of(marks: str) -> tuple[Evaluation, tuple[bool, ...]]:
