@@ -213,7 +213,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def serve_program(words: Sequence[str]) -> list[str]:
     """The command of an `idlm-serve` with these arguments."""
-    return [sys.executable, "-m", "idlm.infer.cli.serve", *words, "port={port}"]
+    return [sys.executable, "-m", "idlm.infer.server.serve", *words, "port={port}"]
 
 
 def vllm_program(config: BenchConfig) -> list[str]:

@@ -168,7 +168,15 @@ def running(*arguments: str, api_key: str | None = None, model: Path | None = No
 @contextlib.contextmanager
 def commanded(*words: str, api_key: str) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
     """`idlm-serve` as a command on a CPU, ready, with its process; killed in the end."""
-    program = [sys.executable, "-m", "idlm.infer.cli.serve", "port=0", "device=cpu", "dtype=float32", *words]
+    program = [
+        sys.executable,
+        "-m",
+        "idlm.infer.server.serve",
+        "port=0",
+        "device=cpu",
+        "dtype=float32",
+        *words,
+    ]
     environment = {**os.environ, "IDLM_API_KEY": api_key}
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
