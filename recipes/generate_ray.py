@@ -36,9 +36,9 @@ from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, PACKINGS, unpacked
 from idlm.infer.cli.batch import answer_lines, resume_state
 from idlm.infer.cli.config import EngineArguments, GenerateConfig, read_arguments
-from idlm.infer.cli.fingerprint import RunConfig, run_config
 from idlm.infer.cli.output import exclusive_output
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_line
+from idlm.infer.cli.resume import RunConfig, run_config
 
 SUFFIXES = (".jsonl", *(f".jsonl{packing}" for packing in PACKINGS), ".parquet")
 NOT_HERE = ("prompt", "describe", "overwrite", "resume", "system")

@@ -1,21 +1,51 @@
 """Continue the answers of an earlier run: finished answers are kept, missing and failed ones are generated.
 
 A record belongs to the line of the input with its request id and prompt. It must have been made with the
-settings that the line has now."""
+settings that the line has now, so every record holds its settings: `run_config`, by key of the command line,
+without defaults. They are compared before a model is loaded."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from idlm.checkpoint import ADAPTER_CONFIG, is_adapter
+from idlm.config.schema import plain
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.fingerprint import RunConfig, difference
+from idlm.files.paths import translate_path_errors
+from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.prompts import PromptLine
+from idlm.infer.models.loader import checkpoint_directory
+from idlm.infer.models.weights import locate
+from idlm.infer.settings import EngineSettings
+from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.semantics import FILE_NAME as SEMANTICS_FILE
+from idlm.text.tokenizer import TOKENIZER_FILES
 
 RECORD_KEYS = frozenset({"request_id", "index", "prompt"})
+SPEED_ONLY_KEYS = (
+    *("device", "tensor_parallel", "attention", "graphs", "warmup", "num_inflight_steps", "deterministic"),
+    *("memory", "memory_arena", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"),
+    "prefix_cache",
+)
+"""Where and how fast the model runs: a resumed run may change these."""
+EXCLUDED_KEYS = ("base", "accelerators")
+"""Keys recorded in another form: an adapter's own files name its base by its weights, and accelerators are
+recorded with their options."""
+PATH, DIGEST = "model", "model_digest"
+MODEL_FILES = (
+    *("config.json", "generation_config.json", SEMANTICS_FILE, ADAPTER_CONFIG, WEIGHTS_FILE),
+    *TOKENIZER_FILES,
+)
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+
+RunConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +82,16 @@ class _Expected:
 def find_resume_state(
     source: Path,
     read_lines: Callable[[], Iterator[PromptLine]],
-    run_config: Callable[[PromptLine], RunConfig],
+    config_of: Callable[[PromptLine], RunConfig],
 ) -> ResumeState:
     """Match the records of `source` with the lines that every call of `read_lines` reads from the beginning;
-    `run_config` returns the settings that a line would be answered with now.
+    `config_of` returns the settings that a line would be answered with now.
 
     UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it was made with other settings."""
     expected: dict[str, _Expected] = {}
     shared: RunConfig = {}
     for line in read_lines():
-        made = run_config(line)
+        made = config_of(line)
         # Most lines have the settings of the one before: store them once.
         shared = shared if shared == made else made
         expected[line.request_id] = _Expected(line.place, line.params.n, _hash(line.prompt), shared)
@@ -131,3 +161,72 @@ def _has_types(record: dict[str, Any]) -> bool:
 
 def _hash(prompt: Any) -> int:
     return hash(json.dumps(prompt, sort_keys=True))
+
+
+def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, Any]:
+    """What all answers of a run have in common. UserErrors of a path that is not a checkpoint."""
+    changed = _changed(config, EngineSettings(), skip=(*SPEED_ONLY_KEYS, *EXCLUDED_KEYS))
+    decoder, accelerators = arguments.decoder, arguments.settings["accelerators"]
+    values = {
+        PATH: str(Path(arguments.model).resolve()),
+        DIGEST: model_digest(arguments.model, base=config.base),
+        **({"decoder": decoder} if decoder else {}),
+        **{f"decoder.{name}": value for name, value in arguments.options.items()},
+        **({"accelerators": accelerators} if accelerators else {}),
+        **changed,
+    }
+    # YAML has types that JSON lacks (dates). No setting takes them, which the engine reports.
+    decoded: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return decoded
+
+
+def of_request(common: RunConfig, params: SamplingParams) -> dict[str, Any]:
+    """`common` and the sampling settings of one request, as JSON returns them."""
+    changed = _changed(params, SamplingParams(), prefix="sampling.")
+    return {**common, **plain(changed)}
+
+
+def difference(there: RunConfig, here: RunConfig) -> str | None:
+    """The first difference in words, or None. A checkpoint may have moved: only its digest is compared."""
+    for key in [*here, *there]:
+        if key != PATH and there.get(key) != here.get(key):
+            return f"made with {_described(there, key)}, and this run has {_described(here, key)}"
+    return None
+
+
+def model_digest(model: str, *, base: str | None = None) -> str:
+    """Digest of a checkpoint's configuration, tokenizer and weights (`idlm.lora.base_identity`). For an
+    adapter: of its own files and the small ones of its base, which is at `base` or at the path that they
+    name."""
+    with translate_path_errors("IDLM-0600", model, fix="give another model="):
+        directory = checkpoint_directory(model)
+        folders, digest = [directory], hashlib.sha256()
+        if not is_adapter(directory):
+            locate(directory)
+            digest.update(base_identity(directory).encode())
+        else:
+            # The adapter's own files identify the weights of its base, and the engine refuses others.
+            base = base or AdapterSpec.load(directory).base_path
+            folders += [Path(base)] if base is not None and Path(base).is_dir() else []
+        for folder in folders:
+            paths = [folder / name for name in MODEL_FILES] + sorted(folder.glob(MORE_TEMPLATES))
+            for path in filter(Path.is_file, paths):
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest()
+                digest.update(f"{path.name} {content} ".encode())
+    return digest.hexdigest()[:32]
+
+
+def _changed(values: Any, defaults: Any, *, prefix: str = "", skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(defaults) if field.name not in skip]
+    return {
+        f"{prefix}{name}": getattr(values, name)
+        for name in names
+        if getattr(values, name) != getattr(defaults, name)
+    }
+
+
+def _described(made: RunConfig, key: str) -> str:
+    if key == DIGEST:
+        return f"{PATH}={made.get(PATH)} ({DIGEST} {made.get(DIGEST)})"
+    return f"{key}={made[key]!r}" if key in made else f"the default of {key}"

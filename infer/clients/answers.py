@@ -12,7 +12,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import require_tokenizer
 from idlm.infer.cli.progress import engine_name
-from idlm.infer.cli.system import check_system
+from idlm.infer.cli.prompts import check_system
 from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:

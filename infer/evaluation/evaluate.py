@@ -29,7 +29,7 @@ from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.statistics import paired_difference, share_interval
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.answers import AnswerProgress
+    from idlm.infer.cli.batch import AnswerProgress
     from idlm.infer.engine import Engine
     from idlm.infer.evaluation.file_tasks import FileTask
     from idlm.tasks import Task, TaskSample, Verdict
@@ -66,7 +66,7 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     samples = check_samples(config, task)
 
     def work(engine: Engine, params: SamplingParams) -> Evaluation:
-        from idlm.infer.cli.answers import AnswerProgress
+        from idlm.infer.cli.batch import AnswerProgress
 
         with AnswerProgress(engine_name(engine), total=len(samples) * params.n) as progress:
             return evaluate(engine, task, samples, params, progress=progress)
@@ -143,7 +143,7 @@ def table(results: dict[str, Evaluation]) -> str:
 
 
 def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
-    from idlm.infer.cli.answers import figures
+    from idlm.infer.cli.batch import figures
 
     asked = [sample for sample in samples for _ in range(n)]
     with answer_file(output) as answers:
@@ -236,7 +236,7 @@ def evaluate(
     """Decode all prompts as one batch and check every answer. Prompt i uses a given seed + i, modulo 2**63.
 
     Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded."""
-    from idlm.infer.cli.answers import AnswerRun, check_lines
+    from idlm.infer.cli.batch import AnswerRun, check_lines
 
     encoded: Sequence[str | list[int]] = [sample.prompt for sample in samples]
     # Encoded once, together. If one is refused they stay texts, so that `check_lines` says which one.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines
+from idlm.infer.cli.batch import AnswerProgress, AnswerRun, check_lines
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.extraction import strip_thinking

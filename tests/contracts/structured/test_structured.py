@@ -14,7 +14,7 @@ import pytest
 
 from idlm.contracts import Completion, Constraint, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.fingerprint import of_request
+from idlm.infer.cli.resume import of_request
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.worker import Worker

@@ -18,7 +18,7 @@ from idlm.cli import command
 from idlm.errors import UserError
 from idlm.infer import engine as engine_module
 from idlm.infer import scheduler as scheduler_module
-from idlm.infer.cli import answers, batch
+from idlm.infer.cli import batch
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
@@ -30,7 +30,7 @@ from tests.contracts.engines import assert_idle
 from tests.integration.inference.command_lines import BASE, PROMPTS, TINY, read_lines, write_lines
 from tests.interrupts import ctrl_c_raises
 
-MODULES = (engine_module, scheduler_module, page_pool, prefix_cache, answers, batch)
+MODULES = (engine_module, scheduler_module, page_pool, prefix_cache, batch)
 FILES = {module.__file__ for module in MODULES}
 MAX_TOKENS = 4
 STRIDE = 13

@@ -16,7 +16,7 @@ import pytest
 from idlm.contracts import Completion, TokenLogprob
 from idlm.errors import UserError
 from idlm.files.disk import lock_file
-from idlm.infer.cli.answers import figures
+from idlm.infer.cli.batch import figures
 from idlm.infer.cli.output import answer_file, exclusive_output
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from idlm.cli.progress import Progress, remaining
 from idlm.contracts import Completion
-from idlm.infer.cli.answers import AnswerProgress
+from idlm.infer.cli.batch import AnswerProgress
 from idlm.infer.cli.progress import loading
 from idlm.infer.engine import StreamEvent
 from idlm.infer.models.loader import load_model

@@ -11,9 +11,8 @@ import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.fingerprint import of_request
 from idlm.infer.cli.prompts import PromptLine
-from idlm.infer.cli.resume import ResumeState, find_resume_state
+from idlm.infer.cli.resume import ResumeState, find_resume_state, of_request
 
 COMMON = {"model": "m", "model_digest": "d", "decoder": "ar", "sampling.temperature": 0}
 
