@@ -32,7 +32,7 @@ from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, from_validation
 from idlm.infer.server.messages import EngineInfo, Event
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.protocol import CompletionRequest
+from idlm.infer.server.protocol.requests import CompletionRequest
 from idlm.infer.settings import EngineSettings
 
 POLL_SECONDS = 0.05

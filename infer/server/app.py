@@ -22,7 +22,7 @@ from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, from_validation, internal_error, json_response
 from idlm.infer.server.guard import Guard, TimedProtocol
 from idlm.infer.server.messages import Event
-from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
 

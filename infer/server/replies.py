@@ -18,8 +18,8 @@ from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import Event, Figures, TokenEntry, joined
 from idlm.infer.server.parsers.answer import AnswerParser
-from idlm.infer.server.parsers.pieces import Piece
-from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.parsers.hermes import Piece
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
 from idlm.text.tokenizer import plain_text
 

@@ -25,7 +25,7 @@ from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_err
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
-from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcesses
 from idlm.text.split_tokens import texts_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from idlm.infer.server.parsers import hermes
-from idlm.infer.server.parsers.pieces import Piece
+from idlm.infer.server.parsers.hermes import Piece
 from idlm.text.thoughts import CLOSE, ThoughtReader
 
 

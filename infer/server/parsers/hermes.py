@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from idlm.infer.server.parsers.pieces import Piece
 from idlm.infer.structured.schemas import json_rule, literal
 from idlm.text.thoughts import num_open
 
@@ -116,3 +115,12 @@ def read_call(body: str) -> Piece | None:
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         return None
     return Piece("call", text, name)
+
+
+class Piece(NamedTuple):
+    """A part of an answer. `kind`: content, reasoning, or call; then `text` is the arguments of the call of
+    the tool `name`, a JSON object."""
+
+    kind: str
+    text: str
+    name: str = ""

@@ -10,7 +10,7 @@ import pytest
 from idlm.contracts import MAX_CONSTRAINT, Constraint
 from idlm.errors import UserError
 from idlm.infer.server.errors import ApiError, from_user_error
-from idlm.infer.server.protocol import ChatRequest
+from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_tagged

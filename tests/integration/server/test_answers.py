@@ -11,7 +11,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.server.messages import Event
-from idlm.infer.server.protocol import CompletionRequest
+from idlm.infer.server.protocol.requests import CompletionRequest
 from idlm.infer.server.replies import CompletionReply, TokenTexts
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.contracts.engines import clear_answers

@@ -18,9 +18,9 @@ from idlm.errors import UserError
 from idlm.infer.server import guard
 from idlm.infer.server.app import routes
 from idlm.infer.server.errors import ApiError
-from idlm.infer.server.fields.body import NEUTRAL
 from idlm.infer.server.guard import OPEN_PATHS
-from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.body import NEUTRAL
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
 from idlm.infer.server.serve import serve
 from tests.integration.server.bad_fields import BAD_FIELDS, CALL, CHAT, COMPLETIONS, VALID

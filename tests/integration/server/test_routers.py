@@ -21,7 +21,7 @@ from openai import APIError, BadRequestError, OpenAI
 from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError
-from idlm.infer.server.protocol import ChatRequest
+from idlm.infer.server.protocol.requests import ChatRequest
 from idlm.infer.server.run import FrontEnd
 from tests.integration.server.servers import (
     CALLER_WORDS,

@@ -21,7 +21,7 @@ from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError, from_validation
 from idlm.infer.server.guard import Guard, keys_of
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.service import LONG_CHARS, Service
 
 

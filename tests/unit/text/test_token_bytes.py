@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from idlm.infer.server.messages import Event, Figures
-from idlm.infer.server.protocol import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
 from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places

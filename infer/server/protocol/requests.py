@@ -14,11 +14,11 @@ from pydantic import Field
 from idlm.contracts import Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import Turn
 from idlm.infer.server.errors import ApiError
-from idlm.infer.server.fields.body import Body, Text, Unicode
-from idlm.infer.server.fields.constraints import ConstraintFields
-from idlm.infer.server.fields.tools import NamedTool, Tool, ToolCall
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers.hermes import calls_grammar
+from idlm.infer.server.protocol.body import Body, Text, Unicode
+from idlm.infer.server.protocol.constraints import ConstraintFields
+from idlm.infer.server.protocol.tools import NamedTool, Tool, ToolCall
 from idlm.infer.structured.schemas import answer_rules
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from idlm.infer.server.errors import ApiError
-from idlm.infer.server.fields.body import Body, Text, Unicode, is_json
+from idlm.infer.server.protocol.body import Body, Text, Unicode, is_json
 from idlm.infer.structured.schemas import ANY_OBJECT
 
 
