@@ -19,6 +19,16 @@ def rank() -> int:
     return 0
 
 
+def num_processes() -> int:
+    """Return the number of processes that torchrun or DeepSpeed started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def num_local_processes() -> int:
+    """Return how many of them run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_processes())
+
+
 def get_logger(name: str = "idlm") -> logging.Logger:
     """Return a logger under `idlm` for stderr: INFO on rank 0 (or IDLM_LOG_LEVEL), WARNING elsewhere."""
     root = logging.getLogger("idlm")

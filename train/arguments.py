@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from idlm.errors import UserError
+from idlm.log import num_processes
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_hash
 from idlm.train.checkpoint.same_run import RunShape
 from idlm.train.config.schema import LoopConfig, TrainConfig
@@ -89,16 +90,6 @@ def shape(loop: LoopConfig) -> RunShape:
         accumulation=loop.accumulation,
         zero_stage=zero_stage(loop),
     )
-
-
-def num_processes() -> int:
-    """Return the number of processes that torchrun or DeepSpeed started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def num_local_processes() -> int:
-    """Return how many of them run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_processes())
 
 
 def launcher_pid() -> int | None:

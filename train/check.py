@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,30 @@ from idlm.kernels.linear_cross_entropy import DIVERGENCES
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.text.tokenizer import TOKENIZER_FILES
 from idlm.train.checkpoint.writer import SAVE_MODES
-from idlm.train.config.data import DataConfig, held_out_config
-from idlm.train.config.monitoring import DECODED, MATMUL_TFLOPS, WANDB_MODES
-from idlm.train.config.schema import TASK_TOKENIZER, StageConfig, TrainConfig, missing_keys, refuse_problems
+from idlm.train.config.data import FILE_SOURCES, DataConfig, held_out_config
+from idlm.train.config.schema import (
+    DECODED,
+    MATMUL_TFLOPS,
+    TASK_TOKENIZER,
+    WANDB_MODES,
+    StageConfig,
+    TrainConfig,
+    missing_keys,
+    refuse_problems,
+)
 from idlm.train.data.base import SOURCES, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.encoder import LEFT_OUT, THINKING, TURNS
 from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.records.detect import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import uses_deepspeed
+from idlm.train.distributed.deepspeed_settings import deepspeed_problems
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
 from idlm.train.objectives.idlm import PHASES
-from idlm.train.unused import FILE_SOURCES, objective_has, unused_options, value_of
+from idlm.train.unused import objective_has, unused_options, value_of
 
 DTYPES = ("float32", "bfloat16")
 EXPORT_DTYPES = (*DTYPES, "float16")
@@ -48,21 +57,31 @@ PUBLISHED_FILES = (
 )
 FRACTION_TOLERANCE = 0.02
 """Thirds may be written as 0.33."""
-AT_LEAST_ONE = (
-    *("train.global_batch", "train.batch_size", "train.accumulation", "train.max_length", "train.row_length"),
-    *("train.log_every", "train.save_every", "train.save_total_limit", "train.threads"),
-    *("plan.num_gpus", "eval.every", "eval.num_items"),
-    "adapter.rank",
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        "train.global_batch train.batch_size train.accumulation train.max_length train.row_length "
+        "train.log_every train.save_every train.save_total_limit train.threads plan.num_gpus eval.every "
+        "eval.num_items adapter.rank",
+    ),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        "train.weight_decay train.max_grad_norm train.workers train.seed train.max_padding data.workers "
+        "report.num_samples eval.num_prompts",
+    ),
+    (
+        "above 0",
+        lambda value: value > 0,
+        "train.learning_rate train.epochs train.hang_seconds train.max_clean_weight train.max_minutes "
+        "plan.tflops adapter.alpha",
+    ),
+    ("in [0, 1)", lambda value: 0 <= value < 1, "train.warmup train.decay train.adam_beta2 eval.holdout"),
+    ("in (0, 1]", lambda value: 0 < value <= 1, "train.distill_share"),
+    ("below 2**32", lambda value: value < 2**32, "train.seed"),
 )
-NOT_NEGATIVE = (
-    *("train.weight_decay", "train.max_grad_norm", "train.workers", "train.seed"),
-    *("train.max_padding", "data.workers", "report.num_samples", "eval.num_prompts"),
-)
-ABOVE_ZERO = (
-    *("train.learning_rate", "train.epochs", "train.hang_seconds", "train.max_clean_weight"),
-    "train.max_minutes",
-    *("plan.tflops", "adapter.alpha"),
-)
+"""(text, check, keys) of numbers; those that are null have no range."""
 CHOSEN = ("train.batch_size", "train.max_length", "train.learning_rate")
 """0 in these means that `train.sizes=auto` chooses."""
 PATHS = {
@@ -91,7 +110,7 @@ def check_config(config: TrainConfig) -> None:
             *_stop_problems(config),
             *data_problems(config.data, config.eval.path),
             *_split_problems(config),
-            *_deepspeed_problems(config),
+            *deepspeed_problems(config),
             *unused_options(config),
             *_path_problems(config),
         ]
@@ -167,30 +186,18 @@ def _choices(config: TrainConfig) -> list[str]:
 
 
 def _ranges(config: TrainConfig) -> list[str]:
-    """Numbers outside of their range; options that are null have none."""
-    found = []
-    for keys, text, is_fine in (
-        (AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
-        (NOT_NEGATIVE, "at least 0", lambda value: value >= 0),
-        (ABOVE_ZERO, "above 0", lambda value: value > 0),
-    ):
-        values = {key: value_of(config, key) for key in keys}
-        if config.train.sizes == "auto":
-            values = {key: v for key, v in values.items() if v != 0 or key not in CHOSEN}
-        found += [
-            f"{key}={v} must be {text}" for key, v in values.items() if v is not None and not is_fine(v)
-        ]
-    for key in ("train.warmup", "train.decay", "train.adam_beta2"):
-        if not 0 <= value_of(config, key) < 1:
-            found.append(f"{key}={value_of(config, key)} must be in [0, 1)")
-    if not 0 < config.train.distill_share <= 1:
-        found.append(f"train.distill_share={config.train.distill_share} must be in (0, 1]")
+    """Numbers outside of their range."""
+    left_open = CHOSEN if config.train.sizes == "auto" else ()
+    found = [
+        f"{key}={value} must be {text}"
+        for text, is_fine, keys in RANGES
+        for key in keys.split()
+        if (value := value_of(config, key)) is not None
+        and not is_fine(value)
+        and not (value == 0 and key in left_open)
+    ]
     if config.train.schedule == "wsd" and config.train.warmup + config.train.decay > 1:
         found.append("train.warmup and train.decay are shares of the same steps: their sum must not exceed 1")
-    if not 0 <= config.eval.holdout < 1:
-        found.append(f"eval.holdout={config.eval.holdout} must be in [0, 1)")
-    if config.train.seed >= 2**32:
-        found.append(f"train.seed={config.train.seed} must be below 2**32")
     return found
 
 
@@ -208,17 +215,6 @@ def _model_problems(config: TrainConfig) -> list[str]:
         problems.append(f"{what}: {hint}; hub names are not downloaded")
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
         problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
-    return problems
-
-
-def _deepspeed_problems(config: TrainConfig) -> list[str]:
-    loop, problems = config.train, []
-    if loop.offload_optimizer and loop.zero_stage not in (1, 2, 3):
-        problems.append("train.offload_optimizer=true needs train.zero_stage=1, 2 or 3")
-    if uses_deepspeed(loop):
-        from idlm.train.distributed.deepspeed_settings import deepspeed_problems
-
-        problems += deepspeed_problems(config)
     return problems
 
 

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> in
 
 def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.config.compose import compose
-    from idlm.log import get_logger, rank
+    from idlm.log import get_logger, num_processes, rank
     from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
     if command.asks_for_help(argv):
@@ -75,13 +75,11 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
             dry_run(config, console=console, arguments=argv)
         return 0
 
-    with importing():
-        from idlm.train.arguments import num_processes
-
     if num_processes() == 1:
         # Importing the rest of training takes seconds.
-        from idlm.train.check import check_config
-        from idlm.train.checkpoint.resume import finished_text
+        with importing():
+            from idlm.train.check import check_config
+            from idlm.train.checkpoint.resume import finished_text
 
         check_config(config)
         finished = finished_text(config)
@@ -107,7 +105,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
 
 def _print_how_to_resume(console: Any, argv: list[str], outcome: Outcome) -> None:
-    from idlm.train.arguments import num_processes
+    from idlm.log import num_processes
 
     kept = [argument for argument in argv if not argument.startswith("resume=")]
     how = f"to continue:\n{shlex.join(['idlm-train', *kept, 'resume=auto'])}"

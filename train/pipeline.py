@@ -18,11 +18,9 @@ from transformers import PrinterCallback, TrainingArguments
 
 from idlm.cli.imports import absent
 from idlm.devices import is_out_of_memory, require_gpu
-from idlm.log import rank
+from idlm.log import num_local_processes, num_processes, rank
 from idlm.train.arguments import (
     launcher_pid,
-    num_local_processes,
-    num_processes,
     require_same_config_everywhere,
     shape,
     training_arguments,

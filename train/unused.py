@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from idlm.files.records import SUFFIXES
+from idlm.train.config.data import FILE_SOURCES
 from idlm.train.config.schema import TrainConfig
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED
-
-FILE_SOURCES = (*SUFFIXES, "hf")
 
 
 class Rule(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from idlm.config.schema import option
-from idlm.files.records import source_of
+from idlm.files.records import SUFFIXES, source_of
 
-AUTO_SOURCE = "auto"
+AUTO_SOURCE, FILE_SOURCES = "auto", (*SUFFIXES, "hf")
 OWN_DATA = ("path", "sources")
 """Given, they are what a run reads, whatever source a recipe has."""
 MAX_DEFAULT_WORKERS = 8

@@ -15,7 +15,7 @@ from idlm.train.data.cache import pack, prompt_key
 from idlm.train.data.mixture import CountedSource
 
 if TYPE_CHECKING:
-    from idlm.train.config.monitoring import EvalConfig
+    from idlm.train.config.schema import EvalConfig
 
 WANTED, SHARE_OF_FEW, TOO_FEW = 16, 0.1, 8
 """Samples that are held out at least, as far as that share of a small file allows; of fewer than 8, one for

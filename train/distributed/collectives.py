@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -64,11 +64,9 @@ def raise_together(failure: Exception | None, *, group: dist.ProcessGroup | None
     """
     if failure is not None and not isinstance(failure, UserError):
         raise failure
-    reported = None if failure is None else (failure.code, failure.message, failure.fix)
-    for found in gather_objects(reported, group=group):
+    for found in gather_objects(failure, group=group):
         if found is not None:
-            code, message, fix = found
-            raise UserError(code, message, fix=fix) from failure
+            raise found
 
 
 def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
@@ -79,20 +77,17 @@ def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None 
     """
     if not is_distributed():
         return compute()
-    sent: list[Any] = [None]
-    failure: UserError | None = None
+    sent: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            sent = [(True, compute())]
+            sent[0] = compute()
         except UserError as error:
-            failure = error
-            sent = [(False, (error.code, error.message, error.fix))]
+            sent[1] = error
     dist.broadcast_object_list(sent, src=0, group=group or control_group())
-    is_fine, value = sent[0]
-    if is_fine:
-        return value
-    code, message, fix = value
-    raise UserError(code, message, fix=fix) from failure
+    result, failure = sent
+    if failure is not None:
+        raise failure
+    return cast("T", result)
 
 
 def control_group() -> dist.ProcessGroup | None:

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerState
 
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
-from idlm.train.config.monitoring import DECODED
+from idlm.train.config.schema import DECODED
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import all_reduce, from_rank_zero
 from idlm.train.loop.metrics import EVALUATION, read_metrics

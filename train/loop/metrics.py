@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idlm.train.config.monitoring import DECODED
+from idlm.train.config.schema import DECODED
 from idlm.train.distributed.collectives import all_reduce, highest
 from idlm.train.planning.flops import ModelWork, TokenCounts, peak_flops, train_flops
 from idlm.train.step import StepLosses

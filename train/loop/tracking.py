@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
-from idlm.train.config.monitoring import WandbConfig
+from idlm.train.config.schema import WandbConfig
 from idlm.train.loop.metrics import EVALUATION, read_metrics
 
 log = logging.getLogger(__name__)

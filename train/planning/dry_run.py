@@ -7,11 +7,12 @@ written, which the run itself would build.
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from rich.text import Text
 
+from idlm.config.compose import FROZEN, RECIPE, compose
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.check import check_config
-from idlm.train.checkpoint.resume import named_checkpoint
+from idlm.train.checkpoint.resume import config_text, named_checkpoint
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import held_out_text, inspect_data
 from idlm.train.data.dataset import PackedDataset
@@ -43,7 +45,6 @@ from idlm.train.model.stored import embedding_norm
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
 from idlm.train.planning.flops import span
-from idlm.train.planning.folded import config_lines
 from idlm.train.planning.memory import DEVICE_BYTES, host_bytes
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.planning.warnings import run_warnings
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HEAD_TOKENS, TAIL_TOKENS = 160, 40
+FILES = (f"{RECIPE}=", f"+{RECIPE}=", f"{FROZEN}=")
+"""How arguments that name a recipe or a whole configuration begin."""
 LEGEND = "context, [[targets]], | before the first target of a masked block"
 
 
@@ -124,22 +127,21 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
 def planned_model(config: TrainConfig, tokenizer: Any, found: Findings) -> PreTrainedModel:
     """The model of the run without any weights; what the run would refuse of a base becomes a problem."""
     path, attention = config.model.path, planned_attention(config, found)
-    if path is None:
-        return prepare_model(config, tokenizer, attention, torch.device("meta"))
-    base = base_config(path)
-    with found.guarding():
-        check_architecture(base, attention=needed_attention(config, attention))
-    with found.guarding():
-        dtype = getattr(torch, config.model.dtype)
-        return load_base(path, attention="eager", dtype=dtype, is_planned=True)
-    return meta_model(config, tokenizer)
+    if path is not None:
+        base = base_config(path)
+        with found.guarding():
+            check_architecture(base, attention=needed_attention(config, attention))
+        with found.guarding():
+            dtype = getattr(torch, config.model.dtype)
+            return load_base(path, attention="eager", dtype=dtype, is_planned=True)
+    return meta_model(config, tokenizer, attention)
 
 
-def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
+def meta_model(config: TrainConfig, tokenizer: Any, attention: str = "idlm_documents") -> PreTrainedModel:
     """The model of config.json without any weights, which need not be there."""
     meta, dtype = torch.device("meta"), getattr(torch, config.model.dtype)
     if config.model.path is None:
-        return prepare_model(config, tokenizer, "idlm_documents", meta)
+        return prepare_model(config, tokenizer, attention, meta)
     model = random_model(base_config(config.model.path), attention="eager", dtype=dtype, device=meta)
     read = read_generation_config(Path(config.model.path))
     model.generation_config = model.generation_config if read is None else read
@@ -332,7 +334,7 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
     extra = f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""
     return [
         f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
-        estimate.how or f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products",
+        plan.how,
         ", ".join(f"{name} {span(seconds)}" for name, seconds in plan.parts.items() if seconds),
         f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
         f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second{' and GPU' if gpu else ''}",
@@ -365,3 +367,39 @@ def _print(found: Findings, console: Any) -> None:
         for line in lines:
             text = Text("  ").append_text(line) if isinstance(line, Text) else Text(f"  {line}")
             console.print(text, soft_wrap=True)
+
+
+def config_lines(config: TrainConfig, arguments: Sequence[str]) -> list[str]:
+    """What differs from the recipe, or from the defaults, in `config`, which the command line `arguments`
+    gave; the whole YAML with plan.full_config.
+    """
+    if config.plan.full_config:
+        return config_text(config).rstrip().splitlines()
+    files = [argument for argument in arguments if argument.startswith(FILES)]
+    before = asdict(compose("train", TrainConfig, files))
+    changed = [
+        f"{key}={_typed(value)}" for key, value in _changes(before, asdict(config)) if key != "dry_run"
+    ]
+    base = " ".join(files).removeprefix("+") or "the defaults"
+    return [f"what differs from {base}; plan.full_config=true shows all of it", *(changed or ["nothing"])]
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in now.items():
+        old = before.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            yield from _changes(old, value, f"{prefix}{name}.")
+        elif value != old:
+            yield f"{prefix}{name}", value
+
+
+def _typed(value: Any) -> str:
+    """A value as a user would give it."""
+    return value if isinstance(value, str) else json.dumps(_given(value))
+
+
+def _given(value: Any) -> Any:
+    """`value` without what is null in items of a list."""
+    if isinstance(value, dict):
+        return {name: one for name, one in value.items() if one is not None}
+    return [_given(one) for one in value] if isinstance(value, list) else value

@@ -15,9 +15,8 @@ import torch
 
 from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
-from idlm.train.arguments import num_processes
-from idlm.train.config.monitoring import MATMUL_TFLOPS
-from idlm.train.config.schema import TrainConfig
+from idlm.log import num_processes
+from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
@@ -29,10 +28,10 @@ from idlm.train.distributed.deepspeed import (
 from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import TokenCounts, work_of
-from idlm.train.planning.host_time import host_time_plan
+from idlm.train.planning.host_time import host_parts
 from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import GIB, RunSetup, state_setup, state_terms
-from idlm.train.planning.step_time import TimePlan, rates_of, time_plan
+from idlm.train.planning.step_time import PartsOf, TimePlan, gpu_parts, rates_of, time_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,19 +43,15 @@ DEFAULT_GPU = "H200"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run is expected to need; `time` is None where FLOPs are not counted or no rate is known, and
-    `how` it was found is empty for a GPU, whose rates are assumptions.
-    """
+    """What a run is expected to need; `time` is None where FLOPs are not counted or no rate is known."""
 
     shape: ModelShape
     setup: RunSetup
     memory: MemoryPlan
     time: TimePlan | None
-    num_gpus: int
     is_counted: bool
     row_length: int
     fed: TokenCounts
-    how: str = ""
 
 
 def num_gpus(config: TrainConfig) -> int:
@@ -104,26 +99,29 @@ def estimate_run(
         adapted = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
     fed = [_sampled_fed(dataset, curriculum, stage, num_sampled) for stage in curriculum.stages]
     setup = run_setup(config, dataset.row_length, fed[-1], num_adapted=adapted, world_size=gpus)
-    work, tflops = work_of(model), config.plan.tflops or MATMUL_TFLOPS.get(gpu_name(config) or "")
-    time, how, num_trained = None, "", adapted or shape.num_parameters
-    stages = list(zip(curriculum.stages, fed, strict=True))
+    work, num_trained = work_of(model), adapted or shape.num_parameters
+    parts: tuple[PartsOf, str] | None = None
+    gpu = gpu_name(config)
+    tflops = config.plan.tflops or MATMUL_TFLOPS.get(gpu or "")
     if work is not None and tflops is not None:
-        rows, rates = curriculum.global_batch, rates_of(gpu_name(config), tflops)
-        time = time_plan(
-            config, work, setup, rates, num_trained=num_trained, stages=stages, global_batch=rows
-        )
-    elif work is not None and measures and gpu_name(config) is None:
-        time, how = host_time_plan(config, model, work, dataset, curriculum, stages, num_trained=num_trained)
+        micro_batches = curriculum.global_batch / (config.train.batch_size * gpus)
+        how = f"assumed: {gpus} x {gpu or 'device'}, {tflops:g} TFLOP/s in products"
+        parts = gpu_parts(work, setup, rates_of(gpu, tflops), num_trained, micro_batches), how
+    elif work is not None and measures and gpu is None:
+        parts = host_parts(config, model, work, dataset, curriculum, num_trained=num_trained)
+    time = None
+    if work is not None and parts is not None:
+        stages = list(zip(curriculum.stages, fed, strict=True))
+        rows = curriculum.global_batch
+        time = time_plan(config, work, *parts, stages=stages, global_batch=rows, num_gpus=gpus)
     return Estimate(
         shape=shape,
         setup=setup,
         memory=memory_plan(shape, setup),
         time=time,
-        num_gpus=gpus,
         is_counted=work is not None,
         row_length=dataset.row_length,
         fed=fed[-1],
-        how=how,
     )
 
 
@@ -186,7 +184,7 @@ def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
     """Settings that lower the largest term of the memory plan, each with what the run needs then; the
     smallest need comes first.
     """
-    gpus = estimate.num_gpus
+    gpus = estimate.setup.world_size
     changes = [(name, run, gpus) for name, run in smaller_runs(config, num_gpus=gpus).items()]
     # Recomputed activations have other names than kept ones: terms are compared by their first word.
     kind = max(estimate.memory.terms, key=lambda term: term.num_bytes).name.split()[0].rstrip(",")

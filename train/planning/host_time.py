@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from idlm.train.model.load import create_base
 from idlm.train.objectives.base import Asked, Head
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import PRODUCT, ModelWork, Passes, TokenCounts, train_passes
-from idlm.train.planning.step_time import TimePlan, stage_passes
+from idlm.train.planning.step_time import PartsOf
 from idlm.train.prepare import prepare_adapter
 from idlm.train.step import BodyAndHead
 
@@ -57,50 +57,31 @@ class HostRates:
     how: str
 
 
-def host_time_plan(
+def host_parts(
     config: TrainConfig,
     model: PreTrainedModel,
     work: ModelWork,
     dataset: PackedDataset,
     curriculum: Curriculum,
-    stages: Sequence[tuple[Stage, TokenCounts]],
     *,
     num_trained: int,
-) -> tuple[TimePlan, str]:
-    """(the plan, how it was found) of a run on this CPU; `stages`: each with its average packed row."""
+) -> tuple[PartsOf, str]:
+    """(seconds of a step by part, how they were found) on this CPU."""
     with _threads(config.train.threads):
         rates = measure(config, model, work, dataset, curriculum)
-    rows, num_steps = curriculum.global_batch, curriculum.num_steps
-    micro_batches = rows / config.train.batch_size
-    parts = {
-        "layers": 0.0,
-        "head": 0.0,
-        "gradients": micro_batches * num_trained / rates.gradients,
-        "optimizer": num_trained / rates.optimizer,
-    }
-    needed = extra = tokens = 0.0
-    for stage, fed in stages:
-        share = rows * stage.num_steps / num_steps
-        needs, adds = stage_passes(config, work, stage, fed)
-        needed += share * work.flops(needs)
-        extra += share * work.flops(adds)
-        tokens += share * fed.document_tokens
+    micro_batches = curriculum.global_batch / config.train.batch_size
+
+    def parts_of(passes: Passes, fed: TokenCounts) -> dict[str, float]:
         # Rows of padding pass through the layers too, but where clean and noisy rows run apart.
         padded = 1.0 if config.is_gated else dataset.row_length / max(1.0, fed.rows)
-        both = Passes(*(sum(pair) for pair in zip(needs, adds, strict=True)))
-        parts["layers"] += share * padded * _of_layers(work, both) / rates.layers
-        parts["head"] += share * PRODUCT * work.head * both.head / rates.head
-    seconds = sum(parts.values())
-    plan = TimePlan(
-        num_steps=num_steps,
-        tokens_per_step=tokens,
-        flops_per_step=needed,
-        extra_flops=extra,
-        num_gpus=1,
-        tflops=(needed + extra) / seconds / 1e12,
-        parts=parts,
-    )
-    return plan, rates.how
+        return {
+            "layers": padded * _of_layers(work, passes) / rates.layers,
+            "head": PRODUCT * work.head * passes.head / rates.head,
+            "gradients": micro_batches * num_trained / rates.gradients,
+            "optimizer": num_trained / rates.optimizer,
+        }
+
+    return parts_of, rates.how
 
 
 def _of_layers(work: ModelWork, passes: Passes) -> float:

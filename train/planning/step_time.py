@@ -12,12 +12,11 @@ optimizer on the host or a network take longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from idlm.train.config.monitoring import MATMUL_TFLOPS
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.flops import ModelWork, Passes, TokenCounts, extra_passes, train_passes
@@ -55,10 +54,16 @@ TBYTES = {"B200": (7.2, 0.70), "H200": (4.3, 0.35), "H100": (3.0, 0.35), "A100":
 links are assumed to reach 0.8 of theirs."""
 
 
+PartsOf = Callable[[Passes, TokenCounts], dict[str, float]]
+"""`(passes, fed) -> seconds of one step by part` on one device, whose rows need `passes`; `fed`: the average
+packed row.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePlan:
     """`flops_per_step` that the rows need and `extra_flops` that the settings add, over all GPUs; `parts`:
-    seconds of a step.
+    seconds of a step; `how` they were found.
     """
 
     num_steps: int
@@ -66,8 +71,8 @@ class TimePlan:
     flops_per_step: float
     extra_flops: float
     num_gpus: int
-    tflops: float
     parts: dict[str, float]
+    how: str
 
     @property
     def seconds_per_step(self) -> float:
@@ -92,60 +97,60 @@ def rates_of(gpu: str | None, tflops: float) -> Rates:
     return Rates(tflops * 1e12, scale * memory * 1e12, scale * link * 1e12)
 
 
-def stage_passes(
-    config: TrainConfig, work: ModelWork, stage: Stage, fed: TokenCounts
-) -> tuple[Passes, Passes]:
-    """(needed, extra) passes of one packed row of a stage, which is fed `fed` on average."""
-    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
-    return train_passes(work, fed, trains_clean=stage.clean_weight != 0), extra_passes(
-        fed,
-        is_gated=config.is_gated,
-        checkpoints=config.model.gradient_checkpointing,
-        distills=config.train.distill != "none",
-        balances=accumulates and stage.clean_weight is None,
-    )
-
-
 def time_plan(
     config: TrainConfig,
     work: ModelWork,
-    setup: RunSetup,
-    rates: Rates,
+    parts_of: PartsOf,
+    how: str,
     *,
-    num_trained: int,
     stages: Sequence[tuple[Stage, TokenCounts]],
     global_batch: int,
+    num_gpus: int,
 ) -> TimePlan:
-    """Time of all steps; `stages`: each with the average packed row that it is fed."""
+    """Time of all steps; `stages`: each with the average packed row that it is fed; `how` the seconds that
+    `parts_of` returns were found.
+    """
     num_steps = sum(stage.num_steps for stage, _ in stages)
-    micro_batches = global_batch / (config.train.batch_size * setup.world_size)
+    accumulates = config.train.accumulation > 1 and config.train.balance == "step"
     needed = extra = tokens = 0.0
     parts: dict[str, float] = {}
     for stage, fed in stages:
         share = stage.num_steps / num_steps
-        needs, adds = stage_passes(config, work, stage, fed)
+        needs = train_passes(work, fed, trains_clean=stage.clean_weight != 0)
+        adds = extra_passes(
+            fed,
+            is_gated=config.is_gated,
+            checkpoints=config.model.gradient_checkpointing,
+            distills=config.train.distill != "none",
+            balances=accumulates and stage.clean_weight is None,
+        )
         needed += share * global_batch * work.flops(needs)
         extra += share * global_batch * work.flops(adds)
         tokens += share * global_batch * fed.document_tokens
-        rows = global_batch / setup.world_size
-        passes = Passes(*(rows * sum(pair) for pair in zip(needs, adds, strict=True)))
-        for name, seconds in step_parts(work, passes, setup, rates, num_trained, micro_batches).items():
+        passes = Passes(*(global_batch / num_gpus * sum(pair) for pair in zip(needs, adds, strict=True)))
+        for name, seconds in parts_of(passes, fed).items():
             parts[name] = parts.get(name, 0.0) + share * seconds
     return TimePlan(
         num_steps=num_steps,
         tokens_per_step=tokens,
         flops_per_step=needed,
         extra_flops=extra,
-        num_gpus=setup.world_size,
-        tflops=rates.products / 1e12,
+        num_gpus=num_gpus,
         parts=parts,
+        how=how,
     )
 
 
-def step_parts(
-    work: ModelWork, passes: Passes, setup: RunSetup, rates: Rates, num_trained: int, micro_batches: float
+def gpu_parts(
+    work: ModelWork, setup: RunSetup, rates: Rates, num_trained: int, micro_batches: float
+) -> PartsOf:
+    """The parts of a step on one GPU."""
+    return lambda passes, fed: _gpu_parts(work, setup, rates, num_trained, micro_batches, passes)
+
+
+def _gpu_parts(
+    work: ModelWork, setup: RunSetup, rates: Rates, num_trained: int, micro_batches: float, passes: Passes
 ) -> dict[str, float]:
-    """Seconds of one step on one GPU by part; `passes` are those of the GPU's rows."""
     weights = work.layers + work.head
     moved = 2 * work.moved(passes) / rates.memory
     # In every micro-batch weights are read twice and their gradients written, or read a third time.

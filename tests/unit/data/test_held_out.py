@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from idlm.train.config.monitoring import EvalConfig
+from idlm.train.config.schema import EvalConfig
 from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.layout import Sample
 

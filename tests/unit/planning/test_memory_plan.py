@@ -288,8 +288,8 @@ def estimate_32b(*overrides: str, adapter_parameters: int = ADAPTER_32B) -> tupl
     fed = TokenCounts(clean_rows=4096, noisy_rows=4096, clean_targets=4095, noisy_targets=4095)
     setup = run_setup(config, 8192, fed, num_adapted=adapter_parameters, world_size=8)
     planned = Estimate(
-        shape=SHAPE_32B, setup=setup, memory=memory_plan(SHAPE_32B, setup), time=None, num_gpus=8,
-        is_counted=True, row_length=8192, fed=fed,
+        shape=SHAPE_32B, setup=setup, memory=memory_plan(SHAPE_32B, setup), time=None, is_counted=True,
+        row_length=8192, fed=fed,
     )  # fmt: skip
     return config, planned
 

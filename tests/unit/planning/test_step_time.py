@@ -11,13 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from idlm.config.compose import compose
 from idlm.lora import AdapterSpec
-from idlm.train.config.monitoring import MATMUL_TFLOPS
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.estimate import run_setup
 from idlm.train.planning.flops import ModelWork, TokenCounts, work_of
-from idlm.train.planning.step_time import TimePlan, rates_of, time_plan
+from idlm.train.planning.step_time import TimePlan, gpu_parts, rates_of, time_plan
 
 LENGTH = 4096
 PAIRS = LENGTH * (LENGTH + 1) / 2
@@ -130,14 +129,15 @@ def planned(one: Measured, *overrides: str, gpu: str | None = None, tflops: floa
     )
     work, num_trained = model_work(one.size, one.mode)
     setup = run_setup(config, 2 * LENGTH, one.fed, num_adapted=num_trained, world_size=one.gpus)
+    rates = rates_of(gpu or one.gpu, tflops or MATMUL_TFLOPS[one.gpu])
     return time_plan(
         config,
         work,
-        setup,
-        rates_of(gpu or one.gpu, tflops or MATMUL_TFLOPS[one.gpu]),
-        num_trained=num_trained,
+        gpu_parts(work, setup, rates, num_trained, one.accumulation),
+        "",
         stages=[(Stage(index=0, stride=2, num_steps=100, clean_weight=0.2), one.fed)],
         global_batch=one.batch_size * one.accumulation * one.gpus,
+        num_gpus=one.gpus,
     )
 
 

@@ -20,8 +20,7 @@ from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
-from idlm.train.config.monitoring import EvalConfig
-from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
+from idlm.train.config.schema import EvalConfig, LoopConfig, StageConfig, TrainConfig, make_curriculum
 from idlm.train.data import build, cache
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource

@@ -13,8 +13,7 @@ from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, HeldOutConfig, held_out_config
-from idlm.train.config.monitoring import EvalConfig
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import EvalConfig, TrainConfig
 from idlm.train.data.base import SOURCES, Encoder
 
 MASK = 190

@@ -17,8 +17,7 @@ from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.check import check_config
 from idlm.train.config.data import DataConfig, SourceConfig
-from idlm.train.config.monitoring import EvalConfig
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import EvalConfig, TrainConfig
 from idlm.train.data.base import open_source
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
