@@ -65,8 +65,6 @@ class Task(Protocol):
     """A generated task. Implementations register a class in `TASKS` and are built from a level and knobs."""
 
     name: ClassVar[str]
-    shares_vocabulary: ClassVar[bool] = True
-    """Whether its words are in the tokenizer of all tasks; else it has a tokenizer of its own."""
 
     def sample(self, index: int, split: str) -> TaskSample:
         """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index)."""

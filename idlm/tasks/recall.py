@@ -91,7 +91,6 @@ def _question(keys: Sequence[str]) -> str:
 @TASKS.register("recall")
 class Recall(GeneratedTask[Records]):
     name: ClassVar[str] = "recall"
-    shares_vocabulary: ClassVar[bool] = False
     LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_recall)
     config: Config

@@ -1,7 +1,7 @@
-"""The word-level tokenizer of the generated tasks, written as stock fast-tokenizer files.
+"""The word-level tokenizer of a generated task, written as stock fast-tokenizer files.
 
-Words include their leading space, digits are single tokens, and decoding gives every task text back.
-Text outside the tasks' vocabulary encodes to `<unk>`."""
+Words include their leading space, digits are single tokens, and decoding gives every text of the task back.
+Text outside the task's vocabulary encodes to `<unk>`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from idlm.tasks import TASKS
 
+DEFAULT_TASK = "ledger"
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
 SEPARATOR = "\n\n"
@@ -28,18 +29,15 @@ _PIECE = r" ?[A-Za-z]+|[0-9]|####|\n\n|\n| |[^A-Za-z0-9 \n]"
 _FIND_PIECES = re.compile(_PIECE).findall
 
 
-def vocabulary(task: str | None = None) -> dict[str, int]:
-    """Return piece -> id: the specials, then in sorted order every piece of the tasks that share a
-    vocabulary, or of `task` if it does not."""
-    shared = [name for name in TASKS.names() if TASKS.get(name).shares_vocabulary]
+def vocabulary(task: str = DEFAULT_TASK) -> dict[str, int]:
+    """Return piece -> id: the specials, then every piece of the task's texts, sorted."""
     pieces = set("0123456789 \n") | {SEPARATOR}
-    for name in shared if task is None or task in shared else [task]:
-        for text in TASKS.get(name).surface_texts():
-            pieces.update(_FIND_PIECES(text))
+    for text in TASKS.get(task).surface_texts():
+        pieces.update(_FIND_PIECES(text))
     return {piece: idx for idx, piece in enumerate((*SPECIALS, *sorted(pieces)))}
 
 
-def build_tokenizer(task: str | None = None) -> Any:
+def build_tokenizer(task: str = DEFAULT_TASK) -> Any:
     """Return a `tokenizers.Tokenizer`; plain encoding prepends `<bos>`, the chat template writes its own."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -56,7 +54,7 @@ def build_tokenizer(task: str | None = None) -> Any:
     return tokenizer
 
 
-def save_tokenizer(directory: Path, task: str | None = None) -> int:
+def save_tokenizer(directory: Path, task: str = DEFAULT_TASK) -> int:
     """Write `tokenizer.json` and `tokenizer_config.json` into `directory`; return the number of ids."""
     tokenizer = build_tokenizer(task)
     tokenizer.save(str(directory / "tokenizer.json"))

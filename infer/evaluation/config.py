@@ -16,7 +16,7 @@ class EvaluateConfig(EngineSettings):
 
     model: str | None = option("checkpoint directory", None, is_path=True)
     task: str = option(
-        "a generated task (ledger, trace, recall), or one whose problems are in data= (gsm8k, math500, "
+        "a generated task (ledger, recall), or one whose problems are in data= (gsm8k, math500, "
         "humaneval, mbpp)",
         "ledger",
     )

@@ -65,7 +65,7 @@ UNUSED = (
     ("data.source=task eval.every=1", "eval.path=/e.jsonl"),
     ("data.source=task eval.every=1", "eval.split=test"),
     ("data.source=task eval.every=1", "eval.holdout=0.5"),
-    ("data.source=jsonl", "data.task=trace"),
+    ("data.source=jsonl", "data.task=recall"),
     ("data.source=parquet", "data.level=small"),
     ("data.source=hf", "+data.task_args.steps=3"),
     ("data.source=jsonl", "data.split=test"),

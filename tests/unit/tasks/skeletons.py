@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from idlm.tasks import Split, ledger, recall, trace
+from idlm.tasks import Split, ledger, recall
 from idlm.tasks.split import canonical_entity, split_of_skeleton
 
 _WORD = re.compile(r"[A-Za-z]+")
@@ -29,7 +29,6 @@ LEXICONS = {
         entities=frozenset(ledger.NAMES),
         words={word: group[0] for group in (ledger.ITEMS, *ledger.VERBS.values()) for word in group},
     ),
-    "trace": Lexicon(entities=frozenset(trace.VARIABLES)),
     "recall": Lexicon(entities=frozenset(recall.KEYS)),
 }
 
