@@ -1,15 +1,28 @@
 """The interface of a verifiable task: samples that are a pure function of their index, and a checker of text.
 
 The generator and the checker of a task share only the language of prompts and responses. The checker executes
-the prompt again, so it finds mistakes of a model and of the generator alike."""
+the prompt again, so it finds mistakes of a model and of the generator alike.
+
+A hash of a prompt's skeleton decides its split: renaming leaks no problem. The skeleton is the prompt with
+entities, items and verbs replaced by canonical words. A sample of a split is found by rejection: candidates
+come from the sample's own random stream until one hashes into the split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from random import Random
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, get_args
+
+from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
 
 Split = Literal["train", "validation", "test"]
+SPLITS: tuple[str, ...] = get_args(Split)
+TEST_SHARE, VALIDATION_SHARE = 0.01, 0.01
+Problem = TypeVar("Problem")
 MAX_QUOTED = 80
 """Characters of a response that a verdict quotes."""
 
@@ -76,3 +89,87 @@ class Task(Protocol):
     def surface_texts() -> Iterator[str]:
         """Yield texts that together contain every word of the task in every position (for the tokenizer)."""
         ...
+
+
+def canonical_entity(idx: int) -> str:
+    """Return the name that the `idx`-th entity has in a skeleton."""
+    return f"E{chr(ord('a') + idx)}"
+
+
+def split_of_skeleton(text: str) -> Split:
+    value = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    if value < int(TEST_SHARE * 2**64):
+        return "test"
+    return "validation" if value < int((TEST_SHARE + VALIDATION_SHARE) * 2**64) else "train"
+
+
+class GeneratedTask(Task, Generic[Problem]):
+    """Base of tasks whose problems are drawn at random: levels, knobs and splits."""
+
+    LEVELS: ClassVar[Mapping[str, Any]]
+    """Presets, dataclasses of all knobs with their `rules()`; the first one is the default."""
+
+    def __init__(self, *, level: str | None = None, **knobs: Any) -> None:
+        self.config = self._config(next(iter(self.LEVELS)) if level is None else level, knobs)
+
+    def _config(self, level: str, knobs: Mapping[str, Any]) -> Any:
+        """Return the preset `level` with some knobs replaced. UserError IDLM-0220: unknown level, IDLM-0221:
+        unknown knob, IDLM-0222: broken rules."""
+        if level not in self.LEVELS:
+            raise UserError(
+                "IDLM-0220",
+                f"task {self.name!r} has no level {level!r}{did_you_mean(level, self.LEVELS)}",
+                fix=f"choose one of: {', '.join(sorted(self.LEVELS))}",
+            )
+        preset = self.LEVELS[level]
+        known = [field.name for field in fields(preset)]
+        for knob in knobs:
+            if knob not in known:
+                raise UserError(
+                    "IDLM-0221",
+                    f"task {self.name!r} has no knob {knob!r}{did_you_mean(knob, known)}",
+                    fix=f"use some of: {', '.join(known)}",
+                )
+        changes = {knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}
+        config = replace(preset, **changes)
+        if broken := [text for text, holds in config.rules().items() if not holds]:
+            fix = "make these hold: " + "; ".join(broken)
+            raise UserError("IDLM-0222", f"{self.name} cannot use {config!r}", fix=fix)
+        return config
+
+    def sample(self, index: int, split: str) -> TaskSample:
+        """Return sample `index` of `split`: the first problem of its own random stream that lies there. Only
+        `Random.random` is used on the stream: Python keeps its values stable across versions. UserError
+        IDLM-0223: unknown split, IDLM-0224: negative index."""
+        if split not in SPLITS:
+            raise UserError(
+                "IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these"
+            )
+        if index < 0:
+            raise UserError(
+                "IDLM-0224", f"sample index is {index}, it must be 0 or more", fix="start counting at 0"
+            )
+        key = f"{self.name}|{self.config!r}|{split}|{index}"
+        rng = Random(int.from_bytes(blake2b(key.encode(), digest_size=16).digest(), "big"))
+        while True:
+            problem = self.draw(rng)
+            if split_of_skeleton(self.canonical_prompt(problem)) == split:
+                return self.write(problem, rng.random)
+
+    @abstractmethod
+    def draw(self, rng: Random) -> Problem:
+        """Draw a problem's structure, without words."""
+
+    @staticmethod
+    @abstractmethod
+    def canonical_prompt(problem: Problem) -> str:
+        """Return the skeleton of a problem's prompt."""
+
+    @abstractmethod
+    def write(self, problem: Problem, random: Callable[[], float]) -> TaskSample:
+        """Choose words and surface forms with `random` (uniform in [0, 1)) and write the sample."""
+
+
+def draw_names(pool: Sequence[str], num: int, random: Callable[[], float]) -> list[str]:
+    left = list(pool)
+    return [left.pop(int(random() * len(left))) for _ in range(num)]

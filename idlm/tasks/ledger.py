@@ -13,9 +13,8 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import TaskSample
+from idlm.tasks.base import GeneratedTask, TaskSample, canonical_entity, draw_names
 from idlm.tasks.ledger_check import check_ledger
-from idlm.tasks.split import GeneratedTask, canonical_entity, draw_names
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
 ITEMS = (

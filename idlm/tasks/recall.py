@@ -21,9 +21,8 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import TaskSample
+from idlm.tasks.base import GeneratedTask, TaskSample, canonical_entity, draw_names
 from idlm.tasks.recall_check import check_recall
-from idlm.tasks.split import GeneratedTask, canonical_entity, draw_names
 
 VALUES = tuple("bdfgklmnprstvwxz")
 KEYS = tuple(map("".join, itertools.product(VALUES, "aeio")))

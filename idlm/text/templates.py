@@ -1,4 +1,4 @@
-"""Chat templates as text: which of several a conversation is rendered with, and the date that one writes."""
+"""Chat templates as text: their files, which of several renders a conversation, the date that one writes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 import datetime
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
+from idlm.files.paths import check_file
 
 _SWITCHES = tuple(
     re.compile(rf"\{{%[^%]*(?<![\w.'\"])({name})(?![\w'\"])") for name in ("enable_thinking", "thinking")
@@ -17,6 +19,9 @@ _SWITCHES = tuple(
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(?:format\s*=\s*)?(?:'([^']*)'|\"([^\"]*)\")\s*\)")
 _ANY_DATE_CALL = re.compile(r"strftime_now\s*\(")
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Where a tokenizer keeps templates beside its first one, as *.jinja."""
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 DEFAULT, TOOL_USE = "default", "tool_use"
 
 
@@ -88,3 +93,26 @@ def _dated(template: str, date: datetime.date) -> str:
             fix="write the format as text in the template: strftime_now('%d %b %Y')",
         )
     return text
+
+
+def unusable_files(directory: Path, names: Iterable[str]) -> list[str]:
+    """Return the files of `names`, and the templates, that must not be read, each with the reason. The text
+    of a template reaches prompts and answers, so one that links to a file outside of the folder would show
+    it. A cache of the hub keeps the files of its snapshots beside them: these are inside."""
+    templates = [directory / name for name in TEMPLATE_FILES]
+    templates += sorted(directory.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
+    home = directory.resolve()
+    inside = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    problems = []
+    for path in dict.fromkeys((*(directory / name for name in names), *templates)):
+        if not path.exists():
+            continue
+        name = path.relative_to(directory).as_posix()
+        try:
+            check_file(path)
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if path in templates and not any(path.resolve().is_relative_to(folder) for folder in inside):
+            problems.append(f"{name}: it links to a file outside of the folder")
+    return problems

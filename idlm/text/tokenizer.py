@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
-from idlm.text.file_checks import TEMPLATE_FILES, unusable_files
 from idlm.text.split_tokens import SplitTokens, restored, written_marks
-from idlm.text.templates import all_template_text, template_text, thinking_switch
+from idlm.text.templates import (
+    TEMPLATE_FILES,
+    all_template_text,
+    template_text,
+    thinking_switch,
+    unusable_files,
+)
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

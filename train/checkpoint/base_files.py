@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from idlm.checkpoint import LICENSE, MODEL_CARD, read_json
-from idlm.text.file_checks import TEMPLATE_FOLDER
+from idlm.text.templates import TEMPLATE_FOLDER
 from idlm.text.tokenizer import TOKENIZER_FILES
 
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.DOTALL | re.MULTILINE)

@@ -33,8 +33,8 @@ from idlm.train.checkpoint.resume import STAGE_FOLDER
 from idlm.train.checkpoint.tokenizer_files import write_tokenizer_files
 from idlm.train.distributed.collectives import from_rank_zero
 from idlm.train.distributed.deepspeed import whole_weights
-from idlm.train.model.files import export_dtype
 from idlm.train.model.gated_lora import is_trained, merged, peft_tensors
+from idlm.train.model.stored import export_dtype
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:

@@ -74,8 +74,8 @@ def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> Cache
     with reading(directory):
         try:
             source = open_cache(directory)
-        except ValueError as error:
-            log.warning("the data cache %s is damaged (%s) and is built again", directory, error)
+        except UserError as error:
+            log.warning("the data cache %s is damaged (%s) and is built again", directory, error.message)
     if source is None:
         build_cache(reader, config, encoder, directory=directory)
         source = open_cache(directory)

@@ -264,25 +264,12 @@ def _damaged(path: Path, problem: str) -> UserError:
 
 
 def open_cache(directory: Path) -> CachedSource | None:
-    """Return the cache in `directory`, None where it is not complete; ValueError says what is damaged."""
+    """Return the cache in `directory`, None where it is not complete; UserError says what is damaged."""
     headers: list[dict[str, Any]] = []
     while not headers or not headers[-1]["is_last"]:
         part = part_folder(directory, len(headers))
         if not part.is_dir():
             return None
-        try:
-            for name, entry in read_json(part / MANIFEST)["files"].items():
-                _check_file(part / name, size=entry["size"], sha256=entry["sha256"])
-            headers.append(read_json(part / HEADER))
-        except (KeyError, TypeError, OSError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        verify(part, sizes_only=(TOKENS,))
+        headers.append(read_json(part / HEADER))
     return CachedSource(directory, headers)
-
-
-def _check_file(path: Path, *, size: int, sha256: str) -> None:
-    if path.stat().st_size != size:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
-    if path.name != TOKENS:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise ValueError(f"the sha256 of {path.name} differs from the manifest")

@@ -26,9 +26,15 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import zero_stage
 from idlm.train.model.attention import leave_out_of_compiled_layers, register_attention
 from idlm.train.model.checks import check_positions, check_window
-from idlm.train.model.files import read_generation_config, savable
 from idlm.train.model.stand_in import causal_class
-from idlm.train.model.stored import num_tensors, refuse_quantised, stored_tensors, without_equal_copies
+from idlm.train.model.stored import (
+    num_tensors,
+    read_generation_config,
+    refuse_quantised,
+    savable,
+    stored_tensors,
+    without_equal_copies,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

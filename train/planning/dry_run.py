@@ -31,7 +31,6 @@ from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import mask_token, mask_token_text, num_vocabulary_rows
-from idlm.train.model.files import read_generation_config
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -41,7 +40,7 @@ from idlm.train.model.load import (
     require_row,
 )
 from idlm.train.model.stand_in import check_architecture
-from idlm.train.model.stored import embedding_norm
+from idlm.train.model.stored import embedding_norm, read_generation_config
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
 from idlm.train.planning.flops import span

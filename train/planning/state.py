@@ -23,7 +23,7 @@ from idlm.train.distributed.deepspeed import (
     num_parameters,
     zero_stage,
 )
-from idlm.train.model.files import export_dtype
+from idlm.train.model.stored import export_dtype
 from idlm.train.objectives.curriculum import Curriculum
 
 GIB = 2**30

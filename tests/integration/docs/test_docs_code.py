@@ -28,7 +28,7 @@ from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
-from idlm.tasks.split import split_of_skeleton
+from idlm.tasks.base import split_of_skeleton
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder

@@ -13,7 +13,7 @@ from idlm.checkpoint import read_json, verify
 from idlm.errors import UserError
 from idlm.files.paths import MAX_WHOLE_FILE
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.model.files import read_generation_config
+from idlm.train.model.stored import read_generation_config
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from idlm.tasks import Split, ledger, recall
-from idlm.tasks.split import canonical_entity, split_of_skeleton
+from idlm.tasks.base import canonical_entity, split_of_skeleton
 
 _WORD = re.compile(r"[A-Za-z]+")
 _RECORDS = re.compile(r" ([a-z]{2})([a-z])\.")

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from idlm.tasks import TASKS, ledger
-from idlm.tasks.split import split_of_skeleton
+from idlm.tasks.base import split_of_skeleton
 from tests.unit.tasks.skeletons import LEXICONS, skeleton, split_of
 
 TASK_LEVELS = [("ledger", "tiny"), ("ledger", "multi")]

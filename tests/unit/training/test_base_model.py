@@ -19,8 +19,8 @@ from idlm.errors import UserError
 from idlm.text.tokenizer import load_tokenizer, num_token_ids
 from idlm.train.config.schema import AdapterConfig, ExportConfig, ModelConfig, TrainConfig
 from idlm.train.model.checks import grow_vocabulary, mask_token, mask_token_text
-from idlm.train.model.files import export_dtype, read_generation_config
 from idlm.train.model.load import load_base
+from idlm.train.model.stored import export_dtype, read_generation_config
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
 NAME = "model.layers.1.mlp.up_proj.weight"
