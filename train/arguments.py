@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """Return the arguments of the Trainer; opens the process group of a distributed run.
-
-    Keep them alive as long as the model: under ZeRO-3, loading weights reads from them how to shard.
-    """
+    """The arguments of the Trainer, to be kept alive: ZeRO-3 reads them. Opens the process group."""
     from transformers import TrainingArguments
     from transformers.utils.logging import disable_progress_bar
 
@@ -93,9 +90,7 @@ def shape(loop: LoopConfig) -> RunShape:
 
 
 def launcher_pid() -> int | None:
-    """Return the process id of the launcher that has started this rank; None without one. Ask before
-    `training_arguments`, which gives a lone process the environment of a rank.
-    """
+    """The process id of the launcher of this rank, before `training_arguments`; None without one."""
     return os.getppid() if "LOCAL_RANK" in os.environ else None
 
 

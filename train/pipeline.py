@@ -60,9 +60,7 @@ ASSUMED_BYTES_PER_SECOND = 200e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`signal` stopped the run, or the end of its time. `saved_step` is that of its last save; `report` is
-    None when none was written.
-    """
+    """`signal` stopped the run, or the end of its time; `saved_step` is that of its last save."""
 
     signal: int | None
     last_step: int
@@ -204,9 +202,7 @@ def train(
     watchdog: Watchdog,
     sampler: Sampler | None,
 ) -> tuple[Outcome, Callable[[], None]]:
-    """Train until the last step or what stops the run before; the last checkpoint is published then. Returns
-    also what gives the memory of training back.
-    """
+    """Train until the last step or a stop; returns also what gives the memory of training back."""
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     loop, failed = config.train, True
     writer = CheckpointWriter(loop.save, num_sharing=num_local_processes() if uses_deepspeed(loop) else 1)
@@ -223,7 +219,7 @@ def train(
         callbacks=[watchdog, progress],  # Figures of a step come before anything else done after it.
         **{name: getattr(config.train, name) for name in ("log_every", "balance", "schedule", "decay")},
     )
-    trainer.zero_stage, trainer.watchdog, trainer.writer = zero_stage(loop), watchdog, writer
+    trainer.shape, trainer.watchdog, trainer.writer = shape(loop), watchdog, writer
     watchdog.is_stopping = lambda: stop.received is not None or stop.is_time_up
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)

@@ -308,9 +308,7 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
 
 
 def separate_data(config: TrainConfig) -> DataConfig | None:
-    """Held-out data apart from that of training: `eval.path`, `eval.split` of an hf dataset, or the
-    validation split of a task; None where there is none of these.
-    """
+    """Held-out data apart from that of training: by `eval`, or a task's validation split; else None."""
     if (config.eval.path, config.eval.split) == (None, None) and not has_splits(config.data.source):
         return None
     return held_out_config(config.data, config.eval.path, config.eval.split)

@@ -16,7 +16,7 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.fingerprint import run_fingerprint
 from idlm.train.checkpoint.export import stage_directory
-from idlm.train.checkpoint.model_card import table
+from idlm.train.checkpoint.model_card import drafts_table, run_facts, table
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.metrics import EVALUATION, clean_weight_warning, describe, read_metrics, training_records
@@ -51,9 +51,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
-    """Samples of the finished checkpoint and what was measured while drawing them; `problem` says why there
-    are none, `origin` what the prompts are.
-    """
+    """Samples and measurements; `problem`: why there are none, `origin`: what the prompts are."""
 
     samples: tuple[SampleText, ...] = ()
     measurements: tuple[Measurement, ...] = ()
@@ -74,17 +72,13 @@ def report_run(
     seconds: float,
     free: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Report on the published checkpoint of a run that took `seconds` in this process. On rank 0. `free`
-    gives the memory of training back, which the sampler needs.
-    """
+    """Report on the published checkpoint, on rank 0. `free` gives the memory of training back."""
     target = Path(config.output_dir)
     records = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
     metrics, curriculum = training_records(records), prepared.curriculum
     facts = {
+        **dict(run_facts(config, prepared)),
         "base": config.model.path or "new weights",
-        "architecture": type(prepared.model).__name__,
-        "objective": config.objective,
-        **{f"stage {stage.index + 1}": stage.name for stage in curriculum.stages},
         "mask token id": str(prepared.mask_token_id),
         "time": f"{seconds:.0f} s in this process, {sum(r['seconds'] for r in metrics):.0f} s of training",
         "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
@@ -93,10 +87,6 @@ def report_run(
     highest = max(metrics, key=lambda record: record.get("clean_weight", 0.0), default={})
     if warning := clean_weight_warning(highest):
         facts["warning"] = warning
-    if prepared.adapter is not None:
-        kind = "next to its base {}; clean rows are the base model's" if config.is_gated else "merged into {}"
-        lora = f"{'gated ' if config.is_gated else ''}LoRA, rank {prepared.adapter.rank}"
-        facts["adapter"] = f"{lora}, {kind.format(prepared.adapter.base_path)}"
     exports = [stage_directory(config.output_dir, stage) for stage in curriculum.stages[:-1]]
     exports = [path.relative_to(target) for path in exports if path.is_dir()]
     if exports:
@@ -153,9 +143,7 @@ def write_report(
 
 
 def _measured(metrics: Sequence[dict[str, Any]], estimate: Estimate | None) -> list[tuple[str, str]]:
-    """Speed and memory of the run, and what was estimated. The first record, in which things are compiled and
-    warmed up, does not count for speed where there are others.
-    """
+    """Speed and memory, measured and estimated; the first record, a warm-up, counts if it is alone."""
     rows: list[tuple[str, str]] = []
     steady = metrics[1:] or metrics
     seconds = sum(record["seconds"] for record in steady)
@@ -188,17 +176,10 @@ def _held_out_parts(evaluations: Sequence[dict[str, Any]]) -> list[str]:
         return []
     last = {record["stage"]: record for record in evaluations}
     names = [key for key in evaluations[0] if key.endswith("_loss")]
-    positions = max(len(record["acceptance"]) for record in evaluations)
-    header = ["stage", "stride", "step", *(name.replace("_", " ") for name in names)]
-    header += [f"draft {position + 1}" for position in range(positions)]
-    rows = []
-    for stage, record in sorted(last.items()):
-        accepted = [f"{value:.3f}" for value in record["acceptance"]]
-        losses = [f"{record[name]:.3f}" for name in names]
-        row = [str(stage + 1), str(record["stride"]), str(record["step"]), *losses, *accepted]
-        rows.append(row + ["-"] * (len(header) - len(row)))
+    rows = [([f"{record[name]:.3f}" for name in names], record) for _, record in sorted(last.items())]
+    header = [name.replace("_", " ") for name in names]
     note = "Losses in nats per token; acceptance is the expected overlap of draft and verify probabilities."
-    return ["## Held-out data at the end of each stage", table(header, rows), note]
+    return ["## Held-out data at the end of each stage", drafts_table(header, rows), note]
 
 
 def _sample_parts(report: SampleReport) -> list[str]:

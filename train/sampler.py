@@ -81,9 +81,7 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
 def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None], str]:
-    """Return the prompts, a judge `(place, answer) -> verdict`, which gives None without a checker, and what
-    the prompts are.
-    """
+    """Return the prompts, a judge `(place, answer) -> verdict or None`, and what the prompts are."""
     separate = separate_data(config)
     data = config.data if separate is None else separate
     encoder = make_encoder(data, engine.tokenizer, None, date=run_date(config))

@@ -146,9 +146,7 @@ class TrainingStep:
             step.weights = self.objective.weights(step.stage, step.means(sums))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """This rank's share of the step's loss, a scalar to differentiate; `model` may be wrapped (DDP,
-        DeepSpeed), `batch` is on the device.
-        """
+        """This rank's share of the step's loss, a scalar; `model` may be wrapped (DDP, DeepSpeed)."""
         step = self.losses
         assert step is not None, "start() begins a step"
 

@@ -96,7 +96,7 @@ def main() -> int:
         callbacks=[clock],
         balance=config.train.balance,
     )
-    clock.trainer, trainer.zero_stage = trainer, zero_stage(config.train)
+    clock.trainer = trainer
     trainer.remove_callback(PrinterCallback)
     # As in a run: otherwise transformers waits for DeepSpeed's gradient norm in every step.
     Progress(Path(args.output_dir) / "metrics.jsonl", console=None).attach(trainer)

@@ -69,9 +69,7 @@ def _name(base: Path) -> str:
 
 
 def _license_of_card(path: Path, text: bytes | None) -> dict[str, str]:
-    """The keys about the licence in the front matter of a model card, {} where there are none. A link to a
-    file beside the card becomes one to the copy of it.
-    """
+    """The keys about the licence in a model card; a link to a file beside it becomes one to its copy."""
     found = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     try:
         values = yaml.safe_load(found[1]) if found else None

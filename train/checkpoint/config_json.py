@@ -27,9 +27,7 @@ STRICT_FAMILIES = ("olmo", "olmo2", "phi3")
 
 
 def for_all_versions(written: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `written`, a config.json of transformers 5, with the keys of transformers 4 added; `base` is the
-    config.json of the base, {} for new weights.
-    """
+    """Return a config.json of transformers 5 with the keys of transformers 4; `base`: that of the base."""
     config = {key: value for key, value in written.items() if key not in NAMES_OF_CODE}
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict):

@@ -58,9 +58,7 @@ def stage_directory(output_dir: str, stage: Stage) -> Path:
 
 
 def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> None:
-    """Publish the weights as they are now, as a checkpoint that decodes with `stride`. Collective: parts of
-    ZeRO-3 are gathered, rank 0 writes.
-    """
+    """Publish the weights as they are now, for decoding with `stride`. Collective: rank 0 writes."""
     adapter = prepared.adapter
     weights = whole_weights(prepared.model, wanted=is_trained if config.is_gated else lambda name: True)
     semantics = dataclasses.replace(
@@ -195,9 +193,7 @@ def _complete_config(path: Path, dtype: torch.dtype | None, base_config: Mapping
 def _require_bitwise(
     weights: dict[str, torch.Tensor], directory: Path, model_class: type[PreTrainedModel]
 ) -> None:
-    """Assert that the files hold `weights`, under their own names or, where transformers stores a family
-    under other names (experts one by one), as that family loads them.
-    """
+    """Assert that the files hold `weights`, by their names or as their family loads other names."""
     names: set[str] = set()
     for name, value in _read_back(directory, weights.keys(), model_class):
         names.add(name)

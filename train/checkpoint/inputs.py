@@ -32,9 +32,7 @@ def store_inputs(run: Path, config: Config) -> None:
 
 
 def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[str]]:
-    """Return the stored configuration with the paths of `now` that hold what its own paths held, and the keys
-    of paths that hold something else.
-    """
+    """Return `stored` with the paths of `now` that hold the same, and keys of paths that do not."""
     held = read_json(run / INPUTS_FILE) if (run / INPUTS_FILE).is_file() else {}
     moved, changed = copy.deepcopy(stored), []
     for key, path, kind in _paths(now):

@@ -4,7 +4,6 @@ often drafts were accepted, how to load it, and what it cannot do. Every figure 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -22,6 +21,7 @@ from idlm.train.prepare import Prepared, data_report
 if TYPE_CHECKING:
     from idlm.train.config.schema import TrainConfig
 
+Records = Sequence[dict[str, Any]]
 NAME_ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MAX_NAMES = 8
 """Names of data files that a card lists."""
@@ -57,48 +57,24 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What the metrics of a run say at an export: of each stage the last lines of training and of held-out
-    data.
-    """
-
-    num_steps: int
-    num_tokens: int
-    trained: Mapping[int, Mapping[str, Any]]
-    held_out: Mapping[int, Mapping[str, Any]]
-
-
 def model_card(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> str:
     """The card of a checkpoint in `target` that decodes with `stride`."""
     output, folder = Path(config.output_dir).resolve().name, target.resolve().name
-    progress = read_progress(Path(config.output_dir) / RUN_FOLDER / "metrics.jsonl")
+    records = read_metrics(Path(config.output_dir) / RUN_FOLDER / "metrics.jsonl")
     parts = [
         f"---\n{_front_matter(config, prepared)}---",
         f"# {output}" + (f": {folder}" if folder != output else ""),
         KINDS.get(config.objective, f"A language model of the objective `{config.objective}`."),
-        table(("", ""), _facts(config, prepared, progress, stride)),
+        table(("", ""), _facts(config, prepared, records, stride)),
         "## Data",
-        table(("", ""), _data_facts(data_report(config, prepared), progress)),
-        *_acceptance(progress),
+        table(("", ""), _data_facts(data_report(config, prepared), records)),
+        *_acceptance(records),
         "## How to load",
         *_loading(config, prepared, folder),
         "## Limits",
         "\n".join(f"- {line}" for line in _limits(config, prepared)),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def read_progress(path: Path) -> Progress:
-    """Read `metrics.jsonl`; without lines all counts are 0."""
-    records = read_metrics(path)
-    training = training_records(records)
-    return Progress(
-        num_steps=training[-1]["step"] if training else 0,
-        num_tokens=sum(record["num_tokens"] for record in training),
-        trained={record["stage"]: record for record in training},
-        held_out={record["stage"]: record for record in records if EVALUATION in record},
-    )
 
 
 def _front_matter(config: TrainConfig, prepared: Prepared) -> str:
@@ -118,45 +94,44 @@ def _front_matter(config: TrainConfig, prepared: Prepared) -> str:
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def _facts(config: TrainConfig, prepared: Prepared, progress: Progress, stride: int) -> list[tuple[str, str]]:
-    loop, curriculum, model = config.train, prepared.curriculum, prepared.model
+def run_facts(config: TrainConfig, prepared: Prepared) -> list[tuple[str, str]]:
+    """What is trained: (name, text) of base, architecture, objective, adapter and stages."""
+    model, adapter = prepared.model, prepared.adapter
     trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
-    num_base = num_parameters(model) - (0 if prepared.adapter is None else trained)
+    num_base = num_parameters(model) - (0 if adapter is None else trained)
     rows = [
         ("base", "new weights" if prepared.base.name is None else prepared.base.name),
         ("architecture", f"`{type(model).__name__}`, {num_base:,} parameters"),
         ("objective", f"`{config.objective}`, supervised: {config.mask_region}"),
     ]
-    if prepared.adapter is not None:
-        adapter, kind = prepared.adapter, "LoRA, merged into the weights"
-        if config.is_gated:
-            kind = "gated LoRA, of MASK rows only"
-        rows.append(
-            (
-                "adapter",
-                f"{kind}: rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}; "
-                f"{trained:,} parameters",
-            )
-        )
+    if adapter is not None:
+        kind = "gated LoRA, of MASK rows only" if config.is_gated else "LoRA, merged into the weights"
+        size = f"rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}"
+        rows.append(("adapter", f"{kind}: {size}; {trained:,} parameters"))
+    stages = prepared.curriculum.stages
+    return rows + [(f"stage {stage.index + 1}", stage.name) for stage in stages if stage.stride > 1]
+
+
+def _facts(config: TrainConfig, prepared: Prepared, records: Records, stride: int) -> list[tuple[str, str]]:
+    loop, curriculum, training = config.train, prepared.curriculum, training_records(records)
+    rows = run_facts(config, prepared)
     if stride > 1:
         rows.append(("stride", f"{stride} tokens per pass at most, mask token id {prepared.mask_token_id}"))
-    rows += [(f"stage {stage.index + 1}", stage.name) for stage in curriculum.stages if stage.stride > 1]
-    if progress.num_steps:
-        rows.append(("steps", f"{progress.num_steps:,} of {curriculum.num_steps:,}"))
-    rows.append(
-        ("rows per step", f"{curriculum.global_batch:,} of {prepared.dataset.row_length:,} positions")
+    if training:
+        rows.append(("steps", f"{training[-1]['step']:,} of {curriculum.num_steps:,}"))
+    optimizer = (
+        f"AdamW, peak learning rate {loop.learning_rate:g}, schedule {loop.schedule}, "
+        f"warmup {loop.warmup:g}, weight decay {loop.weight_decay:g}, seed {loop.seed}"
     )
-    rows.append(
-        (
-            "optimizer",
-            f"AdamW, peak learning rate {loop.learning_rate:g}, schedule {loop.schedule}, "
-            f"warmup {loop.warmup:g}, weight decay {loop.weight_decay:g}, seed {loop.seed}",
-        )
-    )
-    return rows
+    length = prepared.dataset.row_length
+    return [
+        *rows,
+        ("rows per step", f"{curriculum.global_batch:,} of {length:,} positions"),
+        ("optimizer", optimizer),
+    ]
 
 
-def _data_facts(report: DataReport, progress: Progress) -> list[tuple[str, str]]:
+def _data_facts(report: DataReport, records: Records) -> list[tuple[str, str]]:
     header = report.header
     rows = [
         ("source", f"`{report.config.source}`" + ("" if header else f", generated: {report.config.task}"))
@@ -180,37 +155,24 @@ def _data_facts(report: DataReport, progress: Progress) -> list[tuple[str, str]]
         for what, num in lost.items()
         if num
     ]
-    if progress.num_steps:
-        rows.append(("tokens trained", f"{progress.num_tokens:,}, repeated ones counted each time"))
+    if training := training_records(records):
+        num_tokens = sum(record["num_tokens"] for record in training)
+        rows.append(("tokens trained", f"{num_tokens:,}, repeated ones counted each time"))
     return rows
 
 
-def _acceptance(progress: Progress) -> list[str]:
+def _acceptance(records: Records) -> list[str]:
     """How often drafts are accepted, by stage and position, where the run has measured it."""
-    rows = [
-        (stage, text, record)
-        for text, records in (("training text", progress.trained), ("held-out text", progress.held_out))
-        for stage, record in records.items()
-        if record["acceptance"]
-    ]
+    last = {
+        (record["stage"], "held-out text" if EVALUATION in record else "training text"): record
+        for record in records
+    }
+    rows = [([text], record) for (_, text), record in sorted(last.items()) if record["acceptance"]]
     if not rows:
         return []
-    num_drafts = max(len(record["acceptance"]) for _, _, record in rows)
-    header = [
-        "stage",
-        "stride",
-        "step",
-        "measured on",
-        *(f"draft {place + 1}" for place in range(num_drafts)),
-    ]
-    cells = []
-    for stage, text, record in sorted(rows, key=lambda row: row[:2]):
-        values = [f"{value:.3f}" for value in record["acceptance"]]
-        values += ["-"] * (num_drafts - len(values))
-        cells.append((str(stage + 1), str(record["stride"]), str(record["step"]), text, *values))
     return [
         "## Acceptance of drafts",
-        table(header, cells),
+        drafts_table(["measured on"], rows),
         "At the last measured step of each stage: the expected overlap of the probabilities of draft and "
         "verification, given the true text before. It is no measurement of generated answers.",
     ]
@@ -245,6 +207,20 @@ def _limits(config: TrainConfig, prepared: Prepared) -> list[str]:
     elif base.name is not None and not base.license:
         lines.append("The folder of the base names no licence: see where the base comes from.")
     return lines
+
+
+def drafts_table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> str:
+    """Return a table of records of the metrics: the stage, stride and step of each, its own cells, which
+    `header` names, and its acceptance by draft position.
+    """
+    num_drafts = max(len(record["acceptance"]) for _, record in rows)
+    lines = []
+    for cells, record in rows:
+        drafts = [f"{value:.3f}" for value in record["acceptance"]]
+        place = (record["stage"] + 1, record["stride"], record["step"])
+        lines.append([*map(str, place), *cells, *drafts, *["-"] * (num_drafts - len(drafts))])
+    drafts = [f"draft {place + 1}" for place in range(num_drafts)]
+    return table(["stage", "stride", "step", *header, *drafts], lines)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -70,9 +70,7 @@ def named_checkpoint(config: TrainConfig) -> Path:
 
 
 def store_config(config: TrainConfig) -> None:
-    """Store the configuration, which a resumed run is compared with. `idlm-train
-    config=<output_dir>/run/config.yaml` starts the run again.
-    """
+    """Store the configuration, which a resumed run is compared with, for config=run/config.yaml too."""
     run = Path(config.output_dir) / RUN_FOLDER
     try:
         (run / FINISHED_FILE).unlink(missing_ok=True)

@@ -43,9 +43,9 @@ LEFT_OUT = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 class SavingTrainer(Trainer):
-    """A Trainer whose checkpoints appear whole or not at all. They store `zero_stage`."""
+    """A Trainer whose checkpoints appear whole or not at all. They store `shape`."""
 
-    zero_stage: int | None = None
+    shape: RunShape
     writer: CheckpointWriter
     watchdog: Watchdog | None = None
     saved_step = 0
@@ -165,13 +165,7 @@ class SavingTrainer(Trainer):
         shutil.rmtree(written)
         for name in LEFT_OUT:
             (staging / name).unlink(missing_ok=True)
-        shape = RunShape(
-            world_size=self.args.world_size,
-            batch_size=self.args.per_device_train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            zero_stage=self.zero_stage,
-        )
-        (staging / SHAPE_FILE).write_text(json.dumps(asdict(shape)) + "\n")
+        (staging / SHAPE_FILE).write_text(json.dumps(asdict(self.shape)) + "\n")
 
     def _remove_old(self) -> None:
         """What the checkpoint that has just been published replaces. On rank 0."""

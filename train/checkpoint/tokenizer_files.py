@@ -31,9 +31,7 @@ def write_tokenizer_files(directory: Path, files: Mapping[str, bytes], tokenizer
 
 
 def for_all_versions(given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return a tokenizer_config.json that says the same to transformers 4 and 5: most are returned as they
-    are.
-    """
+    """Return a tokenizer_config.json that says the same to transformers 4 and 5."""
     config = dict(given)
     # It names Python files, which an export does not have: a class of transformers has read the others.
     config.pop("auto_map", None)

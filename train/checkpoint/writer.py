@@ -217,9 +217,7 @@ class CheckpointWriter:
         return _replaced(state, copies)
 
     def _allocate(self, name: str, buffers: list[Buffer]) -> tuple[int, int] | None:
-        """Allocate those of the part `name` that are not there. If they do not fit, returns the bytes that
-        are needed and available.
-        """
+        """Allocate what is missing of the part `name`. If it does not fit: (needed, available) bytes."""
         missing = {
             (name, index): buffer
             for index, buffer in enumerate(buffers)

@@ -280,9 +280,7 @@ def missing_keys(config: TrainConfig) -> list[str]:
 
 
 def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
-    """Return the stage's s, None for automatic balance; 0 by default with a gated adapter, which changes no
-    clean row.
-    """
+    """Return the stage's s; None: automatic balance, 0 by default with a gated adapter."""
     if stage.clean_weight is None:
         # Imported here, because objectives import torch, which `--help` and missing keys need not wait for.
         from idlm.train.objectives.base import OBJECTIVES

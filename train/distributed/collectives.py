@@ -91,9 +91,7 @@ def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None 
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The group for tensors on the host; None, the default group, where that uses gloo. The first call is
-    collective.
-    """
+    """The gloo group for tensors on the host; None: the default one. The first call is collective."""
     return None if dist.get_backend() == "gloo" else _gloo_group(dist.group.WORLD)
 
 

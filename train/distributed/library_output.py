@@ -63,9 +63,7 @@ def _forward(record: logging.LogRecord) -> bool:
 
 
 def route_library_output() -> None:
-    """Install the filters, and close the process group, if one is opened, at the end of this process. Call it
-    before the libraries are imported; safe to call again.
-    """
+    """Install the filters before the libraries are imported, and the end of the process group."""
     for name in LOGGERS:
         # A filter or a function that is there already is not added again.
         logging.getLogger(name).addFilter(_forward)

@@ -221,9 +221,7 @@ def planned_device(config: TrainConfig) -> tuple[str, str]:
 def mask_choice(
     config: TrainConfig, model: PreTrainedModel, tokenizer: Any
 ) -> tuple[int | None, torch.Tensor | None, list[str]]:
-    """(mask token id, start of a trained embedding [D] on the meta device or None, lines about the token), as
-    `prepare_mask` chooses them, without weights.
-    """
+    """(mask token id, start [D] of a trained embedding or None, lines about it) as `prepare_mask`."""
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
@@ -369,9 +367,7 @@ def _print(found: Findings, console: Any) -> None:
 
 
 def config_lines(config: TrainConfig, arguments: Sequence[str]) -> list[str]:
-    """What differs from the recipe, or from the defaults, in `config`, which the command line `arguments`
-    gave; the whole YAML with plan.full_config.
-    """
+    """What differs from the recipe or the defaults; the whole YAML with plan.full_config."""
     if config.plan.full_config:
         return config_text(config).rstrip().splitlines()
     files = [argument for argument in arguments if argument.startswith(FILES)]

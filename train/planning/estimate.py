@@ -64,9 +64,7 @@ def num_gpus(config: TrainConfig) -> int:
 
 
 def gpu_name(config: TrainConfig) -> str | None:
-    """The kind of GPU that the plan is for; None for the CPU of this machine, which it is without a GPU that
-    is visible or asked for.
-    """
+    """The kind of GPU that the plan is for; None for the CPU, without a visible or requested GPU."""
     if config.plan.gpu is not None:
         return config.plan.gpu
     has_gpu = torch.cuda.is_available()
@@ -181,9 +179,7 @@ def smaller_runs(config: TrainConfig, *, num_gpus: int) -> dict[str, TrainConfig
 
 
 def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
-    """Settings that lower the largest term of the memory plan, each with what the run needs then; the
-    smallest need comes first.
-    """
+    """Settings that lower the largest term of the memory plan, by what the run needs then."""
     gpus = estimate.setup.world_size
     changes = [(name, run, gpus) for name, run in smaller_runs(config, num_gpus=gpus).items()]
     # Recomputed activations have other names than kept ones: terms are compared by their first word.

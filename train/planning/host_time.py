@@ -46,9 +46,7 @@ UPDATED = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRates:
-    """FLOP/s of the layers and of the head, forward and backward; weights per second of adding a gradient
-    to its sum, and of AdamW; `how` they were found.
-    """
+    """FLOP/s of layers and head, forward and backward; weights/s of gradients and AdamW."""
 
     layers: float
     head: float
@@ -155,9 +153,7 @@ def update_rate() -> float:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The shortest time of the calls after the first: other processes slow down some of them. The first alone
-    where it is long.
-    """
+    """The shortest time of the calls after the first, or of the first alone where it is long."""
     taken: list[float] = []
     while len(taken) < 2 or (len(taken) < MAX_CALLS and sum(taken) < ENOUGH):
         start = time.perf_counter()

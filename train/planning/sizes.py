@@ -48,9 +48,7 @@ ADAPTER_RATE, LARGE_RATE, LARGE_MODEL, HIGHEST_RATE = 2e-4, 1e-5, 8e9, 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What the sizes depend on. `shape` None: only the weights are counted. `ends`: elements that go into and
-    come out of the layers of a LoRA.
-    """
+    """What sizes depend on; `ends`: elements into and out of the layers of a LoRA."""
 
     shape: ModelShape | None
     num_parameters: int
@@ -142,9 +140,7 @@ def _base(config: TrainConfig) -> Base:
 
 
 def _fitting(config: TrainConfig, base: Base) -> TrainConfig:
-    """The largest length, and the first way to train, that fit into the memory; where none does, the least,
-    whose memory the checks and the plan refuse.
-    """
+    """The largest length, and the first way to train, that fit into the memory; else the least."""
     gpus, gpu, loop = num_gpus(config), gpu_name(config), config.train
     available = USABLE * _device_bytes(gpu)
     length = loop.max_length or min(base.longest, CPU_LENGTH if gpu is None else GPU_LENGTH)

@@ -70,9 +70,7 @@ class RunSetup:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer holds float32 copies of the trained weights: DeepSpeed with bfloat16 weights,
-        and ZeRO with float32 weights too.
-        """
+        """Whether the optimizer holds float32 copies: with bfloat16 weights, and with ZeRO."""
         return self.zero_stage is not None and (self.is_bf16 or self.zero_stage >= 1)
 
     def parts(self, from_stage: int) -> int:
@@ -119,9 +117,7 @@ def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlan:
-    """Bytes of one checkpoint of the run and of one published one, how many of each, and what is free.
-    `held_bytes`: taken by the run's earlier checkpoints already.
-    """
+    """Bytes and number of checkpoints; `held_bytes`: taken by earlier checkpoints already."""
 
     checkpoint_bytes: int
     num_checkpoints: int

@@ -62,9 +62,7 @@ packed row.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePlan:
-    """`flops_per_step` that the rows need and `extra_flops` that the settings add, over all GPUs; `parts`:
-    seconds of a step; `how` they were found.
-    """
+    """FLOPs that rows need and settings add, over all GPUs; `parts`: seconds, and `how` found."""
 
     num_steps: int
     tokens_per_step: float
@@ -88,9 +86,7 @@ class TimePlan:
 
 
 def rates_of(gpu: str | None, tflops: float) -> Rates:
-    """The rates of a GPU by its name whose products reach `tflops`; one without a known name has the H200's
-    proportions.
-    """
+    """The rates of a GPU whose products reach `tflops`; an unknown one has the H200's proportions."""
     known = gpu if gpu in TBYTES else "H200"
     scale = 1.0 if gpu in TBYTES else tflops / MATMUL_TFLOPS[known]
     memory, link = TBYTES[known]
@@ -107,9 +103,7 @@ def time_plan(
     global_batch: int,
     num_gpus: int,
 ) -> TimePlan:
-    """Time of all steps; `stages`: each with the average packed row that it is fed; `how` the seconds that
-    `parts_of` returns were found.
-    """
+    """Time of all steps; `stages`: each with its average packed row; `how` `parts_of` was found."""
     num_steps = sum(stage.num_steps for stage, _ in stages)
     accumulates = config.train.accumulation > 1 and config.train.balance == "step"
     needed = extra = tokens = 0.0

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from idlm.config.compose import compose
 from idlm.train import report, sampler
+from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.config.schema import ReportConfig, TrainConfig
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.file_rows import FileRows
@@ -85,7 +86,7 @@ def test_a_report_of_no_samples_asks_for_none(
     stage = Stage(index=0, stride=2, num_steps=1, clean_weight=0.2)
     prepared: Any = SimpleNamespace(
         curriculum=Curriculum(stages=(stage,), global_batch=1), model=torch.nn.Linear(1, 1), adapter=None,
-        mask_token_id=3, tokenizer=None, dataset=None,
+        mask_token_id=3, tokenizer=None, dataset=None, base=BaseFiles(),
     )  # fmt: skip
     prepared.model.generation_config = SimpleNamespace(to_dict=dict)
     config = TrainConfig(output_dir=str(tmp_path), report=ReportConfig(num_samples=num_samples))
