@@ -2,7 +2,7 @@
 
     python -m benchmarks.lm_loss [record=true]
 
-Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; Liger is measured too if installed.
+Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; `pip install liger-kernel` adds Liger.
 The error of every arm against float64 may be at most twice the unfused error, in the loss and both gradients,
 else its rows say that the gate failed. It needs a GPU. M rows, D width, V vocabulary.
 """
