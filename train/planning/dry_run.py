@@ -2,8 +2,7 @@
 
 The model is built on the meta device. Of weight files the headers are read, and of those of a manifest the
 hashes. All problems are collected, and with any the command ends with status 2. Only the data cache is
-written, which the run itself would build.
-"""
+written, which the run itself would build."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ LEGEND = "context, [[targets]], | before the first target of a masked block"
 class Findings:
     """Sections in order of printing, whose lines are text or rich's Text; and the problems.
 
-    `is_sound`: no value of the configuration was refused.
-    """
+    `is_sound`: no value of the configuration was refused."""
 
     sections: list[tuple[str, list[Any]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -78,8 +76,7 @@ class Findings:
     def guarding(self) -> Iterator[None]:
         """Inside, a UserError becomes a problem, unless it is one already.
 
-        Refused values may break the plan anywhere: the rest of the plan is then left out.
-        """
+        Refused values may break the plan anywhere: the rest of the plan is then left out."""
         try:
             yield
         except UserError as error:
@@ -260,8 +257,7 @@ def _samples(dataset: PackedDataset, tokenizer: Any) -> list[Any]:
 
 def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
     """The first document of a packed row with the marks of `LEGEND`, by the labels that training really sees;
-    noisy rows predict the token `shift` places on.
-    """
+    noisy rows predict the token `shift` places on."""
     is_shown = row["doc_ids"] == 0
     clean, noisy = is_shown & ~row["is_noisy"], is_shown & row["is_noisy"]
     text_rows, shown_ids = (clean, row["input_ids"]) if clean.any() else (noisy, _unmasked(row))
