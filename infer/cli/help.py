@@ -91,11 +91,10 @@ BENCH = CommandHelp(
     "its decoder, or on servers with OpenAI's interface, and prints throughput and latencies.",
     examples=(
         "idlm-bench model=outputs/qwen3_8b concurrency=1,4,16 output=bench.jsonl plot=bench.svg",
-        "idlm-bench model=outputs/qwen3_8b peer=vllm",
         "idlm-bench url=http://127.0.0.1:8000 load=fixed input_tokens=512 output_tokens=128 rate=2,4",
     ),
     keys=(
-        *("model", "url", "peer", "concurrency", "rate", "load", "num_requests", "output", "plot"),
+        *("model", "url", "concurrency", "rate", "load", "num_requests", "output", "plot"),
         *("sampling.temperature", "device"),
     ),
     flags=PLUGIN_FLAGS,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.clients.config import BenchConfig
 from idlm.infer.clients.generator import OnDone, Record, run_on_engine, run_on_server
 from idlm.infer.clients.loads import Job, Load
 from idlm.text.tokenizer import encode_messages
@@ -56,6 +53,14 @@ class EngineArm:
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
         """Put a load on it."""
         return run_on_engine(self._engine, load._replace(jobs=self._encoded(load.jobs)), on_done=on_done)
+
+    def close(self) -> None:
+        """Free the engine's memory, so that the engine of the next arm can size its own."""
+        from idlm.devices import free_cached_memory
+
+        self._engine.close()
+        del self._engine
+        free_cached_memory()
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
         """Greedy answers of its own, for the parity gate."""
@@ -137,15 +142,8 @@ def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding:
 @contextlib.contextmanager
 def engine_arm(name: str, arguments: EngineArguments) -> Iterator[Arm]:
     """An engine; afterwards its memory is free."""
-    engine = arguments.load()
-    try:
-        yield EngineArm(name, engine)
-    finally:
-        engine.close()
-        del engine
-        from idlm.devices import free_cached_memory
-
-        free_cached_memory()
+    with contextlib.closing(EngineArm(name, arguments.load())) as arm:
+        yield arm
 
 
 @contextlib.contextmanager
@@ -214,28 +212,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def serve_program(words: Sequence[str]) -> list[str]:
     """The command of an `idlm-serve` with these arguments."""
     return [sys.executable, "-m", "idlm.infer.server.serve", *words, "port={port}"]
-
-
-def vllm_program(config: BenchConfig) -> list[str]:
-    """The command of a vLLM server on the same checkpoint with the same limits. UserError IDLM-0713 without
-    vLLM."""
-    found = shutil.which("vllm")
-    if found is None:
-        raise UserError(
-            "IDLM-0713",
-            "peer=vllm needs the command vllm, and there is none on the PATH",
-            fix="install vLLM in an environment of its own, and put its bin folder at the end of PATH",
-        )
-    options = {
-        "--dtype": config.dtype,
-        "--max-num-seqs": config.max_num_seqs,
-        "--max-model-len": config.max_length,
-        "--tensor-parallel-size": config.tensor_parallel,
-    }
-    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    words += [] if config.prefix_cache else ["--no-enable-prefix-caching"]
-    host = ["--host", "127.0.0.1", "--port", "{port}"]
-    return [found, "serve", str(config.model), *host, *words, *shlex.split(config.peer_options)]
 
 
 def greedy_jobs(jobs: Sequence[Job], *, num: int, num_prompt_tokens: int, num_tokens: int) -> list[Job]:

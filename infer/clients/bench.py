@@ -104,15 +104,10 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
     plans = []
     for name, each in decoder_arms(config, arguments):
         opened: Any = partial(arms.engine_arm, name, each)
-        if config.api == "http" or config.peer:
+        if config.api == "http":
             program = arms.serve_program(_engine_words(words, each))
             opened = partial(arms.served_arm, name, program, "/ready", **options)
         plans.append(ArmPlan(name, opened))
-    if config.peer:
-        program = arms.vllm_program(config)
-        plans.append(
-            ArmPlan(config.peer, partial(arms.served_arm, config.peer, program, "/health", **options))
-        )
     return plans
 
 

@@ -58,10 +58,6 @@ class BenchConfig(EngineSettings):
     api: Literal["engine", "http"] = option(
         "with a checkpoint: in this process, or through idlm-serve, which is started for it", "engine"
     )
-    peer: Literal["vllm"] | None = option(
-        "also start this server on the checkpoint, under the same load; implies api=http", None
-    )
-    peer_options: str = option("more arguments of the peer's command", "")
     concurrency: list[int] = option("closed loop: requests at a time, one load each", [1, 4, 16, 64, 256])
     rate: list[float] = option("open loop in its place: arrivals per second (Poisson), one load each", [])
     load: Literal["mixed", "fixed"] = option(
@@ -106,10 +102,6 @@ class BenchConfig(EngineSettings):
         )
         if not (self.concurrency or self.rate):
             problems.append("concurrency=[] has no load")
-        if self.peer and self.url:
-            problems.append("peer= starts a server on a checkpoint, and url= names servers that run")
-        if self.peer_options and not self.peer:
-            problems.append("peer_options= needs peer=")
         if problems:
             raise UserError("IDLM-0706", "; ".join(problems), fix="correct the settings named")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ import pytest
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import read_arguments
+from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.clients.answers import Answerer, EngineAnswerer, Piece, ServerAnswerer
-from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program
+from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program, served_arm
 from idlm.infer.clients.bench import bench, check_gate, make_loads, measure, plan_arms
 from idlm.infer.clients.chat import Chat, chat
 from idlm.infer.clients.config import BenchConfig
@@ -295,21 +297,33 @@ def test_servers_of_ours_pass_the_gate_too(server: Client, tmp_path: Path) -> No
     assert num_compared is not None and num_compared > 0
 
 
-def test_vllm_runs_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_counts_no_passes_is_measured(tmp_path: Path) -> None:
     fake = tmp_path / "vllm"
     fake.write_text(FAKE_VLLM)
     fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{tmp_path}")
-    words = [*ENGINE, *SMALL, "concurrency=[2]", "peer=vllm"]
-    config, arguments = read_arguments("bench", BenchConfig, words)
-    *_, plan = plan_arms(config, arguments, words)
-    with plan.open() as arm:
+    config, _ = read_arguments("bench", BenchConfig, ["model=x", *SMALL, "concurrency=[2]"])
+    opened = functools.partial(served_arm, "vllm", [str(fake), "serve", "x", "--port", "{port}"], "/health")
+    with opened() as arm:
         row = measure(arm, make_loads(config)[0])
     assert (arm.name, arm.case["server"], row["num_completed_requests"]) == ("vllm", "vllm", 3)
     assert row["stats"]["num_output_tokens"]["sum"] == 18 and row["tokens_per_forward"] is None
     fake.write_text("#!/bin/sh\necho no GPU >&2\nexit 3\n")
-    with pytest.raises(UserError, match=r"(?s)IDLM-0712.*status 3.*no GPU"), plan.open():
+    with pytest.raises(UserError, match=r"(?s)IDLM-0712.*status 3.*no GPU"), opened():
         pass
+
+
+def test_the_engine_of_an_arm_is_gone_before_the_next_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, engines, alive = EngineArguments.load, list[Any](), list[int]()
+
+    def counted(arguments: EngineArguments) -> Any:
+        alive.append(sum(engine() is not None for engine in engines))
+        engine = load(arguments)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(EngineArguments, "load", counted)
+    assert bench([*ENGINE, *SMALL, "concurrency=1"]) == 0
+    assert alive == [0, 0]
 
 
 def test_a_server_of_ours_gets_the_engines_arguments() -> None:

@@ -13,7 +13,7 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import read_arguments
-from idlm.infer.clients.arms import Greedy, _margin, check_parity, vllm_program
+from idlm.infer.clients.arms import Greedy, _margin, check_parity
 from idlm.infer.clients.bench import bench, make_loads
 from idlm.infer.clients.config import BenchConfig, ChatConfig
 from idlm.infer.clients.generator import Record
@@ -168,8 +168,6 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
         (["model=x", "rate=0"], "IDLM-0101", "rate=0"),
         (["model=x", "concurrency=[]"], "IDLM-0101", "no load"),
         (["model=x", "num_requests=0", "scale=0"], "IDLM-0101", "scale=0"),
-        (["url=http://127.0.0.1:1", "peer=vllm"], "IDLM-0101", "peer="),
-        (["model=x", "peer_options=--x"], "IDLM-0101", "needs peer="),
         (["url=http://127.0.0.1:1", "device=cpu"], "IDLM-0710", "device"),
         (["url=http://127.0.0.1:1", "decoder.stride=3"], "IDLM-0710", "decoder"),
         (["url=http://127.0.0.1:1"], "IDLM-0707", "idlm-serve"),
@@ -177,29 +175,11 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
         (["model=x", "plot=there/is/none.png"], "IDLM-0442", "plot="),
         (["model=x", "plot=figure"], "IDLM-0442", ".svg"),
         (["model=x", "overwrite=true"], "IDLM-0439", "output="),
-        (["model=x", "peer=sglang"], "IDLM-0101", "vllm"),
     ],
 )
 def test_mistakes_are_named(words: list[str], code: str, said: str) -> None:
     error = refusal(*words)
     assert error.code == code and said in str(error)
-
-
-def test_vllm_gets_the_limits_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config, _ = read_arguments(
-        "bench",
-        BenchConfig,
-        ["model=x", "peer=vllm", "max_num_seqs=9", "prefix_cache=false", "peer_options='--enforce-eager'"],
-    )
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="IDLM-0713"):
-        vllm_program(config)
-    (tmp_path / "vllm").write_text("#!/bin/sh\n")
-    (tmp_path / "vllm").chmod(0o755)
-    program = vllm_program(config)
-    assert program[1:3] == ["serve", "x"] and program[-1] == "--enforce-eager"
-    assert "--no-enable-prefix-caching" in program and "--max-model-len" not in program
-    assert program[program.index("--max-num-seqs") + 1] == "9"
 
 
 def test_a_request_names_what_is_not_the_default() -> None:
