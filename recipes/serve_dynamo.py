@@ -29,7 +29,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.server.engine_client import EngineClient, Generation
-from idlm.infer.server.errors import ApiError, from_validation
+from idlm.infer.server.errors import ApiError, FieldError, from_validation
 from idlm.infer.server.messages import EngineInfo, Event
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.protocol.requests import CompletionRequest
@@ -121,7 +121,7 @@ def params_of(request: Request, defaults: SamplingParams) -> SamplingParams:
         raise from_validation(error.errors()) from error
     body.check()
     if body.n not in (None, 1):
-        raise ApiError(400, f"n: {body.n} of them, one is allowed", param="n")
+        raise FieldError("n", f"{body.n} of them, one is allowed")
     return body.params(defaults)
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
-from idlm.infer.server.errors import ApiError, from_validation, internal_error, json_response
+from idlm.infer.server.errors import ApiError, FieldError, from_validation, internal_error, json_response
 from idlm.infer.server.guard import Guard, TimedProtocol
 from idlm.infer.server.messages import Event
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
@@ -238,8 +238,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             return from_validation(error.errors()).response()
         case HTTPException():
-            param = {400: "body", 404: "path", 405: "method"}.get(error.status_code)
-            return ApiError(error.status_code, f"{param}: {error.detail}", param=param).response()
+            param = {404: "path", 405: "method"}.get(error.status_code, "body")
+            return FieldError(param, error.detail, status=error.status_code).response()
         case ClientGoneError():
             return Response(status_code=499)
     return internal_error().response()

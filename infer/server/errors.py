@@ -55,6 +55,13 @@ class ApiError(Exception):
         return json_response(self.body(), status=self.status, headers=headers)
 
 
+class FieldError(ApiError):
+    """A request is refused because `param`, one of its fields, breaks the `rule`."""
+
+    def __init__(self, param: str, rule: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(status, f"{param}: {rule}", param=param, code=code)
+
+
 def dump(content: Any) -> bytes:
     """JSON as bytes; text that is not valid Unicode is escaped."""
     return ENCODER.encode(content).encode("utf-8", "backslashreplace")
@@ -80,21 +87,21 @@ def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:
     message = REQUEST_ID.sub("", error.message)
     words = re.findall(r"\w+", message)
     param = next((word for word in words if word in SamplingParams.__dataclass_fields__), prompt_field)
-    return ApiError(400, f"{param}: {message} ({error.fix})", param=param, code=error.code)
+    return FieldError(param, f"{message} ({error.fix})", code=error.code)
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first of the errors that pydantic found in a body; of several alternatives, which fail together,
     that of the one which fits best, since it fails deepest."""
     if errors[0]["type"] == "json_invalid":
-        return ApiError(400, f"body: not valid JSON ({errors[0]['ctx']['error']})", param="body")
+        return FieldError("body", f"not valid JSON ({errors[0]['ctx']['error']})")
     fields = [_field(error) for error in errors]
     same = [number for number, field in enumerate(fields) if field[:1] == fields[0][:1]]
     # An alternative of another type fails as deep as one whose rule is broken.
     chosen = max(same, key=lambda at: (len(fields[at]), not errors[at]["type"].endswith("_type")))
     param = ".".join(fields[chosen]) or "body"
     message = errors[chosen]["msg"] if fields[0] else "give a JSON object, with content-type application/json"
-    return ApiError(400, f"{param}: {message}", param=param)
+    return FieldError(param, message)
 
 
 def _field(error: Any) -> list[str]:

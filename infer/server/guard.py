@@ -18,7 +18,7 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import CLOSE_HEADER, STATUS_PHRASES, H11Protocol
 
-from idlm.infer.server.errors import ApiError
+from idlm.infer.server.errors import ApiError, FieldError
 from idlm.log import get_logger
 
 LOG = get_logger(__name__)
@@ -105,17 +105,17 @@ class Guard:
     def _check_size(self, scope: Scope) -> None:
         line = len(scope["raw_path"]) + len(scope["query_string"])
         if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header:
-            message = f"header: line and headers are larger than {self._max_header} bytes, the most allowed"
-            raise ApiError(431, message, param="header")
+            rule = f"line and headers are larger than {self._max_header} bytes, the most allowed"
+            raise FieldError("header", rule, status=431)
 
     def _check_host(self, scope: Scope) -> None:
         host = next((value for name, value in scope["headers"] if name == b"host"), None)
         if self._hosts is None or host is None or scope["path"] in OPEN_PATHS:
             return
         if not is_safe_host(text := host.decode("latin-1"), self._hosts):
-            message = f"host: the server is not known as {text[:80]!r}; call it by its address or by "
-            message += "localhost, or start it with allowed_hosts=[NAME] or with an API key"
-            raise ApiError(403, message, param="host", code="host_not_allowed")
+            rule = f"the server is not known as {text[:80]!r}; call it by its address or by "
+            rule += "localhost, or start it with allowed_hosts=[NAME] or with an API key"
+            raise FieldError("host", rule, status=403, code="host_not_allowed")
 
     def _client(self, scope: Scope) -> str:
         """Who sends a request: its key, by number, or its address. Raises ApiError 401 without a key."""
@@ -126,8 +126,8 @@ class Guard:
         # sends its own header besides the client's.
         found = [[hmac.compare_digest(value, key) for key in self._keys] for value in given]
         if not given or not all(map(any, found)):
-            message = "authorization: a header 'Authorization: Bearer KEY' with the server's key is required"
-            raise ApiError(401, message, param="authorization", code="invalid_api_key")
+            rule = "a header 'Authorization: Bearer KEY' with the server's key is required"
+            raise FieldError("authorization", rule, status=401, code="invalid_api_key")
         return f"key {found[0].index(True)}"
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -148,11 +148,11 @@ class Guard:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError as error:
-            text = f"body: it did not arrive within {BODY_SECONDS:.0f} s"
-            raise ApiError(408, text, param="body") from error
+            rule = f"it did not arrive within {BODY_SECONDS:.0f} s"
+            raise FieldError("body", rule, status=408) from error
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"body: larger than {self._max_body} bytes, the most allowed", param="body")
+        return FieldError("body", f"larger than {self._max_body} bytes, the most allowed", status=413)
 
     def _observed(self, send: Send, statuses: list[int]) -> Send:
         async def observed(message: Message) -> None:
@@ -215,7 +215,7 @@ class TimedProtocol(H11Protocol):
         error, param = sys.exception(), "header" if self._is_waiting() else "body"
         status = 431 if getattr(error, "error_status_hint", None) == 431 else 400
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            answer = ApiError(status, f"{param}: {error}", param=param).response()
+            answer = FieldError(param, str(error), status=status).response()
             headers, reason = [*answer.raw_headers, CLOSE_HEADER], STATUS_PHRASES[status]
             start = h11.Response(status_code=status, headers=headers, reason=reason)
             for event in (start, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):

@@ -21,7 +21,7 @@ from idlm.errors import UserError
 from idlm.infer.request import Turn
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient, Generation
-from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error
+from idlm.infer.server.errors import ApiError, FieldError, engine_unavailable, from_user_error
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
@@ -183,16 +183,16 @@ class Service:
         """Raise ApiError for tools that nothing tells the model about, or whose calls nothing reads."""
         template = all_template_text(self.tokenizer)
         if has_tools and "tools" not in template:
-            raise ApiError(400, "tools: the model's chat template knows no tools", param="tools")
+            raise FieldError("tools", "the model's chat template knows no tools")
         if has_tools and not parses_calls(self.config.tool_parser, template):
-            message = "tools: no parser for the calls of this model; the server's option is tool_parser"
-            raise ApiError(400, message, param="tools")
+            rule = "no parser for the calls of this model; the server's option is tool_parser"
+            raise FieldError("tools", rule)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than the one that is served."""
         if name is not None and name != self.model_name:
-            message = f"model: {name!r} is not served here; the model is {self.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            rule = f"{name!r} is not served here; the model is {self.model_name!r}"
+            raise FieldError("model", rule, status=404, code="model_not_found")
 
     @contextlib.contextmanager
     def _checked(self, body: ChatRequest | CompletionRequest, prompt_field: str) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Service:
         config, params = self.config, body.params(self.config.sampling)
         for field, num, most in (("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)):
             if num > most:
-                raise ApiError(400, f"{field}: {num} of them, at most {most} are allowed", param=field)
+                raise FieldError(field, f"{num} of them, at most {most} are allowed")
         if self.status != "ready":
             raise engine_unavailable(f"the engine is {self.status}")
         num_lanes: int = self.info.settings["max_num_seqs"]
@@ -218,9 +218,8 @@ class Service:
         share = max(1, most // max(1, self.num_keys))
         num_answers = params.n * num_prompts
         if num_answers > share:
-            field = "n" if params.n > 1 else "prompt"
-            message = f"{field}: the request has {num_answers} answers, at most {share} may be under way"
-            raise ApiError(400, message, param=field)
+            rule = f"the request has {num_answers} answers, at most {share} may be under way"
+            raise FieldError("n" if params.n > 1 else "prompt", rule)
         num_own = self.client.num_open_of(client) + self._encoding[client]
         if self.num_open + num_answers > most or num_own + num_answers > share:
             message = f"{share} answers may be under way, and this one would be more; try again later"

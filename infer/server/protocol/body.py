@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from idlm.config.suggest import did_you_mean
-from idlm.infer.server.errors import ApiError
+from idlm.infer.server.errors import FieldError
 
 Text = Annotated[str, Field(min_length=1)]
 Unicode = Annotated[str, Field(min_length=0)]
@@ -69,11 +69,9 @@ class Body(BaseModel):
             if name in NEUTRAL:
                 allowed = " or ".join(map(repr, NEUTRAL[name]))
                 rule = f"leave it out{f', or give {allowed}' if allowed else ''}"
-                raise ApiError(
-                    400, f"{param}: is not supported; {rule}", param=param, code="unsupported_parameter"
-                )
+                raise FieldError(param, f"is not supported; {rule}", code="unsupported_parameter")
             near = did_you_mean(name, type(self).model_fields)
-            raise ApiError(400, f"{param}: unknown field{near}", param=param, code="unknown_parameter")
+            raise FieldError(param, f"unknown field{near}", code="unknown_parameter")
 
 
 def is_json(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from idlm.contracts import Constraint, ConstraintKind
-from idlm.infer.server.errors import ApiError
+from idlm.infer.server.errors import ApiError, FieldError
 
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], Field(min_length=1)]
@@ -61,9 +61,7 @@ class ConstraintFields(BaseModel):
         found = self._composed()
         if len(found) > 1:
             names = " and ".join(name for name, _, _ in found)
-            raise ApiError(
-                400, f"{found[1][0]}: an answer has one constraint, not {names}", param=found[1][0]
-            )
+            raise FieldError(found[1][0], f"an answer has one constraint, not {names}")
         return Constraint(kind=found[0][1], text=found[0][2]) if found else None
 
     @property
@@ -77,7 +75,7 @@ class ConstraintFields(BaseModel):
         if error.param != "constraint" or not fields:
             return error
         message = error.message.removeprefix("constraint: ").removeprefix("constraint: ")
-        return ApiError(error.status, f"{fields[0]}: {message}", param=fields[0], code=error.code)
+        return FieldError(fields[0], message, status=error.status, code=error.code)
 
     @property
     def _constrains_calls(self) -> bool:
@@ -108,7 +106,6 @@ class ConstraintFields(BaseModel):
         elif answer is not None and answer.type == "json_schema":
             schema = answer.json_schema
             if schema is None:
-                field = "response_format.json_schema"
-                raise ApiError(400, f"{field}: Field required", param=field)
+                raise FieldError("response_format.json_schema", "Field required")
             given.append(("response_format", "json_schema", schema.schema_))
         return [one for one in given if one[2] is not None]

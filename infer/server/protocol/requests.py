@@ -13,7 +13,7 @@ from pydantic import Field
 
 from idlm.contracts import Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import Turn
-from idlm.infer.server.errors import ApiError
+from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers.hermes import calls_grammar
 from idlm.infer.server.protocol.body import Body, Text, Unicode
@@ -97,8 +97,8 @@ class Sampling(Body, ConstraintFields):
         if self.stream_options is not None:
             self.stream_options.check_extra("stream_options.")
         if self.stream and self.prompt_logprobs is not None:
-            message = "prompt_logprobs: a stream has none; leave out stream or prompt_logprobs"
-            raise ApiError(400, message, param="prompt_logprobs")
+            rule = "a stream has none; leave out stream or prompt_logprobs"
+            raise FieldError("prompt_logprobs", rule)
 
     def merged(
         self,
@@ -131,10 +131,10 @@ class TextPart(Body):
         """Raise ApiError for a part that is no text."""
         if self.type != "text":
             what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
-            message = f"{place}.type: {what} are not supported; the model reads text"
-            raise ApiError(400, message, param=f"{place}.type", code="unsupported_parameter")
+            rule = f"{what} are not supported; the model reads text"
+            raise FieldError(f"{place}.type", rule, code="unsupported_parameter")
         if self.text is None:
-            raise ApiError(400, f"{place}.text: Field required", param=f"{place}.text")
+            raise FieldError(f"{place}.text", "Field required")
         self.check_extra(f"{place}.")
 
 
@@ -172,14 +172,12 @@ class ChatMessage(Body):
             part.check(f"{place}.content.{number}")
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
-                param = f"{place}.{name}"
-                raise ApiError(400, f"{param}: only messages of role {role} have it", param=param)
+                raise FieldError(f"{place}.{name}", f"only messages of role {role} have it")
         if self.reasoning is not None and self.reasoning != self.thought:
-            param = f"{place}.reasoning"
-            raise ApiError(400, f"{param}: differs from reasoning_content; give one of them", param=param)
+            raise FieldError(f"{place}.reasoning", "differs from reasoning_content; give one of them")
         # An answer may have been calls alone, or reasoning that was cut off.
         if self.content is None and self.tool_calls is None and self.thought is None:
-            raise ApiError(400, f"{place}.content: Field required", param=f"{place}.content")
+            raise FieldError(f"{place}.content", "Field required")
 
 
 class TemplateOptions(Body):
@@ -240,8 +238,8 @@ class ChatRequest(Sampling):
             return [*given, ("tools", "grammar", text)]
         [(field, kind, value)] = given
         if kind == "grammar":
-            message = f"{field}: not beside tools; set tool_choice=none, or give a schema, regex or choice"
-            raise ApiError(400, message, param=field)
+            rule = "not beside tools; set tool_choice=none, or give a schema, regex or choice"
+            raise FieldError(field, rule)
         answer = answer_rules(Constraint(kind=kind, text=value))
         return [(field, "grammar", calls_grammar(schemas, is_forced=False, has_many=has_many, answer=answer))]
 
@@ -258,25 +256,24 @@ class ChatRequest(Sampling):
         if self.chat_template_kwargs is not None:
             self.chat_template_kwargs.check_extra("chat_template_kwargs.")
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+            raise FieldError("top_logprobs", "needs logprobs=true")
 
     def _check_tools(self) -> None:
         names = set[str]()
         for number, tool in enumerate(self.tools or ()):
             tool.check(f"tools.{number}")
             if tool.function.name in names:
-                param = f"tools.{number}.function.name"
-                raise ApiError(400, f"{param}: {tool.function.name!r} is given twice", param=param)
+                rule = f"{tool.function.name!r} is given twice"
+                raise FieldError(f"tools.{number}.function.name", rule)
             names.add(tool.function.name)
         if self.must_call and not names:
-            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+            raise FieldError("tool_choice", "there are no tools to call")
         if isinstance(self.tool_choice, NamedTool):
             self.tool_choice.check_extra("tool_choice.")
             self.tool_choice.function.check_extra("tool_choice.function.")
             if self.tool_choice.function.name not in names:
-                param = "tool_choice.function.name"
-                message = f"{param}: {self.tool_choice.function.name!r} is none of the tools"
-                raise ApiError(400, message, param=param)
+                rule = f"{self.tool_choice.function.name!r} is none of the tools"
+                raise FieldError("tool_choice.function.name", rule)
 
     def template_kwargs(self, template: str) -> dict[str, Any]:
         """What else the template gets: the effort, if it has a place for it."""
@@ -318,5 +315,5 @@ class CompletionRequest(Sampling):
         """See `Sampling`."""
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            message = "max_tokens: 0 needs echo=true or prompt_logprobs, else the answer is empty"
-            raise ApiError(400, message, param="max_tokens")
+            rule = "0 needs echo=true or prompt_logprobs, else the answer is empty"
+            raise FieldError("max_tokens", rule)

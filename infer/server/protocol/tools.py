@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from idlm.infer.server.errors import ApiError
+from idlm.infer.server.errors import FieldError
 from idlm.infer.server.protocol.body import Body, Text, Unicode, is_json
 from idlm.infer.structured.schemas import ANY_OBJECT
 
@@ -26,13 +26,13 @@ class ToolCall(Body):
 
     def plain(self, place: str) -> dict[str, Any]:
         """The call for a chat template, which writes arguments as JSON itself."""
-        called, param = self.function, f"{place}.function.arguments"
+        called = self.function
         try:
             arguments = json.loads(called.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict) or not is_json(arguments):
-            raise ApiError(400, f"{param}: not a JSON object", param=param)
+            raise FieldError(f"{place}.function.arguments", "not a JSON object")
         function = {"name": called.name, "arguments": arguments}
         return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
 
@@ -61,12 +61,11 @@ class Tool(Body):
         self.check_extra(f"{place}.")
         self.function.check_extra(f"{place}.function.")
         if not is_json(self.plain()):
-            raise ApiError(
-                400, f"{place}: text that is not valid Unicode, or an infinite number", param=place
-            )
-        kind, param = (self.function.parameters or {}).get("type", "object"), f"{place}.function.parameters"
+            raise FieldError(place, "text that is not valid Unicode, or an infinite number")
+        kind = (self.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
-            raise ApiError(400, f"{param}: arguments are an object, not of type {kind!r}", param=param)
+            rule = f"arguments are an object, not of type {kind!r}"
+            raise FieldError(f"{place}.function.parameters", rule)
 
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
