@@ -148,7 +148,6 @@ def _print_answers(engine: Engine, run: AnswerRun, progress: AnswerProgress) -> 
 def _write_answers(
     engine: Engine, run: AnswerRun, config: GenerateConfig, earlier: ResumeState | None, common: RunConfig
 ) -> None:
-    """Write finished answers, also when the run is stopped."""
     advice = "; give resume=true to continue" if config.input is not None else ""
     with answer_file(str(config.output), earlier=earlier, advice=advice) as answers:
 
@@ -205,16 +204,14 @@ Answer = tuple[PromptLine, Completion]
 
 
 class AnswerProgress(Progress):
-    """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
-
-    Tokens are counted when they are emitted; `tally` holds the figures of finished answers."""
+    """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF). Tokens
+    are counted when they are emitted; `tally` holds the figures of finished answers."""
 
     def __init__(self, title: str, *, total: int, **options: Any) -> None:
         super().__init__(title, total=total, **options)
         self.tally, self._num_tokens = Tally(), 0
 
     def see(self, events: Iterable[StreamEvent]) -> None:
-        """Count the events of one pass."""
         for event in events:
             self._num_tokens += len(event.token_ids)
             if event.completion is not None:
@@ -231,7 +228,6 @@ class AnswerProgress(Progress):
 
 class AnswerRun:
     """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
-
     `check_lines` finds lines that the engine refuses. If one is met here all the same, all lines before it
     are answered and then its UserError is raised. An interrupted run aborts its requests; `finished` returns
     the answers that it still holds."""

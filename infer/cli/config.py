@@ -107,10 +107,8 @@ def read_arguments(
 def split_plugin_options(
     arguments: Sequence[str], *, plugin: str
 ) -> tuple[str | None, dict[str, Any], list[str]]:
-    """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
-
-    Returns the name or None, the options with values in the grammar of all overrides, and the remaining
-    arguments."""
+    """Take `plugin=name` and `plugin.option=value` out of command-line arguments. Returns the name or None,
+    the options with values in the grammar of all overrides, and the remaining arguments."""
     name, options, rest = None, {}, []
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")

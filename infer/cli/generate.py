@@ -16,12 +16,10 @@ from idlm.infer.cli.progress import print_stream
 
 
 def main() -> int:
-    """Console entry point."""
     return command.run(generate)
 
 
 def generate(arguments: list[str]) -> int:
-    """Run the command; returns the exit status."""
     texts, arguments = take_prompts(arguments)
     if command.asks_for_help(arguments):
         from idlm.infer.cli.help import GENERATE, print_command_help

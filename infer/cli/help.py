@@ -114,7 +114,6 @@ class PluginHelp(NamedTuple):
 
 
 def describe_plugins() -> str:
-    """Help on every decoder and accelerator, and their options."""
     lines = ["Decoders and accelerators:"]
     for name, plugin in plugins_of("decoder").items():
         lines += _described(plugin, f"decoder={name}", "decoder.")
@@ -130,10 +129,9 @@ def _described(plugin: PluginHelp, choice: str, prefix: str) -> list[str]:
 
 
 def plugins_of(kind: str) -> dict[str, PluginHelp]:
-    """Every decoder or accelerator, by name.
-
-    Plug-ins import torch, which takes seconds, so their options are read from their source. They are imported
-    only if a source has another form than usual, or if another package adds plug-ins."""
+    """Every decoder or accelerator, by name. Plug-ins import torch, which takes seconds, so their options are
+    read from their source. They are imported only if a source has another form than usual, or if another
+    package adds plug-ins."""
     package, registry = f"idlm.infer.{kind}s", f"{kind.upper()}S"
     if not importlib.metadata.entry_points(group=f"idlm.{kind}s"):
         try:
@@ -144,7 +142,6 @@ def plugins_of(kind: str) -> dict[str, PluginHelp]:
 
 
 def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:
-    """Import every plug-in and read its Config."""
     configs = {name: registry.get(name).Config for name in registry.names()}
     return {
         name: PluginHelp(
@@ -155,10 +152,9 @@ def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:
 
 
 def from_sources(package: str, registry: str) -> dict[str, PluginHelp]:
-    """Read every plug-in from the source of its file, without importing it.
-
-    The usual form is `@REGISTRY.register("name")` on a class with `Config: ... = SomeConfig`, a dataclass of
-    the same package with literal defaults. ValueError or LookupError for any other form."""
+    """Read every plug-in from the source of its file, without importing it. The usual form is
+    `@REGISTRY.register("name")` on a class with `Config: ... = SomeConfig`, a dataclass of the same package
+    with literal defaults. ValueError or LookupError for any other form."""
     [folder] = importlib.import_module(package).__path__
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.py")]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}

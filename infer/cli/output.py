@@ -50,7 +50,6 @@ def _as_json(record: dict[str, Any]) -> str:
 
 
 def _with_nulls(value: Any) -> Any:
-    """Replace every number that is not finite by None."""
     if isinstance(value, dict):
         return {key: _with_nulls(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -142,7 +141,6 @@ def _check_output(output: str, *, overwrite: bool, resume: bool) -> None:
 @contextmanager
 def answer_file(output: str, *, earlier: ResumeState | None = None, advice: str = "") -> Iterator[AnswerFile]:
     """Write to `<output>.partial`, which begins with the kept answers of `earlier`, and rename it at the end.
-
     When the run is stopped, print where the finished answers are, followed by `advice`."""
     partial, num_kept = partial_path(output), 0
     caller_error: BaseException | None = None

@@ -61,8 +61,6 @@ def print_stream(
 
 @dataclass(slots=True)
 class Tally:
-    """Figures over finished answers."""
-
     num_answers: int = 0
     num_tokens: int = 0
     num_forwards: int = 0
@@ -73,7 +71,6 @@ class Tally:
     exactness: str = "exact"
 
     def add(self, done: Completion) -> None:
-        """Count one more."""
         self.num_answers += 1
         self.num_tokens += len(done.token_ids)
         self.num_forwards += done.num_forwards

@@ -28,10 +28,9 @@ RECORD_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One request: a prompt (text, token ids or a conversation), its id and its settings.
-
-    `place` (`file:line`) begins every error message about it. `carried` holds keys that are only copied to
-    the output record."""
+    """One request: a prompt (text, token ids or a conversation), its id and its settings. `place`
+    (`file:line`) begins every error message about it. `carried` holds keys that are only copied to the output
+    record."""
 
     place: str
     request_id: str
@@ -52,11 +51,9 @@ def read_prompts(
     path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> Iterator[PromptLine]:
     """Yield the requests of a file, which may be compressed. `sampling` applies where a line sets nothing
-    else; blank lines are skipped.
-
-    `drop_last_turn` removes the assistant turn that a conversation ends in; `carry_keys` keeps unknown keys
-    for the output record. Without them both are refused. UserError with file and line number for a line that
-    is not a request."""
+    else; blank lines are skipped. `drop_last_turn` removes the assistant turn that a conversation ends in;
+    `carry_keys` keeps unknown keys for the output record. Without them both are refused. UserError with file
+    and line number for a line that is not a request."""
     fix = "give a file of JSON lines; text that is piped in needs no input="
     with translate_path_errors("IDLM-0430", path, fix=fix):
         if not Path(path).is_file():
@@ -80,7 +77,6 @@ def read_prompts(
 def read_line(
     path: str, number: int, line: bytes, sampling: SamplingParams, *, drop_last_turn: bool, carry_keys: bool
 ) -> PromptLine:
-    """Return the request of line `number` of a file; see `read_prompts`."""
     place = f"{path}:{number}"
     record = _record(place, line)
     carried = _carried(place, record, carry_keys=carry_keys)
@@ -94,10 +90,9 @@ def read_line(
 
 
 def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> None:
-    """Read all requests, to find a mistake in the last line of a file before a model is loaded.
-
-    UserError IDLM-0430 if the file `source` has none, IDLM-0465 for two lines with one id; the id of a line
-    without one is its number."""
+    """Read all requests, to find a mistake in the last line of a file before a model is loaded. UserError
+    IDLM-0430 if the file `source` has none, IDLM-0465 for two lines with one id; the id of a line without one
+    is its number."""
     places: dict[str, str] = {}
     for line in lines:
         first = places.setdefault(line.request_id, line.place)

@@ -51,10 +51,8 @@ RunConfig = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
     """What an earlier run left in `source`, by its line numbers: `kept_lines` hold the answers to keep, and
-    `broken_lines` hold neither a record nor a blank.
-
-    `missing` yields the lines of the input to answer: `num_failed` have a failed sample, the other
-    `num_unanswered` lack one."""
+    `broken_lines` hold neither a record nor a blank. `missing` yields the lines of the input to answer:
+    `num_failed` have a failed sample, the other `num_unanswered` lack one."""
 
     source: Path
     kept_lines: frozenset[int]
@@ -65,7 +63,6 @@ class ResumeState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every line of the input is answered."""
         return self.num_failed == self.num_unanswered == 0
 
 
@@ -85,9 +82,8 @@ def find_resume_state(
     config_of: Callable[[PromptLine], RunConfig],
 ) -> ResumeState:
     """Match the records of `source` with the lines that every call of `read_lines` reads from the beginning;
-    `config_of` returns the settings that a line would be answered with now.
-
-    UserError IDLM-0444 when a record belongs to no line, IDLM-0463 when it was made with other settings."""
+    `config_of` returns the settings that a line would be answered with now. UserError IDLM-0444 when a record
+    belongs to no line, IDLM-0463 when it was made with other settings."""
     expected: dict[str, _Expected] = {}
     shared: RunConfig = {}
     for line in read_lines():

@@ -23,10 +23,9 @@ Messages = list[dict[str, str]]
 
 
 class Piece(NamedTuple):
-    """What one pass emitted, and the answer so far: its forward passes, and its drafts.
-
-    A server says the last three at the end of an answer only, and counts tokens per piece if it is one that
-    does; None is unknown."""
+    """What one pass emitted, and the answer so far: its forward passes, and its drafts. A server says the
+    last three at the end of an answer only, and counts tokens per piece if it is one that does; None is
+    unknown."""
 
     text: str
     num_tokens: int | None = None
@@ -53,10 +52,9 @@ class EngineAnswerer:
         check_system(self._engine.tokenizer, system)
 
     def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
-        """Stream the next turn. `always`: settings that hold even if they are the defaults.
-
-        Raises UserError; KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of
-        a pass, and the engine goes on afterwards. Closing it aborts."""
+        """Stream the next turn. `always`: settings that hold even if they are the defaults. Raises UserError;
+        KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of a pass, and the
+        engine goes on afterwards. Closing it aborts."""
         engine = self._engine
         prompt = encode_messages(engine.tokenizer, messages, max_tokens=engine.settings.max_length)
         with closing(engine.stream(prompt, params)) as events:
@@ -72,8 +70,6 @@ class EngineAnswerer:
 
 
 class ServerAnswerer:
-    """A server with OpenAI's interface."""
-
     def __init__(self, server: Server) -> None:
         self._server, self.name = server, f"{server.model} at {server.place}"
 

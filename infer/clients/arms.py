@@ -51,7 +51,6 @@ class EngineArm:
         self.rounding = ROUNDING.get(str(engine.model.dtype).removeprefix("torch."), ROUNDING_OF_16_BITS)
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
-        """Put a load on it."""
         return run_on_engine(self._engine, load._replace(jobs=self._encoded(load.jobs)), on_done=on_done)
 
     def close(self) -> None:
@@ -68,7 +67,6 @@ class EngineArm:
         return list(map(to_greedy, self._engine.generate(prompts, [job.params for job in jobs])))
 
     def _encoded(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs with conversations as token ids."""
         encode = functools.partial(encode_messages, self._engine.tokenizer)
         return [job._replace(prompt=encode(job.turns)) if job.turns else job for job in jobs]
 
@@ -86,8 +84,6 @@ def _margin(logprobs: Collection[float]) -> float:
 
 
 class ServerArm:
-    """A server with OpenAI's interface."""
-
     def __init__(self, name: str, server: Server) -> None:
         self.name, self._server = name, server
         info = server.info
@@ -96,7 +92,6 @@ class ServerArm:
         self.rounding = ROUNDING_OF_16_BITS
 
     def run(self, load: Load, *, on_done: OnDone = lambda _: None) -> list[Record]:
-        """See `EngineArm`."""
         return run_on_server(self._server, load, on_done=on_done)
 
     def greedy(self, jobs: Sequence[Job]) -> list[Greedy]:
@@ -121,7 +116,6 @@ Arm = EngineArm | ServerArm
 
 def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding: float) -> int:
     """Number of tokens that were compared: those of greedy answers up to a choice that rounding decides.
-
     Raises UserError IDLM-0711 for another difference."""
     num_compared = 0
     for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
@@ -210,7 +204,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve_program(words: Sequence[str]) -> list[str]:
-    """The command of an `idlm-serve` with these arguments."""
     return [sys.executable, "-m", "idlm.infer.server.serve", *words, "port={port}"]
 
 

@@ -39,14 +39,11 @@ PARITY = {"num": 4, "num_prompt_tokens": 64, "num_tokens": 32}
 
 
 class ArmPlan(NamedTuple):
-    """The name of an arm, and how it is opened."""
-
     name: str
     open: Callable[[], AbstractContextManager[Arm]]
 
 
 def main() -> int:
-    """Console entry point."""
     return command.run(bench)
 
 
@@ -152,7 +149,6 @@ def _engine_words(words: Sequence[str], arguments: EngineArguments) -> list[str]
 
 
 def make_loads(config: BenchConfig) -> list[Load]:
-    """One load for each concurrency, or each rate of arrival."""
     closed: list[tuple[int | None, float | None]] = [(each, None) for each in config.concurrency]
     texts = [] if config.prompts == "random" else load_prompts(config.prompts)
     return [_make_load(config, texts, *each) for each in [(None, rate) for rate in config.rate] or closed]

@@ -66,7 +66,6 @@ def _number(value: float | None, unit: str = "") -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw throughput and latencies of every arm by load into a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

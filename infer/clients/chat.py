@@ -33,7 +33,6 @@ FIXED = ("n", "logprobs")
 
 
 def main() -> int:
-    """Console entry point."""
     return command.run(chat)
 
 

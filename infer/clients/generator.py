@@ -28,7 +28,6 @@ OnDone = Callable[[int], None]
 @dataclass(slots=True)
 class Record:
     """One request: when it was sent, when its chunks arrived (seconds of one clock), and its counts.
-
     `num_output_tokens` and `num_input_tokens` are what the server says. Counts of forward passes and drafts
     are None for servers without them."""
 
@@ -130,7 +129,6 @@ async def _run_on_server(server: Server, load: Load, on_done: OnDone) -> list[Re
 
 
 async def _answer(server: Server, client: httpx.AsyncClient, job: Job) -> Record:
-    """Send one request, and read its stream to the end."""
     import httpx
 
     from idlm.infer.clients.http import RequestFailure, stream

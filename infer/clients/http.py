@@ -43,7 +43,6 @@ class RequestFailure(Exception):
 
 
 def no_answer(error: Exception) -> UserError:
-    """What a user is told of a request that failed."""
     return UserError(
         "IDLM-0709",
         f"the server gives no answer: {error}",
@@ -52,9 +51,8 @@ def no_answer(error: Exception) -> UserError:
 
 
 class Server:
-    """A server at `url`, and one of its models: `model`, or its first.
-
-    Raises UserError IDLM-0707 if there is no server, IDLM-0708 if it refuses to list its models."""
+    """A server at `url`, and one of its models: `model`, or its first. Raises UserError IDLM-0707 if there is
+    no server, IDLM-0708 if it refuses to list its models."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 600.0
@@ -95,7 +93,6 @@ class Server:
             ) from error
 
     def client(self) -> httpx.Client:
-        """A client that waits for each answer."""
         return httpx.Client(**self._options)
 
     def async_client(self) -> httpx.AsyncClient:
@@ -143,7 +140,6 @@ class Server:
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """See `Server.stream`."""
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != httpx.codes.OK:
             await response.aread()
@@ -156,8 +152,6 @@ async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
 
 
 class ChunkReader:
-    """Reads the data of a stream's events."""
-
     def __init__(self) -> None:
         self._is_done = False
 

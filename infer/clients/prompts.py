@@ -17,10 +17,9 @@ LIST = Path(__file__).with_suffix(".txt")
 
 
 def load_prompts(source: str) -> list[Any]:
-    """Each prompt is a text (one turn of a user), token ids, or messages.
-
-    `source`: `text`, the name of a task, or a file of JSON lines (as for `idlm-generate`) or with a text in
-    each line. Raises UserError IDLM-0706 for anything else, and the UserErrors of `read_prompts`."""
+    """Each prompt is a text (one turn of a user), token ids, or messages. `source`: `text`, the name of a
+    task, or a file of JSON lines (as for `idlm-generate`) or with a text in each line. Raises UserError
+    IDLM-0706 for anything else, and the UserErrors of `read_prompts`."""
     if source in TASKS.names():
         task = TASKS.get(source)(level="tiny", seed=1)
         return [task.sample(number, "test").prompt for number in range(NUM_PROBLEMS)]

@@ -98,7 +98,6 @@ def aggregate(records: Sequence[Record], load: Load) -> dict[str, Any]:
 
 
 def _ratio(records: Sequence[Record], above: str, below: str) -> float | None:
-    """The ratio of two sums over the requests that have both counts."""
     pairs = [(getattr(each, above), getattr(each, below)) for each in records]
     known = [(over, under) for over, under in pairs if over is not None and under is not None]
     total = sum(under for _, under in known)

@@ -28,15 +28,12 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 @dataclass(slots=True)
 class Figures:
-    """Counts of one answer."""
-
     num_tokens: int | None = 0
     num_pieces: int = 0
     last: Piece = Piece("")
     start: float = field(default_factory=time.perf_counter)
 
     def add(self, piece: Piece) -> None:
-        """Count one more piece."""
         counted = self.num_tokens is not None and piece.num_tokens is not None
         self.num_tokens = (self.num_tokens or 0) + (piece.num_tokens or 0) if counted else None
         self.num_pieces += 1
@@ -104,11 +101,9 @@ class TerminalView:
             import readline  # noqa: F401
 
     def read(self) -> str:
-        """See `PlainView`."""
         return input("> ")
 
     def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        """See `PlainView`."""
         figures, text, tail = Figures(), "", Text()
         console, styles = self._console, itertools.cycle(STYLES)
         try:
@@ -136,7 +131,6 @@ class TerminalView:
             console.print(Text(figures.line(), "dim"))
 
     def note(self, text: str, *, is_greeting: bool = False) -> None:
-        """See `PlainView`."""
         self._console.print(Text(text, "dim"))
 
 
@@ -167,7 +161,6 @@ def next_style(piece: Piece, styles: Iterator[str]) -> str:
 
 
 def make_view(*, has_stats: bool) -> View:
-    """A terminal's view if both input and output are one."""
     if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalView(Console(highlight=False), has_stats=has_stats)
     return PlainView(has_stats=has_stats)

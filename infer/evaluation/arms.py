@@ -52,8 +52,7 @@ class Arm(NamedTuple):
 
 def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
     """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
-    the decoder does not fit the checkpoint.
-    """
+    the decoder does not fit the checkpoint."""
     from idlm.infer.decoders.base import DECODERS, fitting_decoders
 
     if given is None:
@@ -80,8 +79,7 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Arm | None:
 
 def read_arms(texts: Sequence[str]) -> list[Arm]:
     """The decoders of `compare=`: `NAME` or `NAME:option:value`, with as many options as one likes. UserError
-    IDLM-0484 for another form or two of one name, IDLM-0102 for an unknown decoder.
-    """
+    IDLM-0484 for another form or two of one name, IDLM-0102 for an unknown decoder."""
     from idlm.infer.decoders.base import DECODERS
 
     arms = []
@@ -113,8 +111,7 @@ def run_arms(
     compare: Sequence[str],
 ) -> dict[str, T]:
     """What `work` returns for each decoder, by its name: the baseline first, then the given decoder with its
-    accelerators, then those of `compare`. The baseline is checked before anything is decoded.
-    """
+    accelerators, then those of `compare`. The baseline is checked before anything is decoded."""
     arms = read_arms(compare)
 
     def first(engine: Engine) -> tuple[str, Arm | None, T]:
@@ -143,8 +140,7 @@ def run_arms(
 
 def with_engine(arguments: EngineArguments, work: Callable[[Engine], T]) -> T:
     """What `work` returns for an engine, whose memory is free again afterwards, so that the next one can size
-    its own.
-    """
+    its own."""
     from idlm.devices import free_cached_memory
 
     engine = arguments.load()

@@ -40,12 +40,10 @@ DEFAULT_NUM = 200
 
 
 def main() -> int:
-    """Console entry point."""
     return command.run(run_evaluation)
 
 
 def run_evaluation(arguments: list[str]) -> int:
-    """Run the command; returns the exit status."""
     if command.asks_for_help(arguments):
         from idlm.infer.cli.help import EVALUATE, print_command_help
 
@@ -163,7 +161,6 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Figures of one engine on one set of prompts. A failed answer (memory, logits) counts as wrong.
-
     `seconds` is the wall-clock time of decoding all prompts as a batch."""
 
     num_prompts: int
@@ -181,7 +178,6 @@ class Evaluation:
 
     @property
     def num_failed(self) -> int:
-        """Answers that ended with an error."""
         return sum(done.error is not None for done in self.completions)
 
     @property
@@ -221,7 +217,6 @@ class Evaluation:
 
 
 def task_samples(task: Task | FileTask, split: str, num: int) -> list[TaskSample]:
-    """The first `num` samples of a split."""
     return [task.sample(index, split) for index in range(num)]
 
 
@@ -234,7 +229,6 @@ def evaluate(
     progress: AnswerProgress | None = None,
 ) -> Evaluation:
     """Decode all prompts as one batch and check every answer. Prompt i uses a given seed + i, modulo 2**63.
-
     Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded."""
     from idlm.infer.cli.batch import AnswerRun, check_lines
 

@@ -1,6 +1,5 @@
 """The answer in a response, as the paper extracts it (arXiv 2604.11035, appendix H.4), and equality of
-mathematical answers.
-"""
+mathematical answers."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def boxed(text: str) -> str | None:
 
 def function_block(text: str, names: Sequence[str] = ()) -> str | None:
     """Return the last Python code block after the thinking that defines one of the `names`, else the last one
-    with any function, or None.
-    """
+    with any function, or None."""
     blocks = python_blocks(strip_thinking(text))
     wanted = [block for block in blocks if any(_defines(block, name) for name in names)]
     found = wanted or [block for block in blocks if _FUNCTION.search(block)]
@@ -54,11 +52,9 @@ def function_block(text: str, names: Sequence[str] = ()) -> str | None:
 
 
 def python_blocks(text: str) -> list[str]:
-    """The contents of fenced blocks whose info string says Python or nothing, without their indentation.
-
-    A fence may follow the mark of a list or quotation or, if it says Python, any text. A block of Python ends
-    at the first fence before which it can be parsed, since a docstring may hold fences too.
-    """
+    """The contents of fenced blocks whose info string says Python or nothing, without their indentation. A
+    fence may follow the mark of a list or quotation or, if it says Python, any text. A block of Python ends
+    at the first fence before which it can be parsed, since a docstring may hold fences too."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     blocks, place = [], 0
     while place < len(lines):
@@ -121,9 +117,8 @@ def _defines(block: str, name: str) -> bool:
 
 
 def same_answer(given: str, expected: str) -> bool:
-    """Whether two mathematical answers are equal: as texts or to math-verify. UserError IDLM-0488
-    without it.
-    """
+    """Whether two mathematical answers are equal: as texts or to math-verify. UserError IDLM-0488 without
+    it."""
     if given.strip() == expected.strip():
         return bool(given.strip())
     return MATH_VERIFY.are_equal(given, expected)

@@ -1,7 +1,6 @@
 """Tasks whose problems are in a file that the user has, and the registry of them.
 
-They have the interface of generated tasks (idlm.tasks.base). Nothing is downloaded.
-"""
+They have the interface of generated tasks (idlm.tasks.base). Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class FileTask(ABC):
 
     @abstractmethod
     def judge(self, record: Record, response: str) -> Verdict:
-        """The judgement of a response."""
+        pass
 
     def sample(self, index: int, split: str) -> TaskSample:
         """Problem `index`; a file is one split."""
@@ -74,7 +73,6 @@ class FileTask(ABC):
         return TaskSample(prompt=self.prompt(record), response=self.reference(record))
 
     def check(self, prompt: str, response: str) -> Verdict:
-        """The judgement of a response to the problem with this prompt."""
         return self.judge(self._by_prompt[prompt], response)
 
 

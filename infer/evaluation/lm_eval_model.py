@@ -1,8 +1,7 @@
 """Tasks of lm-eval (EleutherAI's lm-evaluation-harness) with an engine as their model, offline.
 
 A task keeps its own prompts, filters and metrics; its problems are read from the file `data=`. Imported only
-with `harness=lm_eval`, since lm-eval is in the extra `eval`.
-"""
+with `harness=lm_eval`, since lm-eval is in the extra `eval`."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -56,17 +54,14 @@ class EngineLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids."""
         return self._requests.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation."""
         return self._requests.render_chat(chat_history, open_turn=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers by the engine's decoder."""
         return self._requests.generate_until([request.args for request in requests])
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -93,7 +88,6 @@ class LocalTask:
     """By the name of each task, the YAML file that includes lm-eval's own."""
 
     def run(self, requests: EngineRequests, num: int | None) -> dict[str, Any]:
-        """lm-eval's results, every sample included."""
         results: dict[str, Any] = simple_evaluate(
             model=EngineLM(requests),
             tasks=list(self.paths.values()),
@@ -264,6 +258,5 @@ def _sources() -> dict[str, Path]:
 
 
 def _texts(path: Path) -> list[str]:
-    """The text of a task's YAML file and of those that it includes."""
     text = path.read_text(encoding="utf-8")
     return [text, *(part for each in INCLUDE.findall(text) for part in _texts(path.parent / each))]

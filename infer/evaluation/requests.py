@@ -1,8 +1,7 @@
 """What an evaluation harness asks of a language model, answered by an engine: texts up to a stop string, and
 log-likelihoods of continuations. All requests of a call are in the engine's queue, so it batches them.
 
-This file knows no harness; `lm_eval_model.py` is the adapter of lm-eval.
-"""
+This file knows no harness; `lm_eval_model.py` is the adapter of lm-eval."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ SCORE = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
 
 class EngineRequests:
     """`params` are the settings of every answer but its stop strings, which the task adds to, and its length,
-    which the task says unless `params` does. `completions` holds every answer so far.
-
-    With `is_chat`, texts come from `render_chat` and hold their special tokens already."""
+    which the task says unless `params` does. `completions` holds every answer so far. With `is_chat`, texts
+    come from `render_chat` and hold their special tokens already."""
 
     def __init__(
         self,

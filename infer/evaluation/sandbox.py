@@ -2,8 +2,7 @@
 
 No network, no files of the host but Python's own and those read-only, one temporary folder, no other process
 in sight, limits of time, memory, processes and files; `sandbox_namespaces.py` says how, `sandbox_child.py`
-who judges. Paper: arXiv 2604.11035, appendix H.4 (a sandboxed subprocess with a 10-second timeout).
-"""
+who judges. Paper: arXiv 2604.11035, appendix H.4 (a sandboxed subprocess with a 10-second timeout)."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ MIN_LINUX = [5, 14]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a program may use. `memory` is of one process, of which there are at most `processes - 1` (the
-    checker is one); sizes in bytes.
-    """
+    checker is one); sizes in bytes."""
 
     seconds: float = 10.0
     memory: int = 512 << 20
@@ -56,8 +54,7 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """`code` is not trusted. `test` is, and passes if it raises nothing; `functions` maps names in it to the
-    candidate's functions that they call.
-    """
+    candidate's functions that they call."""
 
     code: str
     test: str
@@ -66,8 +63,6 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Whether the test passed, else why not."""
-
     passed: bool
     reason: str
 

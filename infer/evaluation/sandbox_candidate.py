@@ -3,8 +3,7 @@ form in which arguments and results travel.
 
 It is given to Python as text (`python -c`), so it imports nothing of ours. Lines of JSON on standard input
 and output; the candidate's own output goes nowhere. Iterators stay where they are: the other side asks for
-each item when it needs it, during a call or after it.
-"""
+each item when it needs it, during a call or after it."""
 
 from __future__ import annotations
 
@@ -264,7 +263,6 @@ class Wire:
         return {"object": len(self._objects) - 1}
 
     def contents(self, value: Any) -> Message:
-        """A container with its items."""
         kind = next(kind for kind, each in CONTAINERS.items() if isinstance(value, each))
         if isinstance(value, io.IOBase):
             return {kind: [self.pack(item) for item in _file_state(value)]}
@@ -313,8 +311,6 @@ class Wire:
 
 
 class _Text(importlib.abc.InspectLoader):
-    """Loads a module from a text."""
-
     def __init__(self, text: str) -> None:
         self._text = text
 

@@ -4,8 +4,7 @@ Four processes: this one, on the host, gives the sandbox its users and waits; it
 and makes the mounts; the child of that is process 1 inside, which runs the trusted test text; a child of that
 runs the candidate's text. Process 1 is the judge: the kernel protects it from signals of the others, and its
 memory and its report to the host are out of their reach. A candidate's function is called by messages of
-plain data (`sandbox_candidate.py`), so no object of the candidate takes part in a comparison.
-"""
+plain data (`sandbox_candidate.py`), so no object of the candidate takes part in a comparison."""
 
 from __future__ import annotations
 
@@ -28,8 +27,6 @@ class Timeout(BaseException):
 
 
 class Candidate:
-    """The process of the candidate's text."""
-
     def __init__(self, python: str, source: str, code: str) -> None:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(

@@ -10,18 +10,14 @@ Z95 = 1.959963984540054
 
 
 class Interval(NamedTuple):
-    """A value and its 95 % confidence interval."""
-
     value: float
     low: float
     high: float
 
 
 def share_interval(scores: Sequence[float]) -> Interval:
-    """Wilson's interval of the mean of one score in [0, 1] for each prompt.
-
-    Scores between 0 and 1 (the mean of several answers) vary less than it allows for.
-    """
+    """Wilson's interval of the mean of one score in [0, 1] for each prompt. Scores between 0 and 1 (the mean
+    of several answers) vary less than it allows for."""
     n, value = len(scores), sum(scores) / len(scores)
     scale = 1 + Z95**2 / n
     middle = (value + Z95**2 / (2 * n)) / scale
@@ -31,8 +27,7 @@ def share_interval(scores: Sequence[float]) -> Interval:
 
 def paired_difference(scores: Sequence[float], others: Sequence[float]) -> Interval:
     """The mean of `scores - others` over the same prompts, after Agresti and Min (2005): two prompts more,
-    half a one better and half a one worse, so that few prompts do not give an interval of width 0.
-    """
+    half a one better and half a one worse, so that few prompts do not give an interval of width 0."""
     differences = [score - other for score, other in zip(scores, others, strict=True)]
     n, total = len(differences) + 2, sum(differences)
     middle = total / n

@@ -189,7 +189,6 @@ class EventStream(StreamingResponse):
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
         try:
             with contextlib.suppress(ClientGoneError):
                 async with connected(self._request):

@@ -75,13 +75,11 @@ class EngineClient:
 
     @property
     def is_closing(self) -> bool:
-        """Whether `close` has been called."""
         return self._closing.is_set()
 
     async def run(self) -> None:
-        """Keep an engine process running until `close`.
-
-        Raises UserError if the first engine cannot be built. Later ones are tried again, after pauses."""
+        """Keep an engine process running until `close`. Raises UserError if the first engine cannot be built.
+        Later ones are tried again, after pauses."""
         pause = FIRST_PAUSE
         while not self._closing.is_set():
             start = time.monotonic()
@@ -105,9 +103,8 @@ class EngineClient:
     async def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn = ANONYMOUS
     ) -> Generation:
-        """Queue prompts; returns when the engine has taken all of them.
-
-        Raises UserError if it refuses one, ApiError 503 if there is no engine."""
+        """Queue prompts; returns when the engine has taken all of them. Raises UserError if it refuses one,
+        ApiError 503 if there is no engine."""
         number = next(self._numbers)
         request_ids = [f"{number}-{place}" for place in range(len(prompts))]
         generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
@@ -294,13 +291,11 @@ class Generation:
 
     @property
     def num_open(self) -> int:
-        """Samples that are not finished."""
         return sum(self.left.values())
 
     async def wait_until_added(self) -> None:
-        """Wait for the engine's next answer to a prompt.
-
-        Raises UserError if it refuses the prompt, ApiError if it fails."""
+        """Wait for the engine's next answer to a prompt. Raises UserError if it refuses the prompt, ApiError
+        if it fails."""
         answer = await self._answers.get()
         if isinstance(answer, ApiError):
             raise answer
@@ -311,10 +306,9 @@ class Generation:
         self.notes = answer["notes"]
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Each event, after the number of its sample among all samples of the HTTP request.
-
-        A sample's events that a slow reader has not read yet become one. Raises ApiError if the engine is
-        lost, or fails a sample."""
+        """Each event, after the number of its sample among all samples of the HTTP request. A sample's events
+        that a slow reader has not read yet become one. Raises ApiError if the engine is lost, or fails a
+        sample."""
         try:
             while self._unread or self.num_open or self._error:
                 while self._unread:
@@ -330,18 +324,15 @@ class Generation:
             self.close()
 
     def close(self) -> None:
-        """Abort what is not finished."""
         for request_id, left in self.left.items():
             if left:
                 self._client.abort(request_id)
         self.left, self.sink = dict.fromkeys(self.left, 0), None
 
     def put_answer(self, answer: Message) -> None:
-        """The engine's answer to a prompt."""
         self._answers.put_nowait(answer)
 
     def put(self, event: Event) -> None:
-        """An event of one of the samples."""
         choice = self._places[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
             self.left[event.request_id] -= 1

@@ -93,8 +93,6 @@ def engine_info(engine: Engine) -> EngineInfo:
 
 
 class Inbox:
-    """Messages of the front end."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._unpacker = connection, unpacker()
         # Not `select`, which refuses the descriptor that a front end with 1,000 clients hands on.
@@ -126,7 +124,6 @@ class EngineLoop:
         self._compiling: dict[str, tuple[Compiling, Message]] = {}
 
     def run(self) -> None:
-        """Serve until the front end is gone."""
         self._engine.scheduler.num_reserved_lanes = self._engine.settings.most_sequences // RESERVE
         while self._inbox.is_open:
             is_busy = self._engine.has_work or (not self._compiling and self._engine.capture_missed())

@@ -68,7 +68,6 @@ def dump(content: Any) -> bytes:
 
 
 def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response of JSON."""
     return Response(dump(content), status_code=status, headers=headers, media_type="application/json")
 
 

@@ -174,7 +174,6 @@ class TimedProtocol(H11Protocol):
     """Called when the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
         super().connection_made(transport)
         # Every request's scope gets a copy of it. A strong reference would keep the connection, with its last
         # request, until the next garbage collection.
@@ -182,12 +181,10 @@ class TimedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; a part of a request begins to wait for the rest."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
@@ -206,7 +203,6 @@ class TimedProtocol(H11Protocol):
         self._reading_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read."""
         super().resume_writing()
         self._stop_reading_timer()
 

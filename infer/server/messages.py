@@ -43,10 +43,8 @@ MAX_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What the front end knows of an engine that is ready.
-
-    `directory` is that of the model, which may have the tokenizer of an adapter. `stride`: most
-    tokens of a pass. `exactness`: see `Engine.exactness`."""
+    """What the front end knows of an engine that is ready. `directory` is that of the model, which may have
+    the tokenizer of an adapter. `stride`: most tokens of a pass. `exactness`: see `Engine.exactness`."""
 
     directory: str
     decoder: str
@@ -102,7 +100,6 @@ IDLE = Stats(0, 0, 0.0, 0, 0, 0)
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of one message."""
     packed: bytes = msgpack.packb(message, unicode_errors="backslashreplace")
     return packed
 
@@ -113,14 +110,12 @@ def unpacker() -> msgpack.Unpacker:
 
 
 def params_message(params: SamplingParams) -> Message:
-    """Sampling settings as plain data."""
     # Not `asdict`, whose copies of every field take ten times as long.
     message = {name: getattr(params, name) for name in params.__dataclass_fields__}
     return message | {"constraint": params.constraint and dataclasses.asdict(params.constraint)}
 
 
 def error_message(error: UserError) -> Message:
-    """The parts of an error."""
     return {"code": error.code, "message": error.message, "fix": error.fix}
 
 
@@ -142,7 +137,6 @@ def event_message(event: StreamEvent) -> Sequence[Any]:
 
 
 def read_event(fields: Sequence[Any]) -> Event:
-    """The event of a message."""
     event = Event(*fields)
     return event if event.figures is None else event._replace(figures=Figures(*event.figures))
 
@@ -158,7 +152,6 @@ def joined(first: Event, second: Event) -> Event:
 
 
 def engine_stats(engine: Engine) -> Stats:
-    """The state of an engine."""
     scheduler, pool = engine.scheduler, engine.pool
     cache = None if pool.cache is None else pool.cache.counts
     return Stats(

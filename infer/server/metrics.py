@@ -85,7 +85,6 @@ class Metrics:
         )
 
     def step(self, stats: Stats) -> None:
-        """The engine's state after a step."""
         for field, gauge in self._gauges.items():
             gauge.set(getattr(stats, field))
         for field, counter in self._counters.items():
@@ -93,7 +92,6 @@ class Metrics:
         self._last = stats
 
     def engine_ready(self, info: EngineInfo) -> None:
-        """A fresh engine takes requests."""
         self._last = IDLE
         self._cache_config.clear()
         self._cache_config.labels(self._model_name, str(info.page_size), str(info.num_pages)).set(1)
@@ -106,7 +104,6 @@ class Metrics:
         self.step(self._last._replace(num_running=0, num_waiting=0, kv_usage=0.0))
 
     def finished(self, figures: Figures) -> None:
-        """One sample."""
         self._success.labels(self._model_name, figures.finish_reason).inc()
         self._forwards.inc(figures.num_forwards)
         # Every pass with drafts tests the first one.
@@ -118,11 +115,9 @@ class Metrics:
             self._accepted_at.labels(self._model_name, str(place)).inc(accepted)
 
     def responded(self, status: int) -> None:
-        """An HTTP response."""
         self._responses.labels(self._model_name, str(status)).inc()
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _make(

@@ -57,7 +57,6 @@ class TokenTexts:
         return named
 
     def _told(self, token_id: int) -> tuple[str, list[int]]:
-        """Text and bytes."""
         encoded = f"token_id:{token_id}".encode() if self._bytes is None else self._bytes(token_id)
         try:
             return encoded.decode(), list(encoded)
@@ -161,10 +160,9 @@ class Reply(ABC):
 
     @abstractmethod
     def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
-        """Those of the event's tokens."""
+        pass
 
     def _extras(self) -> dict[str, Any]:
-        """Further fields of a whole answer."""
         return {}
 
     def _count(self, index: int, event: Event) -> None:
@@ -229,7 +227,6 @@ class ChatReply(Reply):
         self._num_calls = Counter[int]()
 
     def choice(self, index: int, event: Event) -> dict[str, Any]:
-        """See `Reply`."""
         parser = self._parsers[index]
         pieces = parser.push(event.text, is_last=True)
         texts = {
@@ -247,7 +244,6 @@ class ChatReply(Reply):
         return {"index": index, "message": message, **self._rest(index, event)}
 
     def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
-        """See `Reply`."""
         pieces = self._parsers[index].push(event.text, is_last=event.figures is not None)
         deltas = [delta for piece in pieces for delta in self._deltas_of(index, piece)]
         if not deltas and (is_first or self._says(event)):
@@ -315,12 +311,10 @@ class CompletionReply(Reply):
         self._num_chars = Counter[int]()
 
     def choice(self, index: int, event: Event) -> dict[str, Any]:
-        """See `Reply`."""
         [choice] = self.deltas(index, event, is_first=True)
         return choice | ({} if self._num_top is None else {"prompt_logprobs": self._by_token_id(index)})
 
     def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
-        """See `Reply`."""
         if is_first and self._body.echo:
             event = self._echoed(index, event)
         self._num_chars[index] += len(event.text)

@@ -97,7 +97,6 @@ class FrontEnd(uvicorn.Server):
         LOG.info("ready after %.0f s: %s, %s", seconds, what, address)
 
     def stop(self) -> None:
-        """End without draining."""
         self.should_exit = self.force_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -106,7 +105,6 @@ class FrontEnd(uvicorn.Server):
         self.should_exit = True
 
     async def main_loop(self) -> None:
-        """Serve until a signal, then drain."""
         await super().main_loop()
         if not self.force_exit:
             LOG.info("draining: requests under way finish, new ones are refused")

@@ -14,7 +14,6 @@ from idlm.infer.server.config import ServeConfig
 
 
 def main() -> int:
-    """Console entry point."""
     return command.run(serve)
 
 

@@ -82,7 +82,6 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Samples that are not finished."""
         return self.client.num_open + self._encoding.total()
 
     def describe(self) -> dict[str, Any]:
@@ -115,7 +114,6 @@ class Service:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
-        """End the engine process."""
         await self.client.close()
         for encoder in self._encoders:
             encoder.shutdown(wait=False, cancel_futures=True)
@@ -123,7 +121,6 @@ class Service:
             self._templates.close()
 
     async def chat(self, body: ChatRequest, client: str = "") -> Generation:
-        """Queue the answers of a conversation for a client."""
         body.check()
         with self._checked(body, "messages"):
             params, turn = self._admit(body, client, num_prompts=1), body.turn(client)
@@ -143,7 +140,6 @@ class Service:
             return await self._generate(token_ids, params, turn)
 
     async def complete(self, body: CompletionRequest, client: str = "") -> Generation:
-        """Queue the answers of one or more prompts for a client."""
         body.check()
         with self._checked(body, "prompt"):
             prompts, turn = body.prompts, body.turn(client)
@@ -164,7 +160,6 @@ class Service:
         return generation
 
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
-        """The parser of one answer to a conversation."""
         thinks = self._thinks(body)
         return AnswerParser(
             thinks=thinks,

@@ -45,9 +45,8 @@ class TemplateProcess:
         self._start()
 
     def apply(self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = False, **names: Any) -> str:
-        """Stands for the tokenizer's `apply_chat_template`; `names` are what the template sees.
-
-        Raises ValueError if the template fails, and TimeoutError if it uses too much."""
+        """Stands for the tokenizer's `apply_chat_template`; `names` are what the template sees. Raises
+        ValueError if the template fails, and TimeoutError if it uses too much."""
         assert not tokenize
         template = self._tokenizer.get_chat_template(None, names.get("tools"))
         conversation = [{key: value for key, value in one.items() if value is not None} for one in messages]
@@ -133,7 +132,6 @@ class TemplateProcesses:
         self._all, self._change = tuple(self._idle), threading.Condition()
 
     def apply(self, *given: Any, **names: Any) -> str:
-        """See `TemplateProcess`."""
         with self._change:
             process = self._ready()
             self._idle.remove(process)

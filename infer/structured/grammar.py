@@ -254,7 +254,6 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
-        """The tokens for llguidance."""
         tokenizer, vocab_size, eos_ids = self._tokenizer, self._vocab_size, self._eos_ids
         if tokenizer is None or not eos_ids:
             what = "tokenizer files" if tokenizer is None else "end-of-sequence token"

@@ -87,7 +87,6 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def literal(text: str) -> str:
-    """The text as a string of Lark."""
     # Else JSON would escape characters beyond 16 bits as two, which Lark does not know.
     return json.dumps(text, ensure_ascii=False)
 

@@ -1,6 +1,5 @@
 """HumanEval and MBPP: the last Python code block with a function is run against the tests of the problem, in
-a sandbox, for 10 seconds (arXiv 2604.11035, H.4). Without `allow_code=true` nothing is run.
-"""
+a sandbox, for 10 seconds (arXiv 2604.11035, H.4). Without `allow_code=true` nothing is run."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ class CodeTask(FileTask):
         raise AssertionError(record)
 
     def program(self, record: Record, code: str) -> Program:
-        """What is run for a record."""
         raise AssertionError(record)
 
 
@@ -115,8 +113,7 @@ class Mbpp(CodeTask):
 
     def program(self, record: Record, code: str) -> Program:
         """The tests reach the functions and classes that the reference defines, and no other name of the
-        code: one that replaces `set` or `sorted` changes nothing for them.
-        """
+        code: one that replaces `set` or `sorted` changes nothing for them."""
         test = "\n".join([record["setup"], *record["test_list"]])
         setup = f"{record['setup']}\n"
         names = {name: name for name in defined_names(record["code"])}

@@ -1,6 +1,5 @@
 r"""GSM8K and MATH-500: the last `\boxed{...}` after the thinking is the answer (arXiv 2604.11035, H.4), and
-math-verify compares it with the right one.
-"""
+math-verify compares it with the right one."""
 
 from __future__ import annotations
 

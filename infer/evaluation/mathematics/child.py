@@ -2,9 +2,8 @@
 
 A process, because math-verify stops long computations of SymPy by a signal, which only a main thread gets,
 and because an answer such as a tower of powers can take all the time and memory that there is. It imports
-nothing of ours.
-One line of JSON in, the answer given and the one expected; one line out, whether they are equal.
-"""
+nothing of ours. One line of JSON in, the answer given and the one expected; one line out, whether they are
+equal."""
 
 from __future__ import annotations
 

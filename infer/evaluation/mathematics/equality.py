@@ -21,8 +21,7 @@ SECONDS = 40.0
 
 class MathVerify:
     """One process, started by the first comparison and again after one that it does not survive. Threads may
-    share it.
-    """
+    share it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -30,8 +29,7 @@ class MathVerify:
 
     def are_equal(self, given: str, expected: str) -> bool:
         """Whether two answers are equal; those that take too much time or memory are not. UserError IDLM-0488
-        without math-verify.
-        """
+        without math-verify."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._stop()
@@ -51,7 +49,6 @@ class MathVerify:
             return reply == b"true\n"
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._stop()
 

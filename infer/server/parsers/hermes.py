@@ -21,8 +21,6 @@ STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)
 
 
 class HermesParser:
-    """Splits content from calls."""
-
     def __init__(self) -> None:
         self._held, self._space = "", ""
         self._is_call, self._follows_call = False, False

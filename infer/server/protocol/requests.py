@@ -155,7 +155,6 @@ class ChatMessage(Body):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def plain(self, place: str) -> dict[str, Any]:
-        """The message for a chat template."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
         message = {"role": self.role, "content": text}
@@ -244,11 +243,9 @@ class ChatRequest(Sampling):
         return [(field, "grammar", calls_grammar(schemas, is_forced=False, has_many=has_many, answer=answer))]
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """The conversation for a chat template."""
         return [message.plain(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def check(self) -> None:
-        """See `Sampling`."""
         super().check()
         self._check_tools()
         for number, message in enumerate(self.messages):
@@ -312,7 +309,6 @@ class CompletionRequest(Sampling):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def check(self) -> None:
-        """See `Sampling`."""
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             rule = "0 needs echo=true or prompt_logprobs, else the answer is empty"

@@ -53,7 +53,6 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """The tool for a chat template."""
         return self.model_dump(exclude_none=True)
 
     def check(self, place: str) -> None:
