@@ -62,11 +62,31 @@ def text_of(node: ast.expr | None, local: dict[str, ast.expr]) -> str:
     return GAP
 
 
-def raised_in(tree: ast.Module) -> Iterator[Told]:
-    """Every call whose first argument is a code."""
+def helper_of(node: ast.AST) -> tuple[str, str] | None:
+    """(name, code) of a function that makes the error of one code of its arguments; None for others."""
+    if not (isinstance(node, ast.FunctionDef) and isinstance(node.body[-1], ast.Return)):
+        return None
+    match node.body[-1].value:
+        case ast.Call(
+            func=ast.Name(id="UserError"),
+            args=[ast.Constant(value=str(code)), ast.Name()],
+            keywords=[ast.keyword(value=ast.Name(id=fix))],
+        ) if fix in [one.arg for one in node.args.kwonlyargs]:
+            return node.name, code
+    return None
+
+
+def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Told]:
+    """Every call whose first argument is a code, and every call of `helpers`, codes by name."""
     scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     constants = assigned(tree.body)
+    for scope in filter(helper_of, scopes):
+        scope.body = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in helpers:
+            code = ast.Constant(helpers[node.func.id])
+            location = {"lineno": node.lineno, "end_lineno": node.end_lineno}
+            node = ast.Call(ast.Name("UserError"), [code, *node.args], node.keywords, **location)
         if not (isinstance(node, ast.Call) and node.args and is_code(node.args[0])):
             continue
         local = dict(constants)
@@ -103,11 +123,10 @@ def assigned(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
 
 def every_code() -> list[Told]:
     """All codes of the source, in order, each way of raising it once."""
-    found: set[Told] = set()
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            found |= set(raised_in(ast.parse(path.read_text(encoding="utf-8"))))
-    return sorted(found)
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    helpers = dict(filter(None, (helper_of(node) for tree in trees for node in tree.body)))
+    return sorted({told for tree in trees for told in raised_in(tree, helpers)})
 
 
 def cell(text: str) -> str:

@@ -16,7 +16,7 @@ from idlm.train.data.layout import Sample
 from idlm.train.data.records.names import HISTORY_KEY, MEDIA_KEYS, SYSTEM_KEYS, TEMPLATE_DICT, TEMPLATE_KEYS
 from idlm.train.data.records.tools import tools_of
 from idlm.train.data.records.turns import Turn, history_turns, weighted
-from idlm.train.data.records.values import parsed, present, shown, text_of
+from idlm.train.data.records.values import parsed, present, shown, text_of, unusable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,7 @@ class Conversation:
 
 def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Conversation:
     for key, value in present(record, MEDIA_KEYS).items():
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{key}={shown(value)} belongs to the conversation, and only text is read",
             fix=f"delete the record; delete the key {key} if the text stands without it",
         )
@@ -103,9 +102,7 @@ def _system(record: Mapping[str, Any], first: Sequence[Turn]) -> list[Turn]:
     texts = {text.strip() for text in given.values()}
     if len(texts | {turn.message["content"].strip() for turn in first}) > 1 and texts:
         names = [*given, *("a first turn of the system" for _ in first)]
-        raise UserError(
-            "IDLM-0202", f"the record has different {' and '.join(names)}", fix="delete all but one of them"
-        )
+        raise unusable(f"the record has different {' and '.join(names)}", fix="delete all but one of them")
     return [
         Turn(message={"role": "system", "content": text}) for text in list(given.values())[:1] if not first
     ]
@@ -116,14 +113,12 @@ def _template_kwargs(record: Mapping[str, Any]) -> dict[str, Any]:
     fix = f'write {TEMPLATE_DICT} as {{"enable_thinking": false}}, or delete the key'
     nested = parsed(given, TEMPLATE_DICT, fix=fix)
     if not isinstance(nested, dict):
-        raise UserError("IDLM-0202", f"{TEMPLATE_DICT}={shown(given)}, which is not an object", fix=fix)
+        raise unusable(f"{TEMPLATE_DICT}={shown(given)}, which is not an object", fix=fix)
     found = present(record, TEMPLATE_KEYS) | nested
     flag = found.get("enable_thinking", True)
     if not isinstance(flag, bool):
-        raise UserError(
-            "IDLM-0202",
-            f"enable_thinking={shown(flag)}, which is not true or false",
-            fix="write true or false",
+        raise unusable(
+            f"enable_thinking={shown(flag)}, which is not true or false", fix="write true or false"
         )
     return found
 

@@ -14,7 +14,7 @@ from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.names import BESIDE_TEXT
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
-from idlm.train.data.records.values import is_empty, present
+from idlm.train.data.records.values import is_empty, present, unusable
 
 AUTO = "auto"
 SHAPE_CHOICES = (AUTO, *SHAPES)
@@ -37,14 +37,12 @@ def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
     if not fitting:
         raise _unknown(record, origin, "has none of the known shapes")
     if len(fitting) > 1:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{origin} fits several shapes: {', '.join(fitting)}",
             fix=f"choose one of them: data.shape={fitting[0]}",
         )
     if fitting == ["preference"]:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{origin} is a preference: it has the keys {sorted(record)}",
             fix="set data.shape=preference to train on the chosen answers alone, or write messages or "
             "prompt and response",
@@ -64,8 +62,7 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
         )
     beside = sorted(present(record, BESIDE_TEXT)) if shape == "text" and wanted == AUTO else []
     if beside:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{origin} has {', '.join(beside)} beside a text, so it is part of a conversation",
             fix=f"write conversations as {SHAPES['messages'].example}, or set data.shape=text to train on "
             "the texts alone",
@@ -118,8 +115,7 @@ def _keys(record: Record, shape: str) -> Keys:
     if len(found) > 1 and found[0] in SHAPES[shape].aliases:
         options = ", ".join(" with ".join(keys) for keys in found)
         own = " and ".join(SHAPES[shape].keys[0])
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"the record may be read in several ways: {options}",
             fix=f"rename the keys that are meant to {own}",
         )
@@ -146,8 +142,7 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
     lists = [key for key, value in record.items() if isinstance(value, list) and value]
     if lists and not fixes:
         fixes = [f"rename {lists[0]} to messages if it holds the turns"]
-    return UserError(
-        "IDLM-0202",
+    return unusable(
         f"{origin} {problem}: it has the keys {sorted(record)}; the nearest shape is {name!r}{lacks}",
         fix=f"{' and '.join(fixes)}{', or ' if fixes else ''}write {SHAPES[name].example}; shapes: "
         f"{', '.join(SHAPES)}",

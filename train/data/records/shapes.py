@@ -27,7 +27,7 @@ from idlm.train.data.records.names import (
 )
 from idlm.train.data.records.tools import calls_of
 from idlm.train.data.records.turns import WRITE_TURNS, Turn, plain_turns, reasoning_of, turns_of
-from idlm.train.data.records.values import present, shown, text_of
+from idlm.train.data.records.values import present, shown, text_of, unusable
 
 MAX_ID = 2**31
 """Caches store ids in 31 bits."""
@@ -68,8 +68,7 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
     value = record[key]
     is_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
     if is_texts and len(value) % 2:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{key} has {len(value)} texts, so they are not those of the user and the assistant in turn",
             fix=WRITE_TURNS,
         )
@@ -79,15 +78,13 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, response = (record[key] for key in keys)
     if record.get(LABEL_KEY) is False:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             "label=False, so the response is one that is not wanted",
             fix="delete the record, or set data.on_bad_record=skip",
         )
     for key, value in present(record, () if keys[0] == "prompt" else QUESTION_PARTS).items():
         if key not in keys:
-            raise UserError(
-                "IDLM-0202",
+            raise unusable(
                 f"{key}={shown(value)} beside {' and '.join(keys)}, which is not read",
                 fix=f"write it into {keys[0]} where it belongs there, and delete the key {key}",
             )
@@ -101,7 +98,7 @@ def _alpaca(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encode
     instruction, output = (text_of(record[key], key) for key in keys)
     given = {key: text_of(value, key) for key, value in present(record, CONTEXT_KEYS).items()}
     if len(given) > 1:
-        raise UserError("IDLM-0202", f"the record has {' and '.join(given)}", fix="join them in input")
+        raise unusable(f"the record has {' and '.join(given)}", fix="join them in input")
     return _encoded_pair(record, "\n\n".join((instruction, *given.values())), output, encoder, origin)
 
 
@@ -120,14 +117,10 @@ def _preference(record: Record, keys: Keys, encoder: Encoder, origin: str) -> En
     turns = _reply(chosen, "chosen")
     if turns[0].role == "assistant":
         if not prompts:
-            raise UserError(
-                "IDLM-0202", "chosen is an answer without a prompt", fix="write the prompt as prompt"
-            )
+            raise unusable("chosen is an answer without a prompt", fix="write the prompt as prompt")
         turns = [*_context(prompt, key), *turns]
     elif isinstance(prompt, str) and prompt not in [turn.message["content"] for turn in turns]:
-        raise UserError(
-            "IDLM-0202", f"chosen is a whole conversation and lacks the {key}", fix=f"delete the key {key}"
-        )
+        raise unusable(f"chosen is a whole conversation and lacks the {key}", fix=f"delete the key {key}")
     return _encoded(record, turns, encoder, origin)
 
 
@@ -143,20 +136,19 @@ def _text(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
 def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, token_ids = record["prompt"], record["token_ids"]
     for key in present(record, BESIDE_KEYS):
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{key} lies beside an answer of idlm-generate, which was made without it",
             fix=f"delete the key {key}, or make the answer again with it in the prompt",
         )
     for key in ("text", "finish_reason"):
         text_of(record[key], key)
     if not _are_ids(token_ids):
-        raise UserError("IDLM-0202", "token_ids that are not whole numbers in [0, 2**31)", fix=WRITE_ANSWER)
+        raise unusable("token_ids that are not whole numbers in [0, 2**31)", fix=WRITE_ANSWER)
     if isinstance(prompt, list) and prompt and not _are_ids(prompt):
         # The answer follows the prompt as it was given, which is checked and not changed.
         turns_of(prompt, "prompt")
     elif not isinstance(prompt, (str, list)) or not prompt:
-        raise UserError("IDLM-0202", "a prompt that is neither text, ids nor messages", fix=WRITE_ANSWER)
+        raise unusable("a prompt that is neither text, ids nor messages", fix=WRITE_ANSWER)
     return encoder.answer(prompt, record, origin=origin), set()
 
 
@@ -175,8 +167,7 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
         return [encoder.pair(prompt, response, origin=origin)], set()
     if not encoder.use_chat_template:
         beside = present(record, (*CHAT_KEYS, *REASONING_KEYS))
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{', '.join(beside)} beside a prompt and its response needs a chat template",
             fix="set data.chat_template=true with a tokenizer that has a chat template, or delete these keys",
         )

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from idlm.errors import UserError
 from idlm.train.data.records.names import TOOLS_KEYS
-from idlm.train.data.records.values import parsed, present, shown
+from idlm.train.data.records.values import parsed, present, shown, unusable
 
 TOOL = '{"type": "function", "function": {"name": str, "description": str, "parameters": {...}}}'
 CALL = '{"type": "function", "function": {"name": str, "arguments": {...}}}'
@@ -25,9 +24,7 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = {key: _tools(value, key) for key, value in present(record, TOOLS_KEYS).items()}
     (first, *others) = given.values() or [[]]
     if any(other != first for other in others):
-        raise UserError(
-            "IDLM-0202", f"the record has different {' and '.join(given)}", fix="delete one of them"
-        )
+        raise unusable(f"the record has different {' and '.join(given)}", fix="delete one of them")
     return first
 
 
@@ -35,7 +32,7 @@ def _tools(value: Any, key: str) -> list[dict[str, Any]]:
     fix = f"write {key} as [{TOOL}, ...] or as its JSON text, or delete the key"
     tools = parsed(value, key, fix=fix)
     if not isinstance(tools, list):
-        raise UserError("IDLM-0202", f"{key}={shown(value)}, which is not a list", fix=fix)
+        raise unusable(f"{key}={shown(value)}, which is not a list", fix=fix)
     return [_function(parsed(tool, name, fix=fix), name, TOOL) for name, tool in _named(tools, key)]
 
 
@@ -55,14 +52,10 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     function = {key: value for key, value in whole["function"].items() if key not in ARGUMENT_KEYS}
     arguments = next(iter(present(whole["function"], ARGUMENT_KEYS).values()), None)
     if arguments is None and len(function) > 1:
-        raise UserError(
-            "IDLM-0202", f"{name} has no arguments, only the keys {sorted(function)}", fix=WRITE_CALL
-        )
+        raise unusable(f"{name} has no arguments, only the keys {sorted(function)}", fix=WRITE_CALL)
     arguments = {} if arguments is None else parsed(arguments, f"{name}.arguments", fix=WRITE_CALL)
     if not isinstance(arguments, dict):
-        raise UserError(
-            "IDLM-0202", f"{name}.arguments={shown(arguments)}, which is not a JSON object", fix=WRITE_CALL
-        )
+        raise unusable(f"{name}.arguments={shown(arguments)}, which is not a JSON object", fix=WRITE_CALL)
     return whole | {"function": function | {"arguments": arguments}}
 
 
@@ -77,9 +70,7 @@ def _function(given: Any, name: str, example: str) -> dict[str, Any]:
         kept, nested = identity, kept
     function = {key: value for key, value in nested.items() if value is not None}
     if not isinstance(function.get("name"), str):
-        raise UserError(
-            "IDLM-0202",
-            f"{name}={shown(given)}, which has no name of a function",
-            fix=f"write it as {example}",
+        raise unusable(
+            f"{name}={shown(given)}, which has no name of a function", fix=f"write it as {example}"
         )
     return ({} if "type" in kept else {"type": "function"}) | kept | {"function": function}

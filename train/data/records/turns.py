@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError
 from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.records.names import (
     CALL_ROLES,
@@ -20,7 +19,7 @@ from idlm.train.data.records.names import (
     UNTRAINED_BY,
 )
 from idlm.train.data.records.tools import calls_of
-from idlm.train.data.records.values import is_empty, parsed, present, shown, text_of
+from idlm.train.data.records.values import is_empty, parsed, present, shown, text_of, unusable
 
 CALL_KEYS = ("tool_calls", "function_call")
 HANDLED_KEYS = frozenset((*ROLE_KEYS, *CONTENT_KEYS, *UNTRAINED_BY, *TOKEN_WEIGHTS, *CALL_KEYS))
@@ -57,7 +56,7 @@ def turns_of(value: Any, name: str) -> list[Turn]:
         is_turn = any(isinstance(given.get(key), str) for key in ROLE_KEYS)
         given = [given] if is_turn else _transposed(given, name)
     if not isinstance(given, list) or not given:
-        raise UserError("IDLM-0202", f"{name}={shown(value)}, which is not a list of turns", fix=WRITE_TURNS)
+        raise unusable(f"{name}={shown(value)}, which is not a list of turns", fix=WRITE_TURNS)
     found: list[Turn] = []
     for place, one in enumerate(given):
         turn = _turn(one, f"{name}[{place}]")
@@ -78,8 +77,7 @@ def history_turns(value: Any, name: str) -> list[Turn]:
     if isinstance(given, list) and all(isinstance(item, (list, tuple)) for item in given):
         wrong = [item for item in given if len(item) != 2 or not all(isinstance(text, str) for text in item)]
         if wrong:
-            raise UserError(
-                "IDLM-0202",
+            raise unusable(
                 f"{name} has {shown(wrong[0])}, which is not a pair of texts",
                 fix=f"write {name} as [[user, assistant], ...]",
             )
@@ -93,15 +91,13 @@ def weighted(turns: Sequence[Turn], record: Mapping[str, Any]) -> list[Turn]:
     for key, value in present(record, tuple(LISTED_WEIGHTS)).items():
         if not isinstance(value, list):
             if value != 1 - LISTED_WEIGHTS[key]:
-                raise UserError(
-                    "IDLM-0202",
+                raise unusable(
                     f"{key}={shown(value)} is a weight of the whole record, which is not read",
                     fix=f"delete the key {key}, or the record; data.sources weighs whole files",
                 )
             continue
         if len(value) != len(turns):
-            raise UserError(
-                "IDLM-0202",
+            raise unusable(
                 f"{key} has {len(value)} values for {len(turns)} turns",
                 fix=f"give each turn its own {key}, or delete the key {key}",
             )
@@ -117,20 +113,16 @@ def _transposed(columns: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the turns of an object of lists, as `datasets` has for sequences of objects."""
     lengths = {len(column) if isinstance(column, list) else -1 for column in columns.values()}
     if len(lengths) != 1 or -1 in lengths:
-        raise UserError(
-            "IDLM-0202",
-            f"{name}={shown(columns)}, which is an object and not a list of turns",
-            fix=WRITE_TURNS,
+        raise unusable(
+            f"{name}={shown(columns)}, which is an object and not a list of turns", fix=WRITE_TURNS
         )
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _turn(turn: Any, name: str) -> Turn:
     if not isinstance(turn, Mapping):
-        raise UserError(
-            "IDLM-0202",
-            f"{name}={shown(turn)}, which is not an object with a role and a content",
-            fix=WRITE_TURNS,
+        raise unusable(
+            f"{name}={shown(turn)}, which is not an object with a role and a content", fix=WRITE_TURNS
         )
     given = {key: value for key, value in turn.items() if value is not None}
     role, content = _role(given, name), _only(given, CONTENT_KEYS, name)
@@ -141,7 +133,7 @@ def _turn(turn: Any, name: str) -> Turn:
     if role in CALL_ROLES:
         calls, content = [*calls, *calls_of(content, f"{name} ({role})")], ""
     if content is None and not calls and not any(rest.get(key) for key in REASONING_KEYS):
-        raise UserError("IDLM-0202", f"{name} ({role}) has no content: {shown(given)}", fix=WRITE_TURNS)
+        raise unusable(f"{name} ({role}) has no content: {shown(given)}", fix=WRITE_TURNS)
     message = {"role": ROLES[role], "content": "" if content is None else text_of(content, f"{name}.content")}
     is_trained = _weight(given, name)
     extra = [key for key in rest if key not in MESSAGE_KEYS]
@@ -163,13 +155,11 @@ def _joined(before: Turn, turn: Turn) -> Turn:
 def _role(given: Mapping[str, Any], name: str) -> str:
     role = _only(given, ROLE_KEYS, name)
     if not isinstance(role, str):
-        raise UserError("IDLM-0202", f"{name} has no role, only the keys {sorted(given)}", fix=WRITE_TURNS)
+        raise unusable(f"{name} has no role, only the keys {sorted(given)}", fix=WRITE_TURNS)
     if role not in ROLES:
         # Many templates silently leave out a turn of an unknown role.
-        raise UserError(
-            "IDLM-0202",
-            f"{name} has the role {role!r}{did_you_mean(role, ROLES)}",
-            fix=f"roles are {', '.join(ROLES)}",
+        raise unusable(
+            f"{name} has the role {role!r}{did_you_mean(role, ROLES)}", fix=f"roles are {', '.join(ROLES)}"
         )
     return role
 
@@ -186,17 +176,14 @@ def _only(given: Mapping[str, Any], keys: Sequence[str], name: str) -> Any:
     values = {key: given[key] for key in keys if key in given}
     (first, *others) = values.values() or [None]
     if any(other != first for other in others):
-        raise UserError(
-            "IDLM-0202", f"{name} has different values of {' and '.join(values)}", fix="delete one of them"
-        )
+        raise unusable(f"{name} has different values of {' and '.join(values)}", fix="delete one of them")
     return first
 
 
 def _weight(given: Mapping[str, Any], name: str) -> bool:
     details = [key for key in TOKEN_WEIGHTS if not is_empty(given.get(key))]
     if details:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{name}.{details[0]} weighs parts of a turn, which is not read",
             fix="weigh turns as a whole (weight=0 or 1), or delete it",
         )
@@ -207,12 +194,8 @@ def _is_trained(given: Mapping[str, Any], name: str, untrained_by: Mapping[str, 
     weights = {key: given[key] for key in untrained_by if key in given}
     for key, value in weights.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise UserError(
-                "IDLM-0202", f"{name} has {key}={shown(value)}, which is not read", fix=WRITE_WEIGHT
-            )
+            raise unusable(f"{name} has {key}={shown(value)}, which is not read", fix=WRITE_WEIGHT)
     flags = {value != untrained_by[key] for key, value in weights.items()}
     if len(flags) > 1:
-        raise UserError(
-            "IDLM-0202", f"{name} has weights that disagree: {weights}", fix="delete all but one of them"
-        )
+        raise unusable(f"{name} has weights that disagree: {weights}", fix="delete all but one of them")
     return False not in flags

@@ -13,6 +13,11 @@ from idlm.files.paths import json_problem
 from idlm.train.data.records.names import TEXT_PARTS
 
 
+def unusable(problem: str, *, fix: str) -> UserError:
+    """The error about a record; `build.encode` puts its place before the problem."""
+    return UserError("IDLM-0202", problem, fix=fix)
+
+
 def shown(value: Any) -> str:
     return f"{value!r:.60}"
 
@@ -42,10 +47,8 @@ def parsed(value: Any, name: str, *, fix: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            "IDLM-0202",
-            f"{name}={shown(value)} is text that is not valid JSON: {json_problem(error)}",
-            fix=fix,
+        raise unusable(
+            f"{name}={shown(value)} is text that is not valid JSON: {json_problem(error)}", fix=fix
         ) from error
 
 
@@ -54,7 +57,7 @@ def text_of(value: Any, name: str) -> str:
     if isinstance(value, list):
         return "".join(_part(part, f"{name}[{place}]") for place, part in enumerate(value))
     if not isinstance(value, str):
-        raise UserError("IDLM-0202", f"{name}={shown(value)}, which is not text", fix=f"write {name} as text")
+        raise unusable(f"{name}={shown(value)}, which is not text", fix=f"write {name} as text")
     return value
 
 
@@ -62,14 +65,12 @@ def _part(part: Any, name: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("text") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{name} is a part of the type {kind!r}, and only text is read",
             fix='give parts {"type": "text", "text": str} alone, or delete the record',
         )
     if not isinstance(text, str):
-        raise UserError(
-            "IDLM-0202",
+        raise unusable(
             f"{name}={shown(part)}, which is not a part of text",
             fix='write the content as one text, or in parts {"type": "text", "text": str}',
         )
