@@ -84,9 +84,8 @@ def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Told]:
         scope.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in helpers:
-            code = ast.Constant(helpers[node.func.id])
-            location = {"lineno": node.lineno, "end_lineno": node.end_lineno}
-            node = ast.Call(ast.Name("UserError"), [code, *node.args], node.keywords, **location)
+            arguments = [ast.Constant(helpers[node.func.id]), *node.args]
+            node = ast.copy_location(ast.Call(ast.Name("UserError"), arguments, node.keywords), node)
         if not (isinstance(node, ast.Call) and node.args and is_code(node.args[0])):
             continue
         local = dict(constants)

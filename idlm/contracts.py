@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from idlm.config.schema import option
@@ -250,3 +250,10 @@ class Completion:
         """Share of the tested drafts that were accepted; None if none was tested."""
         tested = sum(self.tested_by_position)
         return sum(self.accepted_by_position) / tested if tested else None
+
+
+RECORD_KEYS = (
+    *("prompt", "decoder", "accelerators", "run_config", "tokens_per_forward", "acceptance_rate"),
+    *(item.name for item in fields(Completion)),
+)
+"""Keys of an output record of `idlm-generate`, which describe how an answer came about."""

@@ -163,11 +163,16 @@ def _staging_root(target: Path) -> Iterator[Path]:
     try:
         yield root
     finally:
-        try:
-            recover(target)
-            shutil.rmtree(root, ignore_errors=True)
-        finally:
-            os.close(lock)
+        _discard(root, target, lock)
+
+
+def _discard(root: Path, target: Path, lock: int) -> None:
+    """Remove a staging directory. Its owner may have died in the middle of its swap, which is finished."""
+    try:
+        recover(target)
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _remove_stale(target: Path) -> None:
@@ -176,14 +181,8 @@ def _remove_stale(target: Path) -> None:
             lock = lock_file(root / "lock")
         except OSError:
             continue
-        if lock is None:
-            continue
-        try:
-            # The owner may have died in the middle of its swap after the caller looked.
-            recover(target)
-            shutil.rmtree(root, ignore_errors=True)
-        finally:
-            os.close(lock)
+        if lock is not None:
+            _discard(root, target, lock)
 
 
 def _open_to_readers(directory: Path) -> None:

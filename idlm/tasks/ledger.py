@@ -48,31 +48,21 @@ _EVENT = {
     "half": "{n} {v} them.",
 }
 # n, o: actor and receiver; s, t: their amounts before; e, f: their sums written out; r, u: their amounts now.
+_WORDS = {
+    "gain": ("plus {k}", "adds {k}", "{k} more", "go up by {k}"),
+    "lose": ("minus {k}", "removes {k}", "{k} less", "go down by {k}"),
+    "times": ("times {k}", "multiplies by {k}", "{k} times that", "scale by {k}"),
+    "half": ("half of that", "divides by {k}", "half of it", "take half"),
+}
 _RESTATED = {
-    "gain": (
-        "{n} has {s}, then plus {k} gives {e}. {n} has {r}.",
-        "With {s} {i}, {n} adds {k}: {e}. {n} has {r}.",
-        "Before it was {s}; {k} more makes {e}. {n} has {r}.",
-        "From {s} we go up by {k}, so {e}. {n} has {r}.",
-    ),
-    "lose": (
-        "{n} has {s}, then minus {k} gives {e}. {n} has {r}.",
-        "With {s} {i}, {n} removes {k}: {e}. {n} has {r}.",
-        "Before it was {s}; {k} less makes {e}. {n} has {r}.",
-        "From {s} we go down by {k}, so {e}. {n} has {r}.",
-    ),
-    "times": (
-        "{n} has {s}, then times {k} gives {e}. {n} has {r}.",
-        "With {s} {i}, {n} multiplies by {k}: {e}. {n} has {r}.",
-        "Before it was {s}; {k} times that makes {e}. {n} has {r}.",
-        "From {s} we scale by {k}, so {e}. {n} has {r}.",
-    ),
-    "half": (
-        "{n} has {s}, then half of that gives {e}. {n} has {r}.",
-        "With {s} {i}, {n} divides by {k}: {e}. {n} has {r}.",
-        "Before it was {s}; half of it makes {e}. {n} has {r}.",
-        "From {s} we take half, so {e}. {n} has {r}.",
-    ),
+    kind: (
+        f"{{n}} has {{s}}, then {then} gives {{e}}. {{n}} has {{r}}.",
+        f"With {{s}} {{i}}, {{n}} {does}: {{e}}. {{n}} has {{r}}.",
+        f"Before it was {{s}}; {change} makes {{e}}. {{n}} has {{r}}.",
+        f"From {{s}} we {path}, so {{e}}. {{n}} has {{r}}.",
+    )
+    for kind, (then, does, change, path) in _WORDS.items()
+} | {
     "give": (
         "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
         "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",

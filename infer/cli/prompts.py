@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.config.suggest import did_you_mean
-from idlm.contracts import Completion, SamplingParams
+from idlm.contracts import RECORD_KEYS, SamplingParams
 from idlm.errors import UserError
 from idlm.files.paths import DAMAGE, json_problem, translate_path_errors, unpacked
 from idlm.infer.cli.config import check_text
@@ -19,11 +19,6 @@ from idlm.text.tokenizer import encode_messages
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
-RECORD_KEYS = (
-    *("prompt", "decoder", "accelerators", "run_config", "tokens_per_forward", "acceptance_rate"),
-    *(item.name for item in dataclasses.fields(Completion)),
-)
-"""Keys of an output record. A line cannot carry any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

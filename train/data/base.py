@@ -32,12 +32,8 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class JudgedSource(Protocol):
+class JudgedSource(Source, Protocol):
     """A source that checks a model's answers to its prompts."""
-
-    num_samples: int | None
-
-    def sample(self, index: int) -> Sample: ...
 
     def question(self, index: int) -> str: ...
 

@@ -107,6 +107,14 @@ def prompt_key(packed: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=8).digest()) >> 1
 
 
+def holds_mask(origin: str, token_id: int) -> UserError:
+    return UserError(
+        "IDLM-0206",
+        f"{origin} contains the mask token (id {token_id})",
+        fix="remove the mask token's text from the data, or choose another model.mask_token_id",
+    )
+
+
 def cache_key(facts: Iterable[Any]) -> str:
     return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
 
@@ -215,12 +223,8 @@ class CachedSource:
             if token_id in used:
                 hits = np.flatnonzero((self._map(part, TOKENS) & ~SUPERVISED_BIT) == token_id)
                 place = self._offsets[self._first[part]] + hits[0]
-                raise UserError(
-                    "IDLM-0206",
-                    f"{self.origin(int(np.searchsorted(self._offsets, place, side='right')) - 1)} contains "
-                    f"the mask token (id {token_id})",
-                    fix="remove the mask token's text from the data, or choose another model.mask_token_id",
-                )
+                index = int(np.searchsorted(self._offsets, place, side="right")) - 1
+                raise holds_mask(self.origin(index), token_id)
 
     def _find(self, index: int) -> tuple[int, int]:
         part = int(np.searchsorted(self._first, index, side="right")) - 1

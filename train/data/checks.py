@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,12 @@ class DataReport:
     lengths: np.ndarray
     num_supervised: int
     longest_origin: str
-    num_overlong: dict[str, int]
-    lost_share: float
     open_ends: dict[int, tuple[int, str]]
     rows_per_epoch: int | None
-    padding_share: float
     num_held_out: int
+    num_overlong: dict[str, int] = field(default_factory=dict)
+    lost_share: float = 0.0
+    padding_share: float = 0.0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -131,23 +131,21 @@ def inspect_data(
 ) -> DataReport:
     """Report on the data of a run; `stop_token_ids` stop the model besides the tokenizer's eos. UserError
     IDLM-0234 when no sample ends in a token that stops the model."""
-    file, source = dataset.rows if isinstance(dataset.rows, FileRows) else None, dataset.source
+    rows, source = dataset.rows, dataset.source
     header: dict[str, Any] = source.header if isinstance(source, CountedSource) else {}
     num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)
     samples = [source.sample(index) for index in range(num_read)]
-    if file is not None:
-        lengths, num_supervised = file.lengths, int(file.num_targets.sum())
-        longest = source.sample(int(lengths.argmax()))
+    packing: dict[str, Any] = {}
+    if isinstance(rows, FileRows):
+        lengths, num_supervised = rows.lengths, int(rows.num_targets.sum())
+        cut = "split" if rows.limits.overlong == "split" else "truncated"
+        packing["num_overlong"] = {"dropped": rows.num_dropped, cut: rows.num_cut}
+        packing["lost_share"] = rows.num_lost / max(1, num_supervised)
+        packing["padding_share"] = rows.padding_share
     else:
         lengths = np.asarray([len(sample) for sample in samples])
         num_supervised = sum(sample.num_targets for sample in samples)
-        longest = samples[int(lengths.argmax())]
     is_chat = tuple(header.get("shapes", ())) != ("text",)
-    num_overlong, lost_share = {}, 0.0
-    if file is not None:
-        cut = "split" if file.limits.overlong == "split" else "truncated"
-        num_overlong = {"dropped": file.num_dropped, cut: file.num_cut}
-        lost_share = file.num_lost / max(1, int(file.num_targets.sum()))
     report = DataReport(
         config=config,
         header=header,
@@ -155,13 +153,11 @@ def inspect_data(
         num_samples=dataset.source.num_samples,
         lengths=lengths,
         num_supervised=header.get("num_supervised", num_supervised),
-        longest_origin=longest.origin,
-        num_overlong=num_overlong,
-        lost_share=lost_share,
+        longest_origin=source.sample(int(lengths.argmax())).origin,
         open_ends=_open_ends(header, samples, {int(tokenizer.eos_token_id), *stop_token_ids}),
         rows_per_epoch=dataset.rows_per_epoch(),
-        padding_share=0.0 if file is None else file.padding_share,
         num_held_out=0 if dataset.left_out is None else int(dataset.left_out.sum()),
+        **packing,
     )
     return replace(report, warnings=tuple(_warnings(report, tokenizer)))
 
@@ -170,9 +166,7 @@ def _open_ends(
     header: dict[str, Any], samples: Sequence[Sample], stops: set[int]
 ) -> dict[int, tuple[int, str]]:
     """(count, example) of the last supervised tokens that do not stop the model, by token id."""
-    endings: dict[int, tuple[int, str]] = {}
-    for token_id, (num, example) in header.get("endings", {}).items():
-        endings[int(token_id)] = num, example
+    endings: dict[int, Any] = {int(token): tuple(found) for token, found in header.get("endings", {}).items()}
     for sample in samples:
         last = int(sample.token_ids[sample.supervised][-1])
         num, example = endings.get(last, (0, sample.origin))

@@ -31,6 +31,7 @@ from idlm.text.tokenizer import (
     special_token_ids,
 )
 from idlm.text.turns import Template
+from idlm.train.data.cache import holds_mask
 from idlm.train.data.layout import Sample
 
 THINKING = ("keep", "strip", "off")
@@ -316,11 +317,7 @@ class Encoder:
 
     def _checked(self, sample: Sample) -> Sample:
         if self.mask_token_id is not None and (sample.token_ids == self.mask_token_id).any():
-            raise UserError(
-                "IDLM-0206",
-                f"{sample.origin} contains the mask token (id {self.mask_token_id})",
-                fix="remove the mask token's text from the data, or choose another model.mask_token_id",
-            )
+            raise holds_mask(sample.origin, self.mask_token_id)
         bos = self.tokenizer.bos_token_id
         if bos is not None and bos != self.tokenizer.eos_token_id and (sample.token_ids[:2] == bos).sum() > 1:
             raise UserError(

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.contracts import RECORD_KEYS
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.output import partial_path
-from idlm.infer.cli.prompts import RECORD_KEYS
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.state.batch import Schedule

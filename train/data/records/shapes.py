@@ -6,10 +6,10 @@ its own keys, so that they never compete with those."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from idlm.contracts import Completion
+from idlm.contracts import RECORD_KEYS
 from idlm.errors import UserError
 from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.base import Encoder
@@ -39,11 +39,6 @@ Encoded = tuple[list[Sample], set[str]]
 
 
 CHAT_KEYS: Keys = (*BESIDE_KEYS, *LISTED_WEIGHTS)
-ANSWER_KEYS: Keys = (
-    *("decoder", "accelerators", "run_config", "tokens_per_forward", "acceptance_rate"),
-    *(field.name for field in fields(Completion)),
-)
-"""Keys of answer records, which describe how an answer came about."""
 WRITE_ANSWER = "give records as idlm-generate wrote them"
 
 
@@ -208,7 +203,7 @@ SHAPES: dict[str, Shape] = {
         keys=(("prompt", "text", "token_ids", "finish_reason"),),
         example="a record of idlm-generate output=",
         encode=_answers,
-        also=(*BESIDE_KEYS, *ANSWER_KEYS),
+        also=(*BESIDE_KEYS, *RECORD_KEYS),
     ),
     "pair": Shape(
         keys=(("prompt", "response"), ("prompt", "completion")),
