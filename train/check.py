@@ -32,6 +32,7 @@ from idlm.train.config.schema import (
     TrainConfig,
     missing_keys,
     refuse_problems,
+    value_of,
 )
 from idlm.train.data.base import SOURCES, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
@@ -45,7 +46,7 @@ from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES, SCHEDULES
 from idlm.train.objectives.idlm import PHASES
-from idlm.train.unused import objective_has, unused_options, value_of
+from idlm.train.unused import objective_has, unused_options
 
 DTYPES = ("float32", "bfloat16")
 EXPORT_DTYPES = (*DTYPES, "float16")

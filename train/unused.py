@@ -5,11 +5,11 @@ nothing passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from idlm.files.records import SUFFIXES
 from idlm.train.config.data import FILE_SOURCES
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import TrainConfig, value_of
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED
 
@@ -106,14 +106,6 @@ RULES = (
     Rule(("train.decay",), lambda c: c.train.schedule != "wsd", "only train.schedule=wsd has such an end"),
     Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
 )
-
-
-def value_of(config: TrainConfig, key: str) -> Any:
-    """Return the value of the dotted `key`, None where its section is null."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def objective_has(config: TrainConfig, flag: str) -> bool:

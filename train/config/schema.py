@@ -7,6 +7,7 @@ because composition fills them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -255,6 +256,24 @@ class TrainConfig:
         return self.adapter is not None and self.adapter.gated
 
 
+def value_of(config: TrainConfig, key: str) -> Any:
+    """Return the value of the dotted `key`, None where its section is null."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return `config` with other values, by their dotted keys."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    own = sections.pop("", {})
+    return replace(config, **own, **{key: replace(getattr(config, key), **sections[key]) for key in sections})
+
+
 def refuse_problems(problems: list[str]) -> None:
     """Raise UserError IDLM-0504 that lists all problems, if there are any."""
     if problems:
@@ -320,7 +339,7 @@ def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
             f"which is {accumulation} micro-batches on {world_size} processes",
             fix="give one of them",
         )
-    return replace(config, train=replace(loop, accumulation=accumulation))
+    return with_values(config, {"train.accumulation": accumulation})
 
 
 def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int | None) -> Curriculum:

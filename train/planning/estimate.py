@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from idlm.devices import is_out_of_memory
 from idlm.errors import UserError
 from idlm.log import num_processes
-from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig
+from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig, with_values
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
@@ -155,27 +155,24 @@ def run_setup(
 
 def smaller_runs(config: TrainConfig, *, num_gpus: int) -> dict[str, TrainConfig]:
     """Configurations that may need less memory on each of `num_gpus`, by the settings that change."""
-    loop, changed = config.train, {}
+    loop, changes = config.train, dict[str, dict[str, Any]]()
     if loop.batch_size > 1:
         rows = loop.batch_size * loop.accumulation
         size = next(size for size in range(loop.batch_size // 2, 0, -1) if rows % size == 0)
-        name = f"train.batch_size={size} train.accumulation={rows // size}"
-        changed[name] = replace(loop, batch_size=size, accumulation=rows // size)
+        values: dict[str, Any] = {"train.batch_size": size, "train.accumulation": rows // size}
     else:
-        half = loop.max_length // 2
-        changed[f"train.max_length={half} train.overlong=truncate"] = replace(loop, max_length=half)
+        values = {"train.max_length": loop.max_length // 2, "train.overlong": "truncate"}
+    changes[" ".join(f"{key}={value}" for key, value in values.items())] = values
     if loop.deepspeed is None and (num_gpus > 1 or loop.offload_optimizer):
         # Compiled layers do not go with weights that move.
         highest = SHARDS_WEIGHTS - 1 if config.model.compile == "on" else SHARDS_WEIGHTS
         for stage in range((loop.zero_stage or 0) + 1, highest + 1):
-            changed[f"train.zero_stage={stage}"] = replace(loop, zero_stage=stage)
+            changes[f"train.zero_stage={stage}"] = {"train.zero_stage": stage}
     if loop.zero_stage and not loop.offload_optimizer:
-        changed["train.offload_optimizer=true (slow)"] = replace(loop, offload_optimizer=True)
-    found = {name: replace(config, train=train) for name, train in changed.items()}
+        changes["train.offload_optimizer=true (slow)"] = {"train.offload_optimizer": True}
     if not config.model.gradient_checkpointing:
-        model = replace(config.model, gradient_checkpointing=True)
-        found["model.gradient_checkpointing=true"] = replace(config, model=model)
-    return found
+        changes["model.gradient_checkpointing=true"] = {"model.gradient_checkpointing": True}
+    return {name: with_values(config, values) for name, values in changes.items()}
 
 
 def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:

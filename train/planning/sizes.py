@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -24,7 +23,7 @@ from idlm.semantics import PROJECTIONS
 from idlm.train.check import CHOSEN
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.checkpoint.same_run import CONFIG_FILE
-from idlm.train.config.schema import AdapterConfig, LoopConfig, ModelConfig, TrainConfig
+from idlm.train.config.schema import AdapterConfig, TrainConfig, value_of, with_values
 from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup
 from idlm.train.planning.flops import TokenCounts
@@ -32,8 +31,10 @@ from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, host_bytes, mem
 from idlm.train.planning.state import state_setup, state_terms
 
 log = logging.getLogger(__name__)
-MODEL_KEYS = ("dtype", "gradient_checkpointing")
-TRAIN_KEYS = ("bf16", "batch_size", "global_batch", "max_length", "learning_rate", "zero_stage")
+KEYS = (
+    *("model.dtype", "model.gradient_checkpointing", "train.bf16", "train.batch_size"),
+    *("train.global_batch", "train.max_length", "train.learning_rate", "train.zero_stage"),
+)
 """What is chosen, besides the adapter. A value that is not the default, or 0, was given and stays."""
 USABLE = 0.9
 GPU_LENGTH, CPU_LENGTH, SHORTEST = 4096, 1024, 256
@@ -62,13 +63,11 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
         return config
     chosen = _started_with(config)
     if chosen is None:
-        chosen = replace(
-            config, train=replace(config.train, batch_size=1, max_length=CPU_LENGTH, learning_rate=LARGE_RATE)
-        )
         try:
             chosen = _fitting(config, _base(config))
         except UserError:
-            return _filled(config, chosen)
+            least = dict(zip(CHOSEN, (1, CPU_LENGTH, LARGE_RATE), strict=True))
+            return _filled(config, with_values(config, least))
     filled = _filled(config, chosen)
     log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_told(filled)))
     return filled
@@ -76,28 +75,16 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
 
 def _filled(config: TrainConfig, chosen: TrainConfig) -> TrainConfig:
     """`config` with values of `chosen` where it has none."""
-
-    def open_values(
-        section: Any, keys: tuple[str, ...], default: Any, found: Any, name: str
-    ) -> dict[str, Any]:
-        left_open = {key: 0 if f"{name}.{key}" in CHOSEN else getattr(default, key) for key in keys}
-        return {key: getattr(found, key) for key in keys if getattr(section, key) == left_open[key]}
-
-    model = open_values(config.model, MODEL_KEYS, ModelConfig(), chosen.model, "model")
-    loop = open_values(config.train, TRAIN_KEYS, LoopConfig(), chosen.train, "train")
-    return replace(
-        config,
-        adapter=config.adapter or chosen.adapter,
-        model=replace(config.model, **model),
-        train=replace(config.train, **loop, sizes="given"),
-    )
+    default = TrainConfig()
+    left_open = {key: 0 if key in CHOSEN else value_of(default, key) for key in KEYS}
+    found = {key: value_of(chosen, key) for key in KEYS if value_of(config, key) == left_open[key]}
+    return with_values(config, found | {"adapter": config.adapter or chosen.adapter, "train.sizes": "given"})
 
 
 def _told(config: TrainConfig) -> Iterator[str]:
     yield "full fine-tuning" if config.adapter is None else f"a LoRA of rank {config.adapter.rank}"
-    for name, keys, section in (("model", MODEL_KEYS, config.model), ("train", TRAIN_KEYS, config.train)):
-        values = {key: getattr(section, key) for key in keys}
-        yield from (f"{name}.{key}={value}" for key, value in values.items() if value not in (None, False))
+    values = {key: value_of(config, key) for key in KEYS}
+    yield from (f"{key}={value}" for key, value in values.items() if value not in (None, False))
 
 
 def _started_with(config: TrainConfig) -> TrainConfig | None:
@@ -108,11 +95,9 @@ def _started_with(config: TrainConfig) -> TrainConfig | None:
     # A damaged file is reported where the whole configuration is compared.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         values = yaml.safe_load(stored.read_text(encoding="utf-8"))
+        found = {key: values[section][name] for key in KEYS for section, name in [key.split(".")]}
         adapter = values["adapter"] and AdapterConfig(**values["adapter"])
-        model = {key: values["model"][key] for key in MODEL_KEYS}
-        loop = {key: values["train"][key] for key in TRAIN_KEYS}
-        model_config, loop_config = replace(config.model, **model), replace(config.train, **loop)
-        return replace(config, adapter=adapter, model=model_config, train=loop_config)
+        return with_values(config, found | {"adapter": adapter})
     return None
 
 
@@ -161,14 +146,12 @@ def _fitting(config: TrainConfig, base: Base) -> TrainConfig:
     if found.adapter is None:
         rate = min(HIGHEST_RATE, LARGE_RATE * math.sqrt(LARGE_MODEL / base.num_parameters))
     global_batch = max(1, rows // batch) * batch * gpus if loop.accumulation == 1 else None
-    found = _sized(found, length, batch)
-    return replace(
-        found, train=replace(found.train, global_batch=global_batch, learning_rate=float(f"{rate:.0e}"))
-    )
+    sizes = {"train.global_batch": global_batch, "train.learning_rate": float(f"{rate:.0e}")}
+    return with_values(_sized(found, length, batch), sizes)
 
 
 def _sized(config: TrainConfig, length: int, batch: int) -> TrainConfig:
-    return replace(config, train=replace(config.train, max_length=length, batch_size=batch))
+    return with_values(config, {"train.max_length": length, "train.batch_size": batch})
 
 
 def _ways(config: TrainConfig, gpus: int, *, on_gpu: bool) -> Iterator[TrainConfig]:
@@ -180,15 +163,13 @@ def _ways(config: TrainConfig, gpus: int, *, on_gpu: bool) -> Iterator[TrainConf
         for zero_stage in ((1, 2, 3) if adapter is None else (None, 3)) if is_sharded else (None,):
             for again in (False, True):
                 is_bf16 = on_gpu and (adapter is not None or zero_stage is not None)
-                chosen = replace(
-                    config,
-                    adapter=adapter,
-                    model=replace(
-                        config.model, dtype="bfloat16" if is_bf16 else "float32", gradient_checkpointing=again
-                    ),
-                    train=replace(config.train, bf16=on_gpu and not is_bf16, zero_stage=zero_stage),
-                )
-                yield replace(_filled(config, chosen), adapter=adapter)
+                values = {
+                    "model.dtype": "bfloat16" if is_bf16 else "float32",
+                    "model.gradient_checkpointing": again,
+                    "train.bf16": on_gpu and not is_bf16,
+                    "train.zero_stage": zero_stage,
+                }
+                yield replace(_filled(config, with_values(config, values)), adapter=adapter)
 
 
 def _needed(config: TrainConfig, base: Base, gpus: int) -> float:
