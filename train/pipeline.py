@@ -17,7 +17,7 @@ import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from idlm.cli.imports import absent
-from idlm.devices import is_out_of_memory, require_gpu
+from idlm.devices import host_memory, is_out_of_memory, require_gpu
 from idlm.log import num_local_processes, num_processes, rank
 from idlm.train.arguments import (
     launcher_pid,
@@ -37,7 +37,7 @@ from idlm.train.checkpoint.resume import (
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.same_run import needs_recut
-from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter, available_bytes
+from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import held_out_text
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
@@ -188,7 +188,7 @@ def copy_text(config: TrainConfig, prepared: Prepared) -> str:
     needed = plan_disk(config, prepared.model, prepared.curriculum).checkpoint_bytes
     if zero_stage(config.train):
         needed = needed * num_local_processes() // num_processes()
-    available = available_bytes()
+    available = host_memory()[0]
     told = f"train.save=async: copies take {size_text(needed)} of {size_text(available)} of host memory"
     return told if needed <= USABLE_SHARE * available else f"{told}, too much: training waits for saves"
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from idlm.devices import host_memory
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.log import note_progress
@@ -224,7 +224,7 @@ class CheckpointWriter:
             if (held := self._buffers.get((name, index))) is None or held.numel() != buffer.num_bytes
         }
         needed = sum(_allocated(buffer) for buffer in missing.values()) * self.num_sharing
-        available = available_bytes()
+        available = host_memory()[0]
         if needed > USABLE_SHARE * available:
             return needed, available
         for key, buffer in missing.items():
@@ -255,27 +255,6 @@ def _host_buffer(buffer: Buffer) -> Tensor:
     except RuntimeError:
         # The driver, or a limit of locked memory, refuses. The copy is slower then.
         return torch.empty(buffer.num_bytes, dtype=torch.uint8)
-
-
-def available_bytes() -> int:
-    """Bytes of host memory that this process may still take: of the machine, and of its container."""
-    meminfo = Path("/proc/meminfo")
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if meminfo.is_file():
-        free = 1024 * _figures(meminfo)["MemAvailable:"]
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = _figures(group / "memory.stat")
-    except (OSError, ValueError):
-        # No container, or one without a limit.
-        return free
-    # The kernel gives cached files up for a process that asks.
-    return min(free, limit - used + cached["inactive_file"] + cached["active_file"])
-
-
-def _figures(path: Path) -> dict[str, int]:
-    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ import torch
 from rich.text import Text
 
 from idlm.config.compose import FROZEN, RECIPE, compose
+from idlm.devices import host_memory
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.check import check_config
@@ -43,7 +44,7 @@ from idlm.train.model.stored import embedding_norm, read_generation_config
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
 from idlm.train.planning.flops import span
-from idlm.train.planning.memory import DEVICE_BYTES, host_bytes
+from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.planning.warnings import run_warnings
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
@@ -298,7 +299,7 @@ def _memory_lines(estimate: Estimate, config: TrainConfig, found: Findings) -> l
     lines.append(f"{size_text(memory.peak_allocated):>10}  allocated by torch at the peak")
     gpu = gpu_name(config)
     if gpu is None:
-        needed, available, owner = memory.peak_allocated, host_bytes(), "this machine"
+        needed, available, owner = memory.peak_allocated, host_memory()[1], "this machine"
         lines.append(f"{size_text(needed):>10}  of the {size_text(available)} of {owner}")
         more = "plan.gpu=H100 (B200, H200, A100) to plan for a GPU"
     else:

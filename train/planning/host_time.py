@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from idlm.train.checkpoint.writer import available_bytes
+from idlm.devices import host_memory
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import Sample, SampleRows, pack_rows
@@ -109,7 +109,7 @@ def measure(
     per_row = 3 * PRODUCT * (3 * work.layers / work.num_layers + 2 * work.head) * 2
     num_rows = max(SHORTEST_ROW, min(dataset.row_length, int(BUDGET * rate / per_row)))
     weights = 4 * (2 * work.layers // work.num_layers + 2 * work.head) * 2
-    if num_rows * per_row / rate > LONGEST or weights > MEMORY_SHARE * available_bytes():
+    if num_rows * per_row / rate > LONGEST or weights > MEMORY_SHARE * host_memory()[0]:
         return by_product
     try:
         batch, stage = _short_batch(dataset, curriculum, num_rows)

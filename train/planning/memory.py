@@ -10,9 +10,7 @@ them MASK rows, r rank; P trained and Z frozen parameters; e bytes of a paramete
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from idlm.kernels.linear_cross_entropy.op import MAX_LOGITS_BYTES
@@ -62,16 +60,6 @@ class MemoryPlan:
     def device_bytes(self) -> int:
         """Bytes that the GPU must have."""
         return self.peak_allocated + sum(term.num_bytes for term in self.outside)
-
-
-def host_bytes() -> int:
-    """Memory of this machine, or of the container that it is seen from."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        # No container, or one without a limit.
-        return total
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape | None:

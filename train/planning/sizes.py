@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import nn
 
+from idlm.devices import host_memory
 from idlm.errors import UserError
 from idlm.files.records import SUFFIXES, find_files
 from idlm.semantics import PROJECTIONS
@@ -27,7 +28,7 @@ from idlm.train.config.schema import AdapterConfig, TrainConfig, value_of, with_
 from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup
 from idlm.train.planning.flops import TokenCounts
-from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, host_bytes, memory_plan, shape_of
+from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import state_setup, state_terms
 
 log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ def _needed(config: TrainConfig, base: Base, gpus: int) -> float:
 
 def _device_bytes(gpu: str | None) -> int:
     if gpu is None:
-        return host_bytes()
+        return host_memory()[1]
     return DEVICE_BYTES.get(gpu) or torch.cuda.get_device_properties(0).total_memory
 
 

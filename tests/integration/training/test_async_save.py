@@ -182,7 +182,7 @@ def test_without_memory_for_a_copy_training_waits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(writing, "available_bytes", lambda: 0)
+    monkeypatch.setattr(writing, "host_memory", lambda: (0, 0))
     output = tmp_path / "out"
     assert cli.main(arguments(base, output, **ASYNC | {"train.save_every": 6})) == 0
     assert "training waits while it is written" in caplog.text

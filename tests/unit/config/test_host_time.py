@@ -64,6 +64,6 @@ def test_a_shape_that_memory_does_not_hold_is_planned_by_a_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_time, "ENOUGH", 0.0)
-    monkeypatch.setattr(host_time, "available_bytes", lambda: 0)
+    monkeypatch.setattr(host_time, "host_memory", lambda: (0, 0))
     found = estimate(tmp_path).time
     assert found is not None and "a matrix product" in found.how and "assumed" in found.how

@@ -123,7 +123,7 @@ def test_what_trains_follows_from_the_memory_of_the_machine(
     own: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sizes, "host_bytes", lambda: int(memory * GIB))
+    monkeypatch.setattr(sizes, "host_memory", lambda: (0, int(memory * GIB)))
     config = with_sizes(composed(*own))
     assert (config.adapter is not None) is is_adapted
     assert config.model.gradient_checkpointing is recomputes
@@ -161,7 +161,7 @@ def test_values_that_are_given_stay_and_a_run_keeps_its_sizes(
     started = with_sizes(composed(*own))
     (tmp_path / "out/run").mkdir(parents=True)
     (tmp_path / "out/run/config.yaml").write_text(config_text(started))
-    monkeypatch.setattr(sizes, "host_bytes", lambda: GIB)
+    monkeypatch.setattr(sizes, "host_memory", lambda: (0, GIB))
     assert with_sizes(composed(*own)) == started, "another machine changes nothing"
     assert with_sizes(composed(*own, "resume=never")).adapter is not None
 
