@@ -41,7 +41,12 @@ from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import held_out_text
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import num_elements, num_parameters, uses_deepspeed, zero_stage
+from idlm.train.distributed.deepspeed import (
+    num_parameters,
+    num_trained_parameters,
+    uses_deepspeed,
+    zero_stage,
+)
 from idlm.train.distributed.library_output import route_library_output
 from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer, MemoryOfSaves, StopRequests, TimeLimit
@@ -164,7 +169,7 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]
     if prepared.adapter is not None:
-        trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        trained = num_trained_parameters(model)
         lines.append(
             f"{'gated ' if config.is_gated else ''}LoRA, rank {prepared.adapter.rank}, on "
             f"{', '.join(prepared.adapter.targets)}: {trained:,} parameters train"

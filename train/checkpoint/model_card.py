@@ -14,7 +14,7 @@ import yaml
 from idlm.checkpoint import LICENSE
 from idlm.train.checkpoint.resume import RUN_FOLDER
 from idlm.train.data.checks import DataReport
-from idlm.train.distributed.deepspeed import num_elements, num_parameters
+from idlm.train.distributed.deepspeed import num_parameters, num_trained_parameters
 from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
 from idlm.train.prepare import Prepared, data_report
 
@@ -97,7 +97,7 @@ def _front_matter(config: TrainConfig, prepared: Prepared) -> str:
 def run_facts(config: TrainConfig, prepared: Prepared) -> list[tuple[str, str]]:
     """What is trained: (name, text) of base, architecture, objective, adapter and stages."""
     model, adapter = prepared.model, prepared.adapter
-    trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    trained = num_trained_parameters(model)
     num_base = num_parameters(model) - (0 if adapter is None else trained)
     rows = [
         ("base", "new weights" if prepared.base.name is None else prepared.base.name),

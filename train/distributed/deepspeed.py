@@ -59,6 +59,11 @@ def num_parameters(model: nn.Module) -> int:
     return sum(num_elements(parameter) for parameter in model.parameters())
 
 
+def num_trained_parameters(model: nn.Module) -> int:
+    """Elements of the parameters of `model` that train."""
+    return sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
 def local_part(parameter: Tensor) -> Tensor:
     """The values of `parameter` that this rank holds: all of them without ZeRO-3."""
     part: Tensor = getattr(parameter, "ds_tensor", parameter)

@@ -31,22 +31,6 @@ ROUTINE = (
 by the options `model.dtype` and `train.bf16`."""
 
 
-class _ToLog(io.TextIOBase):
-    """A stream whose lines are logged at DEBUG."""
-
-    def __init__(self) -> None:
-        self._begun = ""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
-            log.debug("%s", line)
-        return len(text)
-
-
 def is_routine(message: str) -> bool:
     """Whether a library's message is one of `ROUTINE`."""
     return any(re.match(pattern, message) for pattern in ROUTINE)
@@ -78,8 +62,13 @@ def printing_to_log(call: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(call)
     def logged(*args: Any, **kwargs: Any) -> T:
-        with contextlib.redirect_stdout(_ToLog()):
-            return call(*args, **kwargs)
+        text = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(text):
+                return call(*args, **kwargs)
+        finally:
+            for line in text.getvalue().splitlines():
+                log.debug("%s", line)
 
     return logged
 

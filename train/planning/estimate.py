@@ -20,8 +20,8 @@ from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig, with_values
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
-    num_elements,
     num_parameters,
+    num_trained_parameters,
     uses_deepspeed,
     zero_stage,
 )
@@ -30,7 +30,7 @@ from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import TokenCounts, work_of
 from idlm.train.planning.host_time import host_parts
 from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
-from idlm.train.planning.state import GIB, RunSetup, state_setup, state_terms
+from idlm.train.planning.state import GIB, RunSetup, state_bytes, state_setup
 from idlm.train.planning.step_time import PartsOf, TimePlan, gpu_parts, rates_of, time_plan
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def estimate_run(
         return None
     adapted = 0
     if config.adapter is not None:
-        adapted = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+        adapted = num_trained_parameters(model)
     fed = [_sampled_fed(dataset, curriculum, stage, num_sampled) for stage in curriculum.stages]
     setup = run_setup(config, dataset.row_length, fed[-1], num_adapted=adapted, world_size=gpus)
     work, num_trained = work_of(model), adapted or shape.num_parameters
@@ -205,7 +205,7 @@ def explain_out_of_memory(
         return
     is_gpu = isinstance(error, torch.OutOfMemoryError)
     where, figures = ("GPU", _gpu_figures()) if is_gpu else ("host", _host_figures())
-    num_trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    num_trained = num_trained_parameters(model)
     num_frozen = num_parameters(model) - num_trained
     states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
     settings = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
@@ -216,12 +216,6 @@ def explain_out_of_memory(
         fix=f"set one of: {'; '.join(settings)}. With another train.batch_size resume=auto continues, other "
         "settings need a new run (resume=never)",
     ) from error
-
-
-def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
-    """Bytes per process of weights, gradients and AdamW's state."""
-    terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
-    return sum(term.num_bytes for term in terms)
 
 
 def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:

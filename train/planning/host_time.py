@@ -7,11 +7,10 @@ planned by the rate of one matrix product. AdamW is timed on a part of the weigh
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from idlm.devices import host_memory
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.data.layout import Sample, SampleRows, pack_rows
+from idlm.train.data.layout import SampleRows, pack_rows
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.load import create_base
 from idlm.train.objectives.base import Asked, Head
@@ -65,8 +64,9 @@ def host_parts(
     num_trained: int,
 ) -> tuple[PartsOf, str]:
     """(seconds of a step by part, how they were found) on this CPU."""
-    with _threads(config.train.threads):
-        rates = measure(config, model, work, dataset, curriculum)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    rates = measure(config, model, work, dataset, curriculum)
     micro_batches = curriculum.global_batch / config.train.batch_size
 
     def parts_of(passes: Passes, fed: TokenCounts) -> dict[str, float]:
@@ -96,13 +96,17 @@ def measure(
 ) -> HostRates:
     """Rates of this CPU for the run's shape."""
     dtype = getattr(torch, config.model.dtype)
-    rate = product_rate(model.config.get_text_config().hidden_size, dtype)
-    gradients, optimizer = gradient_rate(), update_rate()
+    width = model.config.get_text_config().hidden_size
+    rows, columns = torch.ones(256, width, dtype=dtype), torch.ones(width, 1024, dtype=dtype)
+    rate = PRODUCT * rows.numel() * columns.shape[1] / _seconds(lambda: rows @ columns)
+    weight, sums = torch.nn.Parameter(torch.ones(UPDATED)), torch.ones(UPDATED)
+    weight.grad = torch.ones_like(weight)
+    gradients = UPDATED / _seconds(lambda: sums.add_(torch.zeros_like(sums)))
     by_product = HostRates(
         layers=rate,
         head=rate,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=UPDATED / _seconds(torch.optim.AdamW([weight]).step),
         how=f"measured here: a matrix product, {rate / 1e9:,.0f} GFLOP/s; assumed: all products at that rate",
     )
     # A row passes three times through three layers and two heads, and once more to warm up.
@@ -123,33 +127,13 @@ def measure(
     layer = max(second - first - of_layer / gradients, 0.05 * first)
     rest = max(first - layer - (of_layer + of_rest) / gradients, 0.05 * first)
     needs = train_passes(work, TokenCounts(*batch["fed"].tolist()), trains_clean=stage.clean_weight != 0)
-    layers = _of_layers(work, needs) / work.num_layers / layer
-    head = PRODUCT * work.head * needs.head / rest
     how = (
         f"measured here, forward and backward of {int(batch['fed'][:2].sum())} rows by "
         f"{torch.get_num_threads()} threads: one decoder layer {1e3 * layer:,.1f} ms, the head "
         f"{1e3 * rest:,.1f} ms"
     )
-    return HostRates(layers=layers, head=head, gradients=gradients, optimizer=optimizer, how=how)
-
-
-def product_rate(width: int, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of the run's width."""
-    rows, columns = torch.ones(256, width, dtype=dtype), torch.ones(width, 1024, dtype=dtype)
-    return PRODUCT * rows.numel() * columns.shape[1] / _seconds(lambda: rows @ columns)
-
-
-def gradient_rate() -> float:
-    """Weights per second whose gradient is written and added to a sum."""
-    weight = torch.ones(UPDATED)
-    return UPDATED / _seconds(lambda: weight.add_(torch.zeros_like(weight)))
-
-
-def update_rate() -> float:
-    """Weights per second of AdamW."""
-    weight = torch.nn.Parameter(torch.ones(UPDATED))
-    weight.grad = torch.ones_like(weight)
-    return UPDATED / _seconds(torch.optim.AdamW([weight]).step)
+    layers = _of_layers(work, needs) / work.num_layers / layer
+    return replace(by_product, layers=layers, head=PRODUCT * work.head * needs.head / rest, how=how)
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -173,7 +157,8 @@ def _short_batch(
     documents: list[SampleRows] = []
     left = num_rows
     for place, sample in enumerate(dataset.rows.row(item)):
-        part = _end_of(sample, left // 2)
+        # The end of the sample.
+        part = sample.piece(max(0, len(sample) - max(2, left // 2)), len(sample))
         rows = objective.rows(part, stage, (dataset.seed, item, place))
         if documents and len(rows) > left:
             break
@@ -181,10 +166,6 @@ def _short_batch(
         left -= len(rows)
     row = pack_rows(documents, max(num_rows, num_rows - left), pad_token_id=dataset.pad_token_id)
     return collate([row | {"item_id": item, "stage": stage.index}]), stage
-
-
-def _end_of(sample: Sample, num_tokens: int) -> Sample:
-    return sample.piece(max(0, len(sample) - max(2, num_tokens)), len(sample))
 
 
 def _step(
@@ -221,14 +202,3 @@ def _step(
         terms.loss.backward()
 
     return run
-
-
-@contextlib.contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Inside, torch has the threads that the run will have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -29,7 +29,7 @@ from idlm.train.model.checks import window_of
 from idlm.train.planning.estimate import gpu_name, num_gpus, run_setup
 from idlm.train.planning.flops import TokenCounts
 from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, memory_plan, shape_of
-from idlm.train.planning.state import state_setup, state_terms
+from idlm.train.planning.state import state_bytes
 
 log = logging.getLogger(__name__)
 KEYS = (
@@ -180,10 +180,7 @@ def _needed(config: TrainConfig, base: Base, gpus: int) -> float:
         adapted = config.adapter.rank * base.ends
     if base.shape is None:
         weights = (adapted, base.num_parameters) if adapted else (base.num_parameters, 0)
-        return (
-            sum(term.num_bytes for term in state_terms(state_setup(config, world_size=gpus), *weights))
-            / USABLE
-        )
+        return state_bytes(config, *weights, world_size=gpus) / USABLE
     fed = TokenCounts(clean_rows=length, noisy_rows=length, clean_targets=length, noisy_targets=length)
     setup = run_setup(config, 2 * length, fed, num_adapted=adapted, world_size=gpus)
     plan = memory_plan(base.shape, setup)

@@ -19,8 +19,8 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import (
     SHARDS_WEIGHTS,
     keeps_fp32_masters,
-    num_elements,
     num_parameters,
+    num_trained_parameters,
     zero_stage,
 )
 from idlm.train.model.stored import export_dtype
@@ -115,6 +115,12 @@ def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
     ]
 
 
+def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
+    """Bytes per process of weights, gradients and AdamW's state."""
+    terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
+    return sum(term.num_bytes for term in terms)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlan:
     """Bytes and number of checkpoints; `held_bytes`: taken by earlier checkpoints already."""
@@ -149,7 +155,7 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     A checkpoint holds all training state but gradients. One more than `save_total_limit` exists while the
     newest is written. Every stage publishes the weights, or a gated adapter alone.
     """
-    trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    trained = num_trained_parameters(model)
     whole = replace(state_setup(config, world_size=1), offloads=False)
     published = trained
     if not config.is_gated:

@@ -11,8 +11,8 @@ import pytest
 from idlm.config.compose import compose, recipes
 from idlm.errors import UserError
 from idlm.train.check import check_config
-from idlm.train.config.schema import TrainConfig
-from idlm.train.unused import RULES, Rule, unused_options, value_of
+from idlm.train.config.schema import TrainConfig, value_of
+from idlm.train.unused import RULES, Rule, unused_options
 from tests.integration.inference.command_lines import TINY
 
 STEPS = "train.stages=[{stride: 2, steps: 4, clean_weight: auto}]"
@@ -98,7 +98,7 @@ UNUSED = (
     ("dry_run=false", "plan.num_gpus=8"),
 )
 """In the order of the table: a setting under which a key is not read, and the key with a value."""
-CASES = [(rule, key) for rule in RULES for key in rule.keys]
+CASES = [(rule, key) for rule in RULES for key in rule.keys.split()]
 
 
 def composed(*overrides: str) -> TrainConfig:

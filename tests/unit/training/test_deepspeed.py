@@ -15,9 +15,9 @@ from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import gathered, num_parameters, whole_weights, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_config, hold_gradients
-from idlm.train.planning.estimate import advice, explain_out_of_memory, state_bytes
+from idlm.train.planning.estimate import advice, explain_out_of_memory
 from idlm.train.planning.memory import ModelShape, memory_plan
-from idlm.train.planning.state import GIB, state_setup, state_terms
+from idlm.train.planning.state import GIB, state_bytes, state_setup, state_terms
 
 
 def config_of(**changes: object) -> TrainConfig:
