@@ -37,7 +37,7 @@ from idlm.files.paths import DAMAGE, PACKINGS, unpacked
 from idlm.infer.cli.batch import answer_lines, resume_state
 from idlm.infer.cli.config import EngineArguments, GenerateConfig, read_arguments
 from idlm.infer.cli.output import exclusive_output
-from idlm.infer.cli.prompts import PromptLine, check_prompts, read_line
+from idlm.infer.cli.prompts import PromptLine, check_prompts, read_lines
 from idlm.infer.cli.resume import RunConfig, run_config
 
 SUFFIXES = (".jsonl", *(f".jsonl{packing}" for packing in PACKINGS), ".parquet")
@@ -274,19 +274,11 @@ def _starts(path: Path, size: int) -> list[tuple[int, int, int]]:
 def read_part(part: Part, config: RayConfig) -> Iterator[PromptLine]:
     """The requests of a part, each with a seed of its own; blank lines are skipped."""
     sampling = dataclasses.replace(config.sampling, seed=None)
-    for number, row in enumerate(_rows(part), start=part.first):
-        if row.strip():
-            line = read_line(
-                part.path,
-                number,
-                row,
-                sampling,
-                drop_last_turn=config.drop_last_turn,
-                carry_keys=config.carry_keys,
-            )
-            seed = line.params.seed
-            seed = seed_of(config.sampling.seed, line.request_id) if seed is None else seed
-            yield dataclasses.replace(line, params=line.params.with_seed(seed))
+    options = {"drop_last_turn": config.drop_last_turn, "carry_keys": config.carry_keys}
+    for line in read_lines(part.path, _rows(part), sampling, first=part.first, **options):
+        seed = line.params.seed
+        seed = seed_of(config.sampling.seed, line.request_id) if seed is None else seed
+        yield dataclasses.replace(line, params=line.params.with_seed(seed))
 
 
 def seed_of(seed: int | None, request_id: str) -> int:

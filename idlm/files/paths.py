@@ -11,10 +11,10 @@ import lzma
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from idlm.errors import UserError
 from idlm.files.encodings import likely_encoding, wide_encoding
@@ -23,6 +23,7 @@ DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 """What reading a damaged or truncated file raises."""
 PACKINGS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd"}
 """Endings of compressed files, and how their content begins. No JSON begins so."""
+BOM = b"\xef\xbb\xbf"
 MAX_WHOLE_FILE = 1 << 27
 """Bytes of the largest file of a checkpoint that is read whole; those of large tokenizers have a quarter."""
 
@@ -88,6 +89,22 @@ def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
         return cast(BinaryIO, io.BufferedReader(stream))
     return file
+
+
+def json_lines(lines: Iterable[bytes], *, first: int = 1, hook: Any = None) -> Iterator[tuple[int, Any]]:
+    """Yield number (from `first` on) and value of every line that is not blank; of one that is not JSON in
+    UTF-8, the error of reading it. `hook`: json's `object_pairs_hook`."""
+    for number, line in enumerate(lines, start=first):
+        # With its end, a line that stops too early would be wrong in column 1 of the next one.
+        content = line.removeprefix(BOM).rstrip(b"\r\n")
+        if not content.strip():
+            continue
+        value: Any
+        try:
+            value = json.loads(content.decode(), object_pairs_hook=hook)
+        except (ValueError, RecursionError) as error:
+            value = error
+        yield number, value
 
 
 def json_problem(error: Exception) -> str:

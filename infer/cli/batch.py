@@ -247,7 +247,7 @@ class AnswerRun:
             yield from answers
 
     def batches(self) -> Iterator[Iterator[Answer]]:
-        """After every step, the answers whose turn it is. One that is not read stays, for `finished`."""
+        """Yield finished answers in order; `finished` returns unread ones."""
         try:
             while self._fill():
                 with uninterrupted():

@@ -13,7 +13,7 @@ from typing import Any
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import RECORD_KEYS, SamplingParams
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, json_problem, translate_path_errors, unpacked
+from idlm.files.paths import DAMAGE, json_lines, json_problem, translate_path_errors, unpacked
 from idlm.infer.cli.config import check_text
 from idlm.text.tokenizer import encode_messages
 
@@ -56,11 +56,8 @@ def read_prompts(
         file = Path(path).open("rb")  # noqa: SIM115
     with file:
         try:
-            for number, line in enumerate(unpacked(file, Path(path)), start=1):
-                if line.strip():
-                    yield read_line(
-                        path, number, line, sampling, drop_last_turn=drop_last_turn, carry_keys=carry_keys
-                    )
+            lines = unpacked(file, Path(path))
+            yield from read_lines(path, lines, sampling, drop_last_turn=drop_last_turn, carry_keys=carry_keys)
         except DAMAGE as error:
             raise UserError(
                 "IDLM-0430",
@@ -69,19 +66,28 @@ def read_prompts(
             ) from error
 
 
-def read_line(
-    path: str, number: int, line: bytes, sampling: SamplingParams, *, drop_last_turn: bool, carry_keys: bool
-) -> PromptLine:
-    place = f"{path}:{number}"
-    record = _record(place, line)
-    carried = _carried(place, record, carry_keys=carry_keys)
-    return PromptLine(
-        place=place,
-        request_id=_request_id(place, record.get("id", number)),
-        prompt=_prompt(place, record, drop_last_turn=drop_last_turn),
-        params=_params(place, record.get("sampling", {}), sampling),
-        carried=carried,
-    )
+def read_lines(
+    path: str,
+    lines: Iterable[bytes],
+    sampling: SamplingParams,
+    *,
+    first: int = 1,
+    drop_last_turn: bool,
+    carry_keys: bool,
+) -> Iterator[PromptLine]:
+    """Yield the requests of lines of a file, of which `first` is the number of the first one; see
+    `read_prompts`."""
+    for number, value in json_lines(lines, first=first, hook=_without_repeated_keys):
+        place = f"{path}:{number}"
+        record = _record(place, value)
+        carried = _carried(place, record, carry_keys=carry_keys)
+        yield PromptLine(
+            place=place,
+            request_id=_request_id(place, record.get("id", number)),
+            prompt=_prompt(place, record, drop_last_turn=drop_last_turn),
+            params=_params(place, record.get("sampling", {}), sampling),
+            carried=carried,
+        )
 
 
 def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> None:
@@ -101,17 +107,14 @@ def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> 
         raise UserError("IDLM-0430", f"input={source!r} has no lines", fix="give a file of JSON lines")
 
 
-def _record(place: str, line: bytes) -> dict[str, Any]:
-    try:
-        # With its end, a line that stops too early is wrong in column 1 of the next one.
-        text = line.decode("utf-8-sig").rstrip("\r\n")
-        record = json.loads(text, object_pairs_hook=_without_repeated_keys)
-    except (ValueError, RecursionError) as error:
+def _record(place: str, record: Any) -> dict[str, Any]:
+    """The value of a line, checked. UserError IDLM-0432 for the error of reading it."""
+    if isinstance(record, Exception):
         raise UserError(
             "IDLM-0432",
-            f"{place} is not valid JSON: {json_problem(error)}",
+            f"{place} is not valid JSON: {json_problem(record)}",
             fix="one JSON object per line, in UTF-8; plain text is piped in (< FILE), without input=",
-        ) from error
+        ) from record
     if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
     check_text(place, json.dumps(record, ensure_ascii=False))

@@ -4,15 +4,15 @@ They have the interface of generated tasks (idlm.tasks.base). Nothing is downloa
 
 from __future__ import annotations
 
-import json
+import io
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from idlm.errors import UserError
-from idlm.files.paths import DAMAGE, json_problem, translate_path_errors, unpacked
+from idlm.files.paths import BOM, DAMAGE, json_lines, json_problem, translate_path_errors, unpacked
 from idlm.registry import Registry
 from idlm.tasks import TaskSample, Verdict
 
@@ -94,13 +94,14 @@ def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]
             raise UserError("IDLM-0481", f"task={name}: data={path!r} is not a file", fix=fix)
         try:
             with Path(path).open("rb") as file:
-                text = unpacked(file, Path(path)).read().decode("utf-8-sig")
+                content = unpacked(file, Path(path)).read().removeprefix(BOM)
+            is_list = content.decode().lstrip().startswith("[")
         except DAMAGE as error:
             problem = json_problem(error)
             raise UserError("IDLM-0481", f"data={path!r} is damaged: {problem}", fix=fix) from error
     expected = ", ".join(f"{field!r} ({KINDS[kind]})" for field, kind in fields.items())
     fix = f"task={name} takes objects with {expected}, one a line or in one list"
-    for place, record in _objects(path, text, fix):
+    for place, record in _objects(path, [content] if is_list else io.BytesIO(content), fix, is_list=is_list):
         missing = [field for field, kind in fields.items() if not _has(record, field, kind)]
         if missing:
             found = f"has {sorted(record)}" if isinstance(record, dict) else "is not an object"
@@ -116,23 +117,17 @@ def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]
         yield types.MappingProxyType(record)
 
 
-def _objects(path: str, text: str, fix: str) -> Iterator[tuple[str, Any]]:
-    is_list = text.lstrip().startswith("[")
-    lines = [(1, text)] if is_list else list(enumerate(text.split("\n"), start=1))
-    for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError) as error:
+def _objects(path: str, lines: Iterable[bytes], fix: str, *, is_list: bool) -> Iterator[tuple[str, Any]]:
+    for number, value in json_lines(lines):
+        if isinstance(value, Exception):
             # A list spans lines.
-            number += getattr(error, "lineno", 1) - 1
-            problem = json_problem(error)
-            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {problem}", fix=fix) from error
+            number += getattr(value, "lineno", 1) - 1
+            problem = json_problem(value)
+            raise UserError("IDLM-0482", f"{path}:{number} is not JSON: {problem}", fix=fix) from value
         if is_list:
-            yield from ((f"{path}, record {index}", record) for index, record in enumerate(parsed))
+            yield from ((f"{path}, record {index}", record) for index, record in enumerate(value))
         else:
-            yield f"{path}:{number}", parsed
+            yield f"{path}:{number}", value
 
 
 def _has(record: Any, field: str, kind: type) -> bool:

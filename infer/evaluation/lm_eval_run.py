@@ -24,7 +24,7 @@ Scores = dict[tuple[str, str], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """One decoder: samples and aggregated metrics of lm-eval, the engine's answers, and seconds of it all."""
+    """One decoder: samples and metrics of lm-eval, the engine's answers, and the wall time in seconds."""
 
     samples: list[dict[str, Any]]
     metrics: dict[str, Any]

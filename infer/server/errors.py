@@ -77,7 +77,7 @@ def engine_unavailable(why: str) -> ApiError:
 
 
 def internal_error() -> ApiError:
-    """A mistake of ours. What it says may hold what no client shall know, and is in the server's log."""
+    """A mistake of ours. Details may be confidential and go to the log only."""
     return ApiError(500, "the server failed; its log says why", code=FAULT)
 
 

@@ -33,10 +33,10 @@ USUAL_MASK = 0.001
 """Seconds of a row of bits that are no excess."""
 
 
-class Told:
-    """What a pass tells of the sequences of its batch: numbers of emitted tokens, the tokens, the first
-    candidates for the next drafts, all second ones, and so on (-1: there is no such draft). Copied in the
-    order of the stream; reading it waits for nothing later."""
+class PassReadback:
+    """Device results of a pass, copied to the host: numbers of emitted tokens, the tokens, the first
+    candidates for the next drafts, all second ones, and so on (-1: there is no such draft). The copy is in
+    the order of the stream; reading it waits for nothing later."""
 
     def __init__(self, values: Tensor, num_tokens: int, num_drafts: int) -> None:
         self._num_tokens, self._num_drafts = num_tokens, num_drafts

@@ -102,7 +102,7 @@ class Grammar:
         return time.thread_time() - start
 
     def branch(self) -> Grammar:
-        """A copy that goes its own way: for drafts."""
+        """Fork the matcher to try drafts."""
         copied = Grammar(self.matcher.deep_copy(), self.vocab_size, self.peers, self.cost, self.lexer)
         copied.token_ids = list(self.token_ids)
         return copied

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
-from idlm.infer.structured.draft_choice import Follower, Told, choose_drafts, compute_masks
+from idlm.infer.structured.draft_choice import Follower, PassReadback, choose_drafts, compute_masks
 from idlm.infer.structured.grammar import Grammar, num_words
 from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
@@ -106,7 +106,7 @@ class PassGrammars:
             num_drafts = candidates_MJC.shape[1]
             # First candidates first: mostly nothing else is read.
             columns.append(candidates_MJC.transpose(1, 2).flatten(1))
-        told = Told(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
+        told = PassReadback(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
         for m, follower in enumerate(self._followers.values()):
             follower.told = told, m
 

@@ -12,7 +12,7 @@ import torch
 
 from idlm.contracts import Completion, Constraint
 from idlm.infer.structured import grammar as grammars
-from idlm.infer.structured.draft_choice import Follower, Told
+from idlm.infer.structured.draft_choice import Follower, PassReadback
 from idlm.infer.structured.masks import PassGrammars
 from tests.contracts.engines import answers, build_engine
 from tests.contracts.structured.test_structured import (
@@ -107,7 +107,7 @@ def test_a_follower_is_where_a_fresh_grammar_is(toy: Path, text: str) -> None:
                 rng.choice(likely) if rng.random() < 0.7 else rng.randrange(VOCAB) for _ in range(9)
             ]
             told = [len(emitted), *emitted, *[0] * (4 - len(emitted)), *candidates]
-            follower.told = Told(torch.tensor([told]), 4, 3), 0
+            follower.told = PassReadback(torch.tensor([told]), 4, 3), 0
     assert num_drafted > 20
 
 

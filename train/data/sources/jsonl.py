@@ -13,14 +13,13 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.files.encodings import convert_command, likely_encoding, wide_encoding
-from idlm.files.paths import DAMAGE, json_problem, packing, unpacked
+from idlm.files.paths import BOM, DAMAGE, json_lines, json_problem, packing, unpacked
 from idlm.files.records import SUFFIXES, FileReader, Row, damaged, reading
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
 
-BOM = b"\xef\xbb\xbf"
 PEEKED_BYTES = 4096
 FROM_CSV = "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]'"
 
@@ -56,13 +55,7 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     if ".json" in path.suffixes and head.lstrip()[:1] == b"[":
         yield from enumerate(json.loads(stream.read().removeprefix(BOM).decode()), start=1)
         return
-    for number, line in enumerate(stream, start=1):
-        text = line.removeprefix(BOM).strip()
-        if text:
-            try:
-                yield number, json.loads(text.decode())
-            except (ValueError, RecursionError) as error:
-                yield number, error
+    yield from json_lines(stream)
 
 
 def _record(value: Any, name: str, place: int, kind: str | None) -> dict[str, Any] | UserError:
