@@ -38,7 +38,7 @@ MAX_PLANS = 256
 
 
 class CanvasRunner:
-    """`capacity`: bytes that the workspace may have. `arm`: as in `trunk_forward`. `min_rows`: of a chunk."""
+    """`capacity`: bytes that the workspace may have. `min_rows`: of a chunk."""
 
     def __init__(
         self,
@@ -47,16 +47,15 @@ class CanvasRunner:
         pool: PagePool,
         *,
         capacity: int,
-        arm: str = "ours",
         min_rows: int = MIN_CHUNK_ROWS,
     ) -> None:
         assert isinstance(model.trunk, DenseTrunk) and not model.trunk.is_adapted, type(model.trunk)
         self._trunk, self.arena, self.pool = model.trunk, arena, pool
         self.capacity, self.min_rows = capacity, min_rows
         self.shape = canvas_shape(model.spec, model.dtype)
-        self._templates = trunk_forward(self.shape, arm)
+        self._templates = trunk_forward(self.shape)
         has_best = model.trunk.head_weight is not None
-        self._best_templates = trunk_forward(fused_head(self.shape), arm) if has_best else None
+        self._best_templates = trunk_forward(fused_head(self.shape)) if has_best else None
         self._plans: OrderedDict[tuple[int, bool], Plan] = OrderedDict()
 
     @classmethod

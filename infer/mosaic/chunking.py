@@ -23,7 +23,7 @@ from idlm.errors import UserError
 from idlm.infer.mosaic.planner import Plan, live_bytes, plan_template, storage_bytes
 from idlm.infer.mosaic.sizes import K_QUERY, Sizes, ceil_div
 from idlm.infer.mosaic.template import Template
-from idlm.infer.mosaic.trunk import PAPER, QUERY, WHOLE, TrunkShape, trunk_template
+from idlm.infer.mosaic.trunk import TrunkShape, trunk_template
 
 MIN_CHUNK_ROWS = 512
 """Rows of the smallest chunk: smaller products leave a large GPU idle and save no memory worth having."""
@@ -61,12 +61,9 @@ class Misfit:
     num_bytes: int
 
 
-def trunk_forward(shape: TrunkShape, arm: str = "ours") -> Forward:
-    """Return the templates of an arm: `paper` and `mosaic` keep attention whole, `ours` may chunk queries."""
-    if arm == "ours":
-        return Forward(trunk_template(shape, WHOLE), trunk_template(shape, QUERY))
-    assert arm in ("paper", "mosaic"), arm
-    return Forward(trunk_template(shape, PAPER if arm == "paper" else WHOLE))
+def trunk_forward(shape: TrunkShape) -> Forward:
+    """Return the templates of a trunk."""
+    return Forward(trunk_template(shape), trunk_template(shape, chunks_queries=True))
 
 
 def plan_forward(

@@ -23,10 +23,9 @@ from idlm.infer.mosaic.sizes import LENGTH, Size, Sizes
 class Step:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
-    `place` is the op's place in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells. `ends`
-    names the tensors (not their aliases) whose bytes nothing needs after this call. `offsets` has the byte
-    offset of every tensor of the op; it is empty without a plan. A tensor with a chunk count starts at its
-    offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes.
+    `place` is the op's place in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells.
+    `offsets` has the byte offset of every tensor of the op; it is empty without a plan. A tensor with a chunk
+    count starts at its offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes.
     """
 
     op: Op
@@ -35,7 +34,6 @@ class Step:
     chunk: int
     start: int
     stop: int
-    ends: tuple[str, ...]
     offsets: Mapping[str, int]
 
 
@@ -46,15 +44,6 @@ class _Group:
     loop: Loop | None
     in_layers: bool
     ops: list[tuple[int, Op]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A tensor that ends after an op: in every chunk and layer, or in the last ones only."""
-
-    name: str
-    is_per_chunk: bool
-    is_per_layer: bool
 
 
 class Template(Graph):
@@ -141,40 +130,11 @@ class Template(Graph):
             num_rows = sizes.num_rows(group.loop.rows)
             chunk_rows = sizes.chunk_rows(group.loop.rows, group.loop.chunks)
         starts = range(0, num_rows, chunk_rows) if chunk_rows else range(0 if group.loop else 1)
-        all_ends, is_last_layer = self._ends, not group.in_layers or layer == self.num_layers - 1
         for chunk, start in enumerate(starts):
             stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
-            is_last_chunk = chunk == len(starts) - 1
             for place, op in group.ops:
-                if op.is_barrier:
-                    continue
-                ends = tuple(
-                    [
-                        end.name
-                        for end in all_ends[place]
-                        if (is_last_chunk or end.is_per_chunk) and (is_last_layer or end.is_per_layer)
-                    ]
-                )
-                yield Step(op, place, layer, chunk, start, stop, ends, places[place])
-
-    @cached_property
-    def _ends(self) -> list[list[_End]]:
-        """Tensors that end after each op. Those that live to the last op are results and never end."""
-        ends: list[list[_End]] = [[] for _ in self.ops]
-        body = [place for place, op in enumerate(self.ops) if op.in_layers]
-        loops = {id(op): group for group in self._groups for _, op in group.ops}
-        for storage in self.lifetimes.storages:
-            place = storage.last
-            if place == len(self.ops) - 1:
-                continue
-            while place and self.ops[place].is_barrier:
-                place -= 1
-            group = loops[id(self.ops[place])]
-            first, last = group.ops[0][0], group.ops[-1][0]
-            is_local = group.loop is None or (first <= storage.first and storage.last <= last)
-            in_body = not body or (body[0] <= storage.first and storage.last <= body[-1])
-            ends[place].append(_End(storage.name, is_local, in_body))
-        return ends
+                if not op.is_barrier:
+                    yield Step(op, place, layer, chunk, start, stop, places[place])
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the first and last op of every loop over chunks, and of the layers."""

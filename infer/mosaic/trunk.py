@@ -1,10 +1,9 @@
 """Templates of dense and mixture-of-experts trunks, from plain numbers.
 
-Three arms of attention: `paper` keeps x, norm, q, k, v and out alive together, as attention
-without a plan does; `whole` gives them their true lifetimes; `query` computes K and V of all rows first and
-then attends in chunks of query rows, each of which updates x in place. K and V come from products of their
-own: a fused product would keep both twice. The FFN is a loop of its own after attention, not part of the
-query chunks: K and V are free by then, so it needs fewer chunks.
+Attention is whole, or in query chunks: K and V of all rows come first, then chunks of query rows, each of
+which updates x in place. K and V come from products of their own: a fused product would keep both twice. The
+FFN is a loop of its own after attention, not part of the query chunks: K and V are free by then, so it needs
+fewer chunks.
 
 Every product writes its own buffer, and residuals are added to x afterwards. Projections add their bias,
 normalise and rotate in place.
@@ -23,9 +22,6 @@ CONFIDENCE_BYTES = ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4
 """Item sizes: int64 for token ids; fp32 for confidences and routing, int32 for sorted pairs and experts."""
 TILE_BYTES = 16
 """Of a tile of sorted pairs, which has at least as many pairs unless its expert has fewer."""
-
-PAPER, WHOLE, QUERY = "paper", "whole", "query"
-ATTENTION_ARMS = (PAPER, WHOLE, QUERY)
 
 ATTENTION = Loop(name="attention", rows=LENGTH, chunks=K_QUERY)
 KEYS_VALUES = Loop(name="keys_values", rows=LENGTH, chunks=K_QUERY)
@@ -89,23 +85,22 @@ class _TrunkTemplate:
             self.template.add_tensor(name, size)
 
 
-def trunk_template(shape: TrunkShape, attention: str = WHOLE) -> Template:
+def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> Template:
     """Return the template of a whole forward pass, from token ids to tokens and confidences of wanted rows.
 
-    `attention` is one of ATTENTION_ARMS. Inputs: `token_ids`, `positions`, `wanted_rows`.
+    Inputs: `token_ids`, `positions`, `wanted_rows`.
     """
-    assert attention in ATTENTION_ARMS, attention
-    names = ["moe" if shape.num_experts else "dense", f"attention {attention}"]
+    names = ["moe" if shape.num_experts else "dense", f"attention {'query' if chunks_queries else 'whole'}"]
     trunk = _TrunkTemplate(shape, ", ".join(names + ["no logits"] * (shape.fused_head is not None)))
     template = trunk.template
     template.add_input("token_ids", "positions", "wanted_rows")
     trunk.rows(shape.x_bytes, x=1)
     trunk.op("embed", ["token_ids"], ["x"])
     with template.layers(shape.num_layers):
-        if attention == QUERY:
+        if chunks_queries:
             _add_query_chunks(trunk)
         else:
-            _add_whole_attention(trunk, keep_all=attention == PAPER)
+            _add_whole_attention(trunk)
         if shape.num_experts:
             _add_experts(trunk)
         else:
@@ -115,8 +110,8 @@ def trunk_template(shape: TrunkShape, attention: str = WHOLE) -> Template:
     return template
 
 
-def _add_whole_attention(trunk: _TrunkTemplate, *, keep_all: bool) -> None:
-    """Attention over all rows; `keep_all` keeps its six tensors to the end, as the `paper` arm does."""
+def _add_whole_attention(trunk: _TrunkTemplate) -> None:
+    """Attention over all rows."""
     shape = trunk.shape
     trunk.rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
     trunk.rows(shape.q_bytes, ATTENTION, q=1, heads=1)
@@ -126,8 +121,6 @@ def _add_whole_attention(trunk: _TrunkTemplate, *, keep_all: bool) -> None:
     trunk.op("k_proj", ["attention_in", "positions"], ["k"], ATTENTION)
     trunk.op("v_proj", ["attention_in"], ["v"], ATTENTION)
     trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION)
-    if keep_all:
-        trunk.template.add_barrier("x", "attention_in", "q", "k", "v", "heads", chunks=ATTENTION)
     _add_attention_output(trunk)
 
 

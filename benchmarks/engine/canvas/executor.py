@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ from idlm.infer.decoders.full import SCORE_BYTES
 from idlm.infer.models.base import ModelSpec
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.mosaic.arena import PLAIN, open_arena
+from idlm.infer.mosaic.chunking import Forward, trunk_forward
+from idlm.infer.mosaic.lifetimes import Op
 from idlm.infer.mosaic.planner import Plan, live_bytes, storage_bytes
+from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.trunk import ATTENTION, TrunkShape, trunk_template
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.page_pool import PagePool
 from idlm.kernels.sampling import judged_draws, row_probs
@@ -31,10 +36,29 @@ from idlm.kernels.sampling import judged_draws, row_probs
 PRODUCT_ARMS = ("paper", "mosaic", "ours")
 
 
-class ExecutorArm:
-    """An arm of `trunk_forward` (`infer/mosaic/chunking.py`); the workspace may have all that is free once
-    the weights exist.
+def forward_of(arm: str, shape: TrunkShape) -> Forward:
+    """The templates of an arm: `ours` is the product, which may chunk query rows; `mosaic` keeps attention
+    whole, and `paper` also keeps x, norm, q, k, v and heads alive together, as attention without a plan does.
     """
+    assert arm in PRODUCT_ARMS, arm
+    if arm == "ours":
+        return trunk_forward(shape)
+    whole = trunk_template(shape)
+    return Forward(_with_all_of_attention(whole) if arm == "paper" else whole)
+
+
+def _with_all_of_attention(whole: Template) -> Template:
+    kept = Template(whole.name.replace("whole", "paper"))
+    kept.tensors, kept.aliases, kept.inputs = whole.tensors, whole.aliases, whole.inputs
+    kept.num_layers, kept.ops = whole.num_layers, [*whole.ops]
+    names = ("x", "attention_in", "q", "k", "v", "heads")
+    barrier = Op(name="barrier", reads=names, loop=ATTENTION, in_layers=True, is_barrier=True)
+    kept.ops.insert(1 + [op.name for op in kept.ops].index("attention"), barrier)
+    return kept
+
+
+class ExecutorArm:
+    """An arm of `forward_of`; the workspace may have all that is free once the weights exist."""
 
     def __init__(
         self,
@@ -68,7 +92,8 @@ class ExecutorArm:
         capacity = planned.workspace_bytes(shape, device)
         # Pages only count rows for the scheduler, which does not run here.
         pool = PagePool(num_pages=1, page_size=1, num_lanes=1, max_slots=1, device=device)
-        self._runner = runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity, arm=arm)
+        with patch.object(runner, "trunk_forward", partial(forward_of, arm)):
+            self._runner = runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity)
 
     def propose(self, canvas: Canvas) -> Proposals:
         """Tokens [X] and confidences [X] of the masks."""

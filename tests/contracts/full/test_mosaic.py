@@ -20,6 +20,7 @@ from idlm.infer.mosaic.sizes import Sizes
 from idlm.infer.mosaic.template import Step
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
+from tests.lifetime_ends import ends_with
 from tests.margins import assert_same_rows
 
 ORDERS: list[dict[str, Any]] = [
@@ -153,9 +154,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def poisoned(self: CanvasPass, step: Step, op: Any = None) -> None:
         execute(self, step, op)
-        for name in step.ends:
+        template, sizes = self.plan.template, dataclasses.replace(self.plan.sizes, wanted=len(self.rows_X))
+        for name in ends_with(template, sizes, step):
             # The largest view of the storage: an alias may be larger than its target.
-            template = self.plan.template
             size = max(
                 [number for view, number in self.plan.num_bytes.items() if template.root(view) == name]
             )
@@ -193,7 +194,6 @@ def shortened(template: Any, name: str) -> None:
         dataclasses.replace(one, last=last - 1) if one.name == name else one for one in lifetimes.storages
     ]
     template.__dict__["lifetimes"] = relate(storages, len(template.ops), template.aliases)
-    template.__dict__.pop("_ends", None)
 
 
 @pytest.mark.sweep_but(chunks={})

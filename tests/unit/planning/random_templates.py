@@ -15,6 +15,7 @@ from idlm.infer.mosaic.lifetimes import Loop, Op
 from idlm.infer.mosaic.planner import ALIGNMENT, Plan
 from idlm.infer.mosaic.sizes import LENGTH, WANTED, Size, Sizes
 from idlm.infer.mosaic.template import Template
+from tests.lifetime_ends import ends_with
 
 
 class Corrupted(AssertionError):
@@ -168,8 +169,9 @@ def simulate(plan: Plan) -> int:
         if not kept <= valid:
             raise Corrupted(f"the barrier after {op.name} misses {kept - valid}")
         # What ends here may be overwritten with anything.
-        valid.difference_update(step.ends)
-        ended.update(step.ends)
+        ends = ends_with(template, plan.sizes, step)
+        valid.difference_update(ends)
+        ended.update(ends)
     last = len(template.ops) - 1
     missing = {storage.name for storage in template.lifetimes.storages if storage.last < last} - ended
     if missing and num_steps:

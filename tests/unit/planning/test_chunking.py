@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from benchmarks.engine.canvas.executor import forward_of
 from idlm.errors import UserError
 from idlm.infer.mosaic import planner
 from idlm.infer.mosaic.chunking import (
@@ -68,7 +69,7 @@ def counts(plan: Plan) -> dict[str, int]:
 @pytest.mark.parametrize("arm", ["paper", "mosaic", "ours"])
 @pytest.mark.parametrize("shape", [SMALL, SMALL_MOE], ids=["dense", "moe"])
 def test_the_search_finds_what_the_search_of_the_paper_finds(shape: TrunkShape, arm: str) -> None:
-    forward, rng = trunk_forward(shape, arm), random.Random(0)
+    forward, rng = forward_of(arm, shape), random.Random(0)
     num_plans = num_misfits = 0
     for _ in range(60):
         length = rng.randrange(1, 3000)
@@ -159,7 +160,7 @@ def test_the_peak_toggles_between_logits_and_ffn() -> None:
 @pytest.mark.parametrize("arm", ["paper", "mosaic", "ours"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_max_length_is_the_last_that_fits(model: str, arm: str) -> None:
-    forward, capacity = trunk_forward(SHAPES[model], arm), 8 * GIB
+    forward, capacity = forward_of(arm, SHAPES[model]), 8 * GIB
     length = max_length(forward, capacity=capacity, wanted_share=0.5)
     for more, kind in ((0, Plan), (1, Misfit), (1000, Misfit)):
         num = length + more
@@ -179,7 +180,7 @@ def test_the_ratios_of_the_arms_can_be_planned() -> None:
     """24 GiB, prompt share 0.5: capacity is what weights and 1 GiB leave (LLaDA-8B: 14.93 GiB of weights)."""
     capacity = int((24 - 14.93 - 1) * GIB)
     lengths = {
-        arm: max_length(trunk_forward(LLADA_8B, arm), capacity=capacity, wanted_share=0.5)
+        arm: max_length(forward_of(arm, LLADA_8B), capacity=capacity, wanted_share=0.5)
         for arm in ("paper", "mosaic", "ours")
     }
     assert lengths["ours"] >= 0.99 * capacity / (24 * 1024)
@@ -187,7 +188,7 @@ def test_the_ratios_of_the_arms_can_be_planned() -> None:
 
 
 def test_a_canvas_that_is_too_long_is_refused_with_the_operator_and_the_nearest_length() -> None:
-    forward = trunk_forward(LLADA_8B, "mosaic")
+    forward = forward_of("mosaic", LLADA_8B)
     nearest = max_length(forward, capacity=8 * GIB, wanted_share=0.25)
     with pytest.raises(UserError) as refusal:
         plan_forward(forward, length=400_000, wanted=100_000, capacity=8 * GIB)

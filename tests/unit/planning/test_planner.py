@@ -6,11 +6,13 @@ import math
 
 import pytest
 
+from benchmarks.engine.canvas.executor import PRODUCT_ARMS, forward_of
 from idlm.infer.mosaic.chunking import Forward, search, trunk_forward
 from idlm.infer.mosaic.lifetimes import Lifetimes
 from idlm.infer.mosaic.planner import Plan, first_fit, live_bytes, orders, plan_template, storage_bytes
 from idlm.infer.mosaic.sizes import Sizes
-from idlm.infer.mosaic.trunk import ATTENTION_ARMS, PAPER, QUERY, WHOLE, trunk_template
+from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.oracle import least_peak
 from tests.unit.planning.random_templates import check_places, random_template, simulate
 from tests.unit.planning.shapes import SHAPES
@@ -19,11 +21,17 @@ LENGTHS = [round(2 ** (exponent / 3)) for exponent in range(27, 61)]
 """512 to a million rows, three lengths per octave."""
 
 
-@pytest.mark.sweep_but("llada_8b-paper", "dream_7b-query")
-@pytest.mark.parametrize("attention", ATTENTION_ARMS)
+def template_of(shape: TrunkShape, arm: str) -> Template:
+    """The template of an arm that chunks the most."""
+    forward = forward_of(arm, shape)
+    return forward.query or forward.whole
+
+
+@pytest.mark.sweep_but("llada_8b-paper", "dream_7b-ours")
+@pytest.mark.parametrize("arm", PRODUCT_ARMS)
 @pytest.mark.parametrize("model", SHAPES)
-def test_first_fit_is_within_one_percent_of_the_bytes_alive(model: str, attention: str) -> None:
-    template = trunk_template(SHAPES[model], attention)
+def test_first_fit_is_within_one_percent_of_the_bytes_alive(model: str, arm: str) -> None:
+    template = template_of(SHAPES[model], arm)
     worst = 0.0
     for length in LENGTHS:
         for share in (0.0, 0.1, 0.37, 0.5, 0.9, 1.0):
@@ -32,7 +40,7 @@ def test_first_fit_is_within_one_percent_of_the_bytes_alive(model: str, attentio
                     "ffn": num,
                     "experts": num,
                     "logits": 2 * num - 1,
-                    "query": 1 + num if attention == QUERY else 1,
+                    "query": 1 + num if arm == "ours" else 1,
                 }
                 sizes = Sizes(length=length, wanted=math.ceil(share * length), chunks=chunks)
                 plan = plan_template(template, sizes)
@@ -60,12 +68,12 @@ def test_a_plan_of_a_real_template_keeps_what_is_needed(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "attention"),
-    [("dream_7b", WHOLE), ("dream_7b", QUERY), ("dream_7b", PAPER), ("llada_moe", WHOLE)],
+    ("model", "arm"),
+    [("dream_7b", "mosaic"), ("dream_7b", "ours"), ("dream_7b", "paper"), ("llada_moe", "mosaic")],
 )
-def test_the_oracle_finds_nothing_better_on_a_layer(model: str, attention: str) -> None:
-    template = trunk_template(SHAPES[model], attention)
-    chunks = {"ffn": 3, "experts": 3, "logits": 11, "query": 4 if attention == QUERY else 1}
+def test_the_oracle_finds_nothing_better_on_a_layer(model: str, arm: str) -> None:
+    template = template_of(SHAPES[model], arm)
+    chunks = {"ffn": 3, "experts": 3, "logits": 11, "query": 4 if arm == "ours" else 1}
     plan = plan_template(template, Sizes(length=32768, wanted=16384, chunks=chunks))
     num_bytes = storage_bytes(template.lifetimes, plan.sizes)
     # What is alive at once bounds every plan from below: not told so, the program of experts takes minutes.

@@ -46,7 +46,6 @@ def test_the_check_finds_a_lifetime_that_is_one_op_too_short() -> None:
                 continue
             short = dataclasses.replace(storage, last=storage.last - 1)
             storages = (*right.storages[:index], short, *right.storages[index + 1 :])
-            template.__dict__.pop("_ends", None)
             template.__dict__["lifetimes"] = relate(storages, len(template.ops), template.aliases)
             num_planted += 1
             try:

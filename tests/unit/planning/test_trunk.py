@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
+from benchmarks.engine.canvas.executor import forward_of
 from idlm.infer.mosaic.canvas import fused_head
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
 from idlm.infer.mosaic.describe import describe_plan
 from idlm.infer.mosaic.planner import Plan, plan_template
 from idlm.infer.mosaic.sizes import Sizes
-from idlm.infer.mosaic.trunk import PAPER, QUERY, WHOLE, trunk_template
+from idlm.infer.mosaic.trunk import trunk_template
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
 
@@ -23,7 +24,7 @@ FINE = {"logits": 10_000, "ffn": 10_000, "experts": 10_000}
 @pytest.mark.parametrize("prompt_share", [0.1, 0.5, 0.9])
 def test_the_bytes_of_a_row_are_those_of_the_table(model: str, arm: str, prompt_share: float) -> None:
     """The slope of the capacity over L_max, between two large capacities."""
-    forward = trunk_forward(SHAPES[model], arm)
+    forward = forward_of(arm, SHAPES[model])
     low, high = (max_length(forward, capacity=num * GIB, wanted_share=1 - prompt_share) for num in (20, 60))
     slope = 40 * GIB / (high - low) / 1024
     assert slope == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
@@ -32,8 +33,8 @@ def test_the_bytes_of_a_row_are_those_of_the_table(model: str, arm: str, prompt_
 @pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
 def test_fine_chunks_leave_the_attention_set(model: str, arm: str) -> None:
     """With fixed fine chunks the peak itself grows by the bytes of the table in shapes.py."""
-    attention = {"paper": PAPER, "mosaic": WHOLE, "ours": QUERY}[arm]
-    template = trunk_template(SHAPES[model], attention)
+    forward = forward_of(arm, SHAPES[model])
+    template = forward.query or forward.whole
     chunks = FINE | ({"query": 10_000} if arm == "ours" else {})
     peaks = [
         plan_template(template, Sizes(length=length, wanted=length // 2, chunks=chunks)).peak_bytes
@@ -44,7 +45,7 @@ def test_fine_chunks_leave_the_attention_set(model: str, arm: str) -> None:
 
 def test_unchunked_live_sets_are_those_of_the_table() -> None:
     """Whole logits of half of the rows need 139.5 KiB a row for LLaDA-8B, and a whole FFN 64 KiB."""
-    template = trunk_template(LLADA_8B, WHOLE)
+    template = trunk_template(LLADA_8B)
     length = 1_000_000
     plan = plan_template(template, Sizes(length=length, wanted=length // 2))
     # The gathered rows of the head, 4 KiB a row here, are the only difference to the table.
@@ -58,9 +59,7 @@ def test_unchunked_live_sets_are_those_of_the_table() -> None:
 def test_the_peak_does_not_depend_on_the_number_of_layers() -> None:
     sizes = Sizes(length=40_000, wanted=20_000, chunks={"ffn": 3, "logits": 9})
     peaks = {
-        plan_template(
-            trunk_template(dataclasses.replace(LLADA_8B, num_layers=number), WHOLE), sizes
-        ).peak_bytes
+        plan_template(trunk_template(dataclasses.replace(LLADA_8B, num_layers=number)), sizes).peak_bytes
         for number in (1, 2, 32)
     }
     assert len(peaks) == 1
@@ -72,7 +71,7 @@ def names(plan: Plan) -> list[str]:
 
 def test_an_executor_can_walk_a_dense_template() -> None:
     shape = dataclasses.replace(LLADA_8B, num_layers=2)
-    template = trunk_template(shape, QUERY)
+    template = trunk_template(shape, chunks_queries=True)
     sizes = Sizes(length=100, wanted=30, chunks={"query": 2, "ffn": 3, "logits": 2})
     kv = ["attention_norm", "k_proj", "v_proj"]
     attention = ["attention_norm", "q_proj", "attention", "o_proj", "add"]
@@ -83,7 +82,7 @@ def test_an_executor_can_walk_a_dense_template() -> None:
 
 
 def test_an_executor_can_walk_a_moe_template() -> None:
-    template = trunk_template(dataclasses.replace(LLADA_MOE, num_layers=1), WHOLE)
+    template = trunk_template(dataclasses.replace(LLADA_MOE, num_layers=1))
     plan = plan_template(template, Sizes(length=64, wanted=8, chunks={"experts": 4}))
     attention = ["attention_norm", "q_proj", "k_proj", "v_proj", "attention", "o_proj", "add"]
     experts = [
@@ -130,8 +129,7 @@ def test_a_fused_head_takes_no_length(model: str, share: float) -> None:
     fused = fused_head(shape)
     for arm in ("mosaic", "ours"):
         longest, without = (
-            max_length(trunk_forward(one, arm), capacity=8 * GIB, wanted_share=share)
-            for one in (shape, fused)
+            max_length(forward_of(arm, one), capacity=8 * GIB, wanted_share=share) for one in (shape, fused)
         )
         assert 0 < longest <= without
     for length in (64, 1000, 8192, 65536):
