@@ -39,7 +39,7 @@ from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
-from idlm.infer.sparse.head_rows import Asked, RowCounts, RowRooms
+from idlm.infer.sparse.head_rows import RowCounts, RowReservation
 from idlm.infer.structured.grammar import Compiling
 
 
@@ -70,10 +70,10 @@ class Engine:
         self.tokenizer, self.model, self.semantics = parts.tokenizer, parts.model, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
-        # Only passes of blocks and canvases say what they ask for.
-        self._rooms: RowRooms | None = None
-        if not parts.decoder.kv_policy.num_lookahead_tokens:
-            self._rooms = RowRooms(drops=parts.drops_rows, block_size=parts.decoder.kv_policy.block_size)
+        # Only in passes of blocks and canvases the device alone knows how many rows are needed.
+        self._reservation: RowReservation | None = None
+        if not (policy := parts.decoder.kv_policy).num_lookahead_tokens:
+            self._reservation = RowReservation(drops=parts.drops_rows, block_size=policy.block_size)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -113,8 +113,8 @@ class Engine:
 
     @property
     def row_counts(self) -> RowCounts:
-        """What passes of blocks and canvases asked for and computed so far."""
-        return RowCounts() if self._rooms is None else self._rooms.counts
+        """Rows that passes of blocks and canvases needed and computed so far."""
+        return RowCounts() if self._reservation is None else self._reservation.counts
 
     def metrics(self) -> dict[str, float]:
         """Counters since the engine was loaded, and what its warm-up took."""
@@ -311,8 +311,8 @@ class Engine:
         self._last_scheduled = schedule.requests
         if self._stride_controller is not None:
             schedule.mode = self._stride_controller.choose(Load.of(schedule))
-        if self._rooms is not None:
-            self._rooms.choose(schedule)
+        if self._reservation is not None:
+            self._reservation.choose(schedule)
         schedule.derive()
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
@@ -323,12 +323,8 @@ class Engine:
         while self._inflight and (len(self._inflight) > max_inflight or self._inflight[0].is_ready()):
             step = self._inflight.popleft()
             emissions = step.emissions()
-            if self._rooms is not None:
-                asked = [
-                    Asked(samples=samples, waited=one.waited, certain=certain, rows=one.asked)
-                    for samples, certain, one in zip(step.samples, step.certain, emissions, strict=True)
-                ]
-                self._rooms.observe(asked, step.widths)
+            if self._reservation is not None:
+                self._reservation.observe([one.demand for one in emissions], step.widths)
             for request, place, logprobs in step.prompt_logprobs():
                 request.add_prompt_logprobs(place, logprobs)
             if self._stride_controller is not None and not step.schedule.is_eager:
@@ -353,15 +349,17 @@ class Engine:
             return
         if request.params.max_tokens == 0:
             request.finish_reason = "length"
-            self._events.append(self._event(request, (), ""))
+            self._emit(request, [], "", emission)
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
         problem = None if request.grammar is None else request.grammar.problem
         if problem is None:
-            self.scheduler.book(request, num_before, waited=emission.waited)
+            self.scheduler.book(request, num_before, waited=emission.demand.waited)
         if new_ids:
-            self._tell(request, new_ids, text, emission)
+            request.num_steps += 1
+            self._count_drafts(request, emission, len(new_ids))
+            self._emit(request, new_ids, text, emission)
         if request.finish_reason is not None:
             return
         if problem is not None:
@@ -369,30 +367,26 @@ class Engine:
         elif new_ids and emission.nonfinite:
             self._fail_nonfinite(request)
 
-    def _tell(self, request: Request, new_ids: list[int], text: str, emission: Emission) -> None:
-        """Enter the event of new tokens, and finish the request if it is done."""
-        request.num_steps += 1
-        self._count_drafts(request, emission, len(new_ids))
+    def _emit(self, request: Request, new_ids: list[int], text: str, emission: Emission) -> None:
+        """Finish the request if it is done, and enter the event of its new tokens."""
         logprobs = emission.logprobs[: len(new_ids)]
         request.logprobs += logprobs
-        is_done = request.finish_reason is not None
-        if is_done and request in self._texts:
-            text += self._texts[request].finish()
-        self._events.append(self._event(request, tuple(new_ids), text, logprobs))
-
-    def _event(
-        self, request: Request, new_ids: tuple[int, ...], text: str, logprobs: Iterable[TokenLogprob] = ()
-    ) -> StreamEvent:
-        """The event of new tokens, with the completion if they finish the request."""
+        completion = None
+        if request.finish_reason is not None:
+            if request in self._texts:
+                text += self._texts[request].finish()
+            completion = self._finish(request)
         is_first = len(request.token_ids) == len(new_ids)
-        return StreamEvent(
-            request_id=request.request_id,
-            index=request.index,
-            token_ids=new_ids,
-            text=text,
-            completion=None if request.finish_reason is None else self._finish(request),
-            logprobs=tuple(logprobs),
-            prompt_logprobs=request.all_prompt_logprobs() if is_first else None,
+        self._events.append(
+            StreamEvent(
+                request_id=request.request_id,
+                index=request.index,
+                token_ids=tuple(new_ids),
+                text=text,
+                completion=completion,
+                logprobs=tuple(logprobs),
+                prompt_logprobs=request.all_prompt_logprobs() if is_first else None,
+            )
         )
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:

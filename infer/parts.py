@@ -70,7 +70,7 @@ class EngineParts:
 
     @property
     def drops_rows(self) -> bool:
-        """Whether passes may drop rows, and so have room for few of them (`RowRoom`)."""
+        """Whether passes may drop rows, and so have room for few of them (`PassRows`)."""
         return self.stack is not None and self.stack.rows is not None
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -44,7 +44,7 @@ from idlm.infer.models.loader import LoadedModel
 from idlm.infer.parts import WarmUp
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.sparse.accelerator import ACCELERATORS
-from idlm.infer.state.batch import RowRoom, lane_of
+from idlm.infer.state.batch import PassRows, lane_of
 
 THRESHOLD = 0.5
 """Of the decoder: between the confidences 0 and 1 that a replay gives."""
@@ -204,8 +204,8 @@ class Window:
     num_captured: int = 0
     ahead: WarmUp = WarmUp()
     num_settling: int = 0
-    asked: RowRoom = RowRoom(fed=0, kept=0, head=0)
-    computed: RowRoom = RowRoom(fed=0, kept=0, head=0)
+    asked: PassRows = PassRows(fed=0, kept=0, head=0)
+    computed: PassRows = PassRows(fed=0, kept=0, head=0)
 
     @property
     def step_ms(self) -> float:
@@ -224,7 +224,7 @@ class Window:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the pairs of sequence and pass in which the sequence found no room."""
+        """Share of the pairs of sequence and pass in which the sequence exceeded the capacity."""
         return self.num_waits / max(1, self.num_pairs)
 
     @property
@@ -314,8 +314,8 @@ class SteadyTrace(SteadyBlocks):
             now - then for now, then in zip(row_counts_of(self.engine), counts, strict=True)
         )
         found.num_pairs, found.num_waits = pairs, waits
-        found.asked = RowRoom(fed=rows[0], kept=rows[1], head=rows[2])
-        found.computed = RowRoom(fed=rows[3], kept=rows[4], head=rows[5])
+        found.asked = PassRows(fed=rows[0], kept=rows[1], head=rows[2])
+        found.computed = PassRows(fed=rows[3], kept=rows[4], head=rows[5])
 
     def _places(self) -> dict[int, tuple[int, int, int]]:
         """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has

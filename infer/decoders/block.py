@@ -394,6 +394,6 @@ class BlockDecoder(Decoder):
 
 
 def _waits(plan: BlockPlan) -> Tensor:
-    """Sequences that found no room in this pass, bool [B]."""
+    """Sequences beyond the capacity in this pass, bool [B]."""
     assert plan.active is not None and plan.active.waits_B is not None
     return plan.active.waits_B

@@ -79,7 +79,7 @@ def plan_blocks(
             num_steps_B=packed.num_steps_B,
             size=shape.size,
             num_scheduled_B=batch.num_feed_B,
-            room=batch.room,
+            capacity=batch.capacity,
             num_waits_B=blocks.num_waits_Z[batch.lanes_B],
             is_exact=batch.num_rows is None,
             num_wanted_B=packed.wanted.num_B,
@@ -123,10 +123,9 @@ def _pack(
 
 
 def _sizes(batch: Batch, shape: BlockShape, rows: Callable[[], _Rows]) -> tuple[int, int]:
-    """Rows of the pass and room for wanted rows: what the host chose (but room for one block, and a first
-    place of each sequence), or exactly what is needed, which the host waits for. No pass is empty, even if
-    the device finds all its sequences complete.
-    """
+    """Rows of the pass and of its head: what the host chose (but one block, and a first place of each
+    sequence, at least), or exactly what is needed, which the host waits for. No pass is empty, even if the
+    device finds all its sequences complete."""
     num_sequences = len(batch.lanes_B)
     num_places = num_sequences * shape.size
     if batch.num_rows is None:
@@ -140,7 +139,7 @@ def _sizes(batch: Batch, shape: BlockShape, rows: Callable[[], _Rows]) -> tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on; and, if all have room, whether
+    """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on; and, if all fit, whether
     it decides something, its masks that may be decided, and the places that ask for logits.
     """
 
@@ -268,7 +267,7 @@ def _with_room(
     is_asked_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
 ) -> WantedPlaces:
     """A wanted row for every place that asks for one, in the order of priorities, then of sequences, until a
-    sequence finds no room: it and those behind it have none.
+    sequence exceeds it: that one and those behind it wait.
 
     `predicting_X`: the row that predicts each place, [B * W].
     """
@@ -339,8 +338,8 @@ def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) 
     if batch.num_rows is None:
         return wants_B
     uncounted_B = (feed_B - batch.num_feed_B).clamp(min=0)
-    room = batch.num_rows - len(wants_B) * shape.size - torch.minimum(feed_B, batch.num_feed_B).sum()
-    return wants_B & ((uncounted_B == 0) | (uncounted_B.cumsum(0) <= room))
+    num_free = batch.num_rows - len(wants_B) * shape.size - torch.minimum(feed_B, batch.num_feed_B).sum()
+    return wants_B & ((uncounted_B == 0) | (uncounted_B.cumsum(0) <= num_free))
 
 
 def _predicting(cu_rows_B1: Tensor, offset_B: Tensor, size: int, num_rows: int, *, shifted: bool) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.state.batch import PromptRows, RowRoom, Schedule, lane_of
+from idlm.infer.state.batch import PassRows, PromptRows, Schedule, lane_of
 
 Message = dict[str, Any]
 PARAMS = (
@@ -63,7 +63,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "num_rows": schedule.num_rows,
         "mode": schedule.mode,
         "num_wanted": schedule.num_wanted,
-        "room": None if schedule.room is None else dataclasses.asdict(schedule.room),
+        "capacity": None if schedule.capacity is None else dataclasses.asdict(schedule.capacity),
         "prompt_rows": None if schedule.prompt_rows is None else dataclasses.asdict(schedule.prompt_rows),
     }
 
@@ -93,7 +93,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         mode=message["mode"],
         num_wanted=message["num_wanted"],
-        room=None if message["room"] is None else RowRoom(**message["room"]),
+        capacity=None if message["capacity"] is None else PassRows(**message["capacity"]),
         prompt_rows=None if message["prompt_rows"] is None else PromptRows(**message["prompt_rows"]),
     )
 

@@ -28,8 +28,8 @@ from idlm.infer.sparse.view import AttentionLists
 from idlm.infer.state.batch import (
     Batch,
     DroppedRows,
+    PassRows,
     PromptRows,
-    RowRoom,
     Schedule,
     StepPlan,
     WantedRows,
@@ -56,7 +56,7 @@ class StepResult:
     """
 
     counts_BJ: Tensor
-    widths: RowRoom
+    widths: PassRows
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     is_queued: bool = False
@@ -121,11 +121,11 @@ def _room(batch: Batch, plan: StepPlan) -> list[Tensor]:
     return [active.waits_B.long(), *(none_B if count_B is None else count_B for count_B in asked)]
 
 
-def _widths(plan: StepPlan, wanted: WantedRows) -> RowRoom:
+def _widths(plan: StepPlan, wanted: WantedRows) -> PassRows:
     num_rows = len(plan.token_ids_R)
     if wanted.dropped is None:
-        return RowRoom(fed=num_rows, kept=num_rows, head=len(wanted))
-    return RowRoom(fed=wanted.dropped.num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
+        return PassRows(fed=num_rows, kept=num_rows, head=len(wanted))
+    return PassRows(fed=wanted.dropped.num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
 
 
 @dataclass(frozen=True, slots=True)

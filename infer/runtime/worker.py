@@ -21,7 +21,8 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
-from idlm.infer.state.batch import RowRoom, Schedule, lane_of, to_host
+from idlm.infer.sparse.head_rows import RowDemand
+from idlm.infer.state.batch import PassRows, Schedule, lane_of, to_host
 
 POLL_SECONDS = 5e-5
 POLLS_PER_CHECK = 1000
@@ -92,14 +93,11 @@ class Worker:
 class Emission:
     """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
 
-    `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`,
-    `Batch.num_wanted`). `asked`: rows that it asked for (0: it waited before, or they are not counted).
-    `mode`: that of the step.
-    """
+    `demand`: the rows that it needed; if it waited, the pass decided nothing for it. `mode`: that of the
+    step."""
 
     nonfinite: int
-    waited: bool
-    asked: RowRoom
+    demand: RowDemand
     mode: int
     token_ids: list[int]
     num_accepted: int
@@ -115,7 +113,7 @@ class InflightStep:
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
         self.mode = schedule.mode
-        self.certain = schedule.certain_rows()
+        self._certain = schedule.certain_rows()
         launch_time = time.perf_counter()
         self._start = _mark(worker.device)
         result = worker.launch(schedule)
@@ -156,8 +154,12 @@ class InflightStep:
             emissions.append(
                 Emission(
                     nonfinite=nonfinite,
-                    waited=waited > 0,
-                    asked=RowRoom(fed=num_fed, kept=num_kept, head=num_wanted),
+                    demand=RowDemand(
+                        samples=self.samples[b],
+                        waited=waited > 0,
+                        certain=self._certain[b],
+                        rows=PassRows(fed=num_fed, kept=num_kept, head=num_wanted),
+                    ),
                     mode=self.mode,
                     token_ids=token_ids,
                     num_accepted=num_accepted,

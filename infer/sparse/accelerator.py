@@ -70,7 +70,7 @@ class RowSelection:
     their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
     what earlier passes stored of them stays.
 
-    The host has chosen before the pass how many rows there is room for (`RowRoom`). Sequences that waited
+    The host has chosen before the pass how many rows there is room for (`PassRows`). Sequences that waited
     longest take it first, then those that need the fewest rows. A sequence whose rows find none waits: it
     drops out of the denoising part of this pass, decides nothing, and its random stream and its answer stay
     those it would have had. Its pass must leave no trace in an accelerator's state: `finish` skips

@@ -1,9 +1,9 @@
 """Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and in passes
-that may drop rows (`RowRoom`) also those that are embedded and those that are left after the drop.
+that may drop rows (`PassRows`) also those that are embedded and those that are left after the drop.
 
 Only the device knows how many rows a pass needs. The host reserves the mean of recent passes and a margin
-that follows their spread. A sequence that finds no room waits for the next pass, which does not change its
-answer (`Batch.num_wanted`, `Batch.room`).
+that follows their spread. A sequence that exceeds the capacity waits for the next pass, which does not change
+its answer (`Batch.num_wanted`, `Batch.capacity`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from idlm.infer.state.batch import RowRoom, Schedule
+from idlm.infer.state.batch import PassRows, Schedule
 
 NUM_PASSES = 64
 """Passes that are remembered, about four blocks: sequences that begin their blocks together do not move the
 mean, and a choice that a graph was captured for stays."""
 MIN_PASSES = 4
 MARGIN = 2.5
-"""Room is this many standard deviations above the mean."""
+"""The capacity is this many standard deviations above the mean."""
 KEPT_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
 """The same for rows after a drop, which nearly all layers compute: there padding costs more than a wait. The
 margin begins at the first number and grows when more than the share `WAITS` of (sequence, pass) pairs wait.
@@ -32,37 +32,36 @@ with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %.
 STEADY = 0.97
 """A choice stays until less than this share of it is needed: each number of rows takes another graph."""
 MIN_PLACES = 256
-"""Places up to which reading its weights takes all the time of the head, so that all places have room."""
+"""Places up to which reading its weights takes all the time of the head, so that it computes all places."""
 PARTS = 8
-"""Room grows by this share of all places: each size in use is a graph of its own. Passes that drop rows have
-finer room (`HEAD_STEPS`): few of their places ask for logits.
+"""The capacity grows by this share of all places: each size in use is a graph of its own. In passes that drop
+rows it grows in finer steps (`HEAD_STEPS`): few of their places need logits.
 """
 STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 """Below the first number, rows that are kept are rounded up to a multiple of the second."""
 FED_STEPS, HEAD_STEPS = 4, 2
 """Embedded rows, and rows of the head, are rounded up to this many of these steps: few layers have them."""
-NONE = RowRoom(fed=0, kept=0, head=0)
+NONE = PassRows(fed=0, kept=0, head=0)
 AHEAD_PARTS = ((3 / 8, 8), (math.inf, 4))
-"""Rooms whose graphs are captured before traffic: from one to the next, the rows that are kept grow by 1/8
-below 3/8 of all places, and by 1/4 above. A room that traffic uses often gets its own graph later.
-"""
+"""Capacities whose graphs are captured before traffic: from one to the next, the rows that are kept grow by
+1/8 below 3/8 of all places, and by 1/4 above. A capacity that traffic uses often gets its own graph later."""
 AHEAD_FED, AHEAD_HEAD, AHEAD_STORED = 3.25, 0.75, 1.25
-"""For each row that is kept, such rooms have this many embedded rows and rows of the head (2.9 and 0.55 in
-the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each place.
-"""
+"""For each row that is kept, such capacities have this many embedded rows and rows of the head (2.9 and 0.55
+in the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each
+place."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
     """Sums over the passes whose results were read. `num_pairs`: (sequence, pass) that were to decode, of
-    which `num_waits` found no room; rows that sequences asked for, and those computed, padding included.
-    """
+    which `num_waits` exceeded the capacity; rows that sequences asked for, and those computed, padding
+    included."""
 
     num_passes: int = 0
     num_pairs: int = 0
     num_waits: int = 0
-    asked: RowRoom = NONE
-    computed: RowRoom = NONE
+    asked: PassRows = NONE
+    computed: PassRows = NONE
 
 
 class LateCounts:
@@ -93,21 +92,20 @@ class LateCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What one request of a pass asked for: `rows`, of which `certain` were known to be stored before. A
-    number of rows is 0 if the request `waited` before they were counted, or if they are not counted.
-    """
+class RowDemand:
+    """Rows that one request needed in a pass, of which `certain` were known to be stored before. `samples`:
+    it decodes. A number of rows is 0 if the request `waited` before they were counted, or if they are not
+    counted."""
 
     samples: bool
     waited: bool
     certain: int
-    rows: RowRoom
+    rows: PassRows
 
 
-class RowRooms:
-    """Chooses for each pass, and counts what passes asked for and computed. `drops`: they may drop rows of
-    blocks of `block_size`.
-    """
+class RowReservation:
+    """Chooses for each pass, and counts what passes needed and computed. `drops`: they may drop rows of
+    blocks of `block_size`."""
 
     def __init__(self, *, drops: bool, block_size: int = 1) -> None:
         self._drops, self._block_size, self.counts = drops, block_size, RowCounts()
@@ -122,20 +120,20 @@ class RowRooms:
         if not self._drops:
             schedule.num_wanted = head
         elif head is not None and fed is not None and kept is not None:
-            schedule.room = RowRoom(fed=certain + fed, kept=certain + kept, head=head)
+            schedule.capacity = PassRows(fed=certain + fed, kept=certain + kept, head=head)
         else:
             num_places = self._block_size * num_decoding
             num_rows = certain + num_places + num_places // PARTS
-            schedule.room = RowRoom(fed=num_rows, kept=num_rows, head=num_places)
+            schedule.capacity = PassRows(fed=num_rows, kept=num_rows, head=num_places)
 
-    def observe(self, asked: Sequence[Asked], widths: RowRoom) -> None:
+    def observe(self, demands: Sequence[RowDemand], computed: PassRows) -> None:
         """Note a finished pass, by request, and the rows that it computed."""
-        counts, decoding = self.counts, [one for one in asked if one.samples]
+        counts, decoding = self.counts, [one for one in demands if one.samples]
         counts.num_passes += 1
         counts.num_pairs += len(decoding)
         counts.num_waits += sum(one.waited for one in decoding)
-        counts.asked = _sum([counts.asked, *(one.rows for one in asked)])
-        counts.computed = _sum([counts.computed, widths])
+        counts.asked = _sum([counts.asked, *(one.rows for one in demands)])
+        counts.computed = _sum([counts.computed, computed])
         for late, name in ((self._head, "head"), (self._fed, "fed"), (self._kept, "kept")):
             told = [one for one in decoding if getattr(one.rows, name) or not one.waited]
             certain = sum(one.certain for one in told) if late is not self._head else 0
@@ -152,9 +150,9 @@ class RowRooms:
         self._since = replace(self.counts)
 
 
-def _sum(rooms: Sequence[RowRoom]) -> RowRoom:
-    fed, kept, head = (sum(getattr(one, name) for one in rooms) for name in ("fed", "kept", "head"))
-    return RowRoom(fed=fed, kept=kept, head=head)
+def _sum(passes: Sequence[PassRows]) -> PassRows:
+    fed, kept, head = (sum(getattr(one, name) for one in passes) for name in ("fed", "kept", "head"))
+    return PassRows(fed=fed, kept=kept, head=head)
 
 
 def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> int | None:
@@ -163,17 +161,16 @@ def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> 
     if num_wanted is None or num_places <= MIN_PLACES:
         return None
     step = -(-num_places // PARTS)
-    # A shifted block's first place has room in any case, and one block behind those.
+    # A shifted block's first place never waits, nor does one block behind those.
     num_rows = -(-max(num_wanted, num_sequences + block_size) // step) * step
     return num_rows if num_rows < num_places else None
 
 
-def row_room(
-    wanted: RowRoom | None, *, num_scheduled: int, num_rows: int, num_sequences: int, block_size: int
-) -> RowRoom | None:
-    """The room of a pass of static shape, of `num_rows` rows if none is dropped; None: all rows. What is
-    scheduled has room, and behind it a clean block and the next one, so that some sequence always goes on.
-    """
+def row_capacity(
+    wanted: PassRows | None, *, num_scheduled: int, num_rows: int, num_sequences: int, block_size: int
+) -> PassRows | None:
+    """The capacity of a pass of static shape, of `num_rows` rows if none is dropped; None: all rows. It holds
+    what is scheduled, and behind it a clean block and the next one, so that some sequence always decodes."""
     if wanted is None:
         return None
     least = num_scheduled + 2 * block_size
@@ -185,26 +182,25 @@ def row_room(
         # Rows that are bound by the weights cost nothing, and numbers that differ cost a graph each.
         least_head = max(num_sequences + block_size, MIN_PLACES // 2)
         head = min(num_places, _rounded_up(max(wanted.head, least_head), HEAD_STEPS))
-    return RowRoom(fed=fed, kept=kept, head=head)
+    return PassRows(fed=fed, kept=kept, head=head)
 
 
-def rooms_ahead(num_sequences: int, block_size: int, num_rows: int) -> list[RowRoom]:
-    """Rooms that between them hold those of all passes of as many sequences, of `num_rows` rows if none is
-    dropped: the largest first, and for each number of kept rows one with all rows of blocks embedded, then
-    one with as many as are usual.
-    """
+def capacities_ahead(num_sequences: int, block_size: int, num_rows: int) -> list[PassRows]:
+    """Capacities that between them hold those of all passes of as many sequences, of `num_rows` rows if none
+    is dropped: the largest first, and for each number of kept rows one with all rows of blocks embedded, then
+    one with as many as are usual."""
     num_places = num_sequences * block_size
-    found, kept = list[RowRoom](), max(MIN_PLACES // 2, 2 * num_sequences)
+    found, kept = list[PassRows](), max(MIN_PLACES // 2, 2 * num_sequences)
     while kept < num_rows:
         usual = min(num_rows, _rounded_up(int(AHEAD_FED * kept), 1))
         whole = min(num_rows, max(kept, int(AHEAD_STORED * num_places)))
         heads = min(num_places, _rounded_up(int(AHEAD_HEAD * kept), 1)), min(num_places, kept)
         if usual < whole:
-            found.append(RowRoom(fed=usual, kept=kept, head=heads[0]))
-        found.append(RowRoom(fed=whole, kept=kept, head=heads[1]))
+            found.append(PassRows(fed=usual, kept=kept, head=heads[0]))
+        found.append(PassRows(fed=whole, kept=kept, head=heads[1]))
         kept += kept // next(parts for share, parts in AHEAD_PARTS if kept < share * num_places)
         kept = _rounded_up(kept, 1)
-    return [RowRoom(fed=num_rows, kept=num_rows, head=num_places), *reversed(found)]
+    return [PassRows(fed=num_rows, kept=num_rows, head=num_places), *reversed(found)]
 
 
 def _rounded_up(num_rows: int, num_steps: int) -> int:

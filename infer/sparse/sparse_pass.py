@@ -1,10 +1,10 @@
 """A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
 The runner's side of `sparse/accelerator.py`. The rest of the engine knows rows as the decoder laid them out;
-here they get new numbers when some are dropped. The host has chosen all shapes before the pass (`RowRoom`),
-so nothing waits for the device. The rows that are left end with padding. A sequence whose rows find no room
-decides nothing in this pass and has room first in the next. Only with graphs=off the host reads how many rows
-are left.
+here they get new numbers when some are dropped. The host has chosen all shapes before the pass (`PassRows`),
+so nothing waits for the device. The rows that are left end with padding. A sequence whose rows exceed the
+capacity decides nothing in this pass and comes first in the next. Only with graphs=off the host reads how
+many rows are left.
 Attention is one launch a layer: layers without lists share one plan, those with lists another.
 B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows, H rows of the
 head (and head dim), N query heads, K KV heads, C listed slots.
@@ -51,10 +51,10 @@ class SparseKV:
         self._asked_B = self._num_fed_B = plan.cu_rows_B1.diff()
         """Rows that each sequence asked for at the last drop, and at the first."""
         if rows is not None:
-            room = view.active.room
+            capacity = view.active.capacity
             everything = RowSelection(keep_R=torch.ones_like(plan.slots_R, dtype=torch.bool))
-            kept = rows.initial_rows() or (None if room is None else everything)
-            self._drop(kept, None if room is None else room.fed)
+            kept = rows.initial_rows() or (None if capacity is None else everything)
+            self._drop(kept, None if capacity is None else capacity.fed)
             self._num_fed_B = self._asked_B
         self._num_fed = len(self.plan.slots_R)
 
@@ -72,8 +72,8 @@ class SparseKV:
             self._kv.commit_kv(number)
         if self._rows is None:
             return None
-        room = self.view.active.room
-        return self._drop(self._rows.select_rows(number, q_RNH), None if room is None else room.kept)
+        capacity = self.view.active.capacity
+        return self._drop(self._rows.select_rows(number, q_RNH), None if capacity is None else capacity.kept)
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""
@@ -102,14 +102,13 @@ class SparseKV:
         return rows_H, dropped
 
     def _wanted(self, plan: StepPlan) -> tuple[Tensor, DroppedRows | None]:
-        """Wanted rows of the decoder's plan that are left have room in the head in the plan's order, which is
-        that of waiting; a sequence that finds none waits.
-        """
+        """Wanted rows of the decoder's plan that are left enter the head in the plan's order, which is that
+        of waiting, up to the head's capacity."""
         rows_X, view, active = plan.logit_rows_X, self.view, self.view.active
         if self._rows is None:
             return rows_X, None
         assert active.num_wanted_B is not None
-        num_head = len(rows_X) if active.room is None else min(len(rows_X), active.room.head)
+        num_head = len(rows_X) if active.capacity is None else min(len(rows_X), active.capacity.head)
         kept = keep_wanted(
             *(rows_X, plan.first_logit_B, active.num_wanted_B, view.waits_B, self._origin_R),
             size=active.size,
@@ -130,9 +129,8 @@ class SparseKV:
         return kept.place_H, dropped
 
     def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
-        """Go on with the rows that are kept, or must be, and find room among `capacity` rows (None: all do);
-        returns their numbers [I], None for all.
-        """
+        """Keep the rows that are selected, or must be, up to `capacity` rows (None: all); returns their
+        numbers [I], None for all."""
         if kept is None:
             return None
         plan, view, num_left, room = self.plan, self.view, len(self._origin_R), None

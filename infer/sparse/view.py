@@ -39,7 +39,7 @@ class PassView:
     among those rows, of the row at each position of the active block, -1 where there is none. `is_working_B`
     (bool): the plan has rows of the sequence's block; `is_mask_BW` (bool): positions where it has masks.
     `needs_all_rows_B` (bool): sequences of which the kv side lets no row be dropped. `waits_B` (bool):
-    sequences that found no room so far (`RowSelection`); they decide nothing in this pass, so no state may
+    sequences beyond the capacity so far (`RowSelection`); they decide nothing in this pass, so no state may
     follow from it. `scale`: of scores.
     """
 

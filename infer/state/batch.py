@@ -31,10 +31,9 @@ Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 class DroppedRows:
     """What a pass that dropped rows tells the decoder. Row h of the head is wanted row `origin_H[h]` of the
     plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B`
-    (bool): sequences that found no room, of which nothing is decided. int64, by sequence, what each asked for
-    (0: it waited before): `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`: rows
-    embedded, with padding.
-    """
+    (bool): sequences beyond the capacity, of which nothing is decided. int64, by sequence, what each asked
+    for (0: it waited before): `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`:
+    rows embedded, with padding."""
 
     origin_H: Tensor | None
     numbers_X: Tensor
@@ -147,7 +146,7 @@ class WantedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowRoom:
+class PassRows:
     """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop
     rows, and of these the head computes `head`. Rows of prompts and of clean blocks are among the first two.
     """
@@ -156,7 +155,7 @@ class RowRoom:
     kept: int
     head: int
 
-    def __ge__(self, other: RowRoom) -> bool:
+    def __ge__(self, other: PassRows) -> bool:
         return self.fed >= other.fed and self.kept >= other.kept and self.head >= other.head
 
 
@@ -178,12 +177,10 @@ class Schedule:
     `num_feed[b]` known tokens are fed; at most `num_known[b]` are computed afterwards; `samples[b]`: these
     are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode. A later
     pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
-    ones lose their KV, and `resumed` ones get (part of) it back.
-    `mode`: which of the decoder's modes lays the pass out. Rows that the pass is likely to need (`RowRooms`;
-    None: unknown): `room`, if it may drop rows, else `num_wanted` of the head. `derive` sets the rest:
-    `prompt_rows`, None if no request of the pass asks for log-probabilities of its prompt, and `grammars` of
-    requests that decode, by place.
-    """
+    ones lose their KV, and `resumed` ones get (part of) it back. `mode`: which of the decoder's modes lays
+    the pass out. Rows that the pass is likely to need (`RowReservation`; None: unknown): `capacity`, if it
+    may drop rows, else `num_wanted` of the head. `derive` sets the rest: `prompt_rows`, None if no request of
+    the pass asks for log-probabilities of its prompt, and `grammars` of requests that decode, by place."""
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
@@ -196,7 +193,7 @@ class Schedule:
     mode: int = 0
     num_lookahead_tokens: int = 1
     num_wanted: int | None = None
-    room: RowRoom | None = None
+    capacity: PassRows | None = None
     prompt_rows: PromptRows | None = None
     grammars: dict[int, Grammar] = field(default_factory=dict)
 
@@ -302,10 +299,10 @@ class Batch:
     that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
     out in all, padding included; None: exactly those that are fed, which the host has to wait for. `filters`:
     whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most likely tokens
-    to report for every token; None: no log-probabilities. `num_wanted`: room for wanted rows, which may make
+    to report for every token; None: no log-probabilities. `num_wanted`: capacity of the head, beyond which
     sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most, prompt and
     answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for these two.
-    `num_canvases` of one sequence at most (`Decoder.num_canvases`). `room`: rows of a pass that may drop
+    `num_canvases` of one sequence at most (`Decoder.num_canvases`). `capacity`: rows of a pass that may drop
     some, which may make sequences wait; None: as many as the plan has. `grammars`: those of the sequences
     that decode (`masks.PassGrammars`); None: there are none.
     """
@@ -324,7 +321,7 @@ class Batch:
     is_greedy: bool = False
     num_canvases: int = 1
     num_wanted: int | None = None
-    room: RowRoom | None = None
+    capacity: PassRows | None = None
     grammars: Any = None
 
 
@@ -337,14 +334,13 @@ class ActiveBlocks:
     decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
     of the `num_steps_B` that its quota allows; some strategies need fewer. `num_scheduled_B`: tokens of each
     sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
-    are fed. `room`: as in `Batch`, with room for two blocks beside those at least; sequences take it in the
-    order of `num_waits_B`, the number of passes in a row in which they waited, then those with few rows
-    first. `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs.
+    are fed. `capacity`: as in `Batch`, for two blocks beside those at least; sequences take it in the order
+    of `num_waits_B`, the number of passes in a row in which they waited, then those with few rows first.
+    `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs.
 
-    `num_wanted_B`: wanted rows that each sequence asked for; `waits_B` (bool): those that found no room, of
-    which nothing is decided and remembered in this pass; None: all found room. Once rows were dropped:
-    `num_fed_B`, `num_kept_B`: rows that each sequence asked for there (0: it waited before).
-    """
+    `num_wanted_B`: wanted rows that each sequence asked for; `waits_B` (bool): those beyond the capacity, of
+    which nothing is decided and remembered in this pass; None: all fit. Once rows were dropped:
+    `num_fed_B`, `num_kept_B`: rows that each sequence asked for there (0: it waited before)."""
 
     starts_B: Tensor
     is_maskable_BW: Tensor
@@ -352,7 +348,7 @@ class ActiveBlocks:
     num_steps_B: Tensor
     size: int
     num_scheduled_B: Tensor | None = None
-    room: RowRoom | None = None
+    capacity: PassRows | None = None
     num_waits_B: Tensor | None = None
     is_exact: bool = False
     num_wanted_B: Tensor | None = None

@@ -7,8 +7,8 @@ After a warm-up (`warm_up.py`) traffic does not wait for captures. A pass withou
 captured one with the fewest rows that holds it, if that has at most `eager_rows` rows: up to there a pass
 takes no longer than launching its kernels one by one. Otherwise it runs eagerly, whose launches are hidden
 behind the passes before it. Passes with blocks use a larger graph until its padding has taken as long as a
-capture does. Those with room for rows (`RowRoom`), whose shapes follow what earlier passes asked for, do so
-without a warm-up as well; there the graphs of the first passes, which need most room, give way sooner. While
+capture does. Those that may drop rows, whose shapes follow what earlier passes needed (`PassRows`), do so
+without a warm-up as well; there the graphs of the first passes, which are the largest, give way sooner. While
 no request waits, the shapes that ran eagerly or padded are captured (`capture_missed`).
 """
 
@@ -181,7 +181,7 @@ class StaticStep:
 
     def _holder(self, shape: PassShape) -> PassShape | None:
         """The captured shape with the fewest rows that such passes should run in."""
-        if shape in self._graphs or not (self.is_warm or shape.room is not None):
+        if shape in self._graphs or not (self.is_warm or shape.capacity is not None):
             return shape if shape in self._graphs else None
         most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
@@ -252,7 +252,7 @@ class StaticStep:
             is_greedy=shape.is_greedy,
             num_canvases=shape.num_canvases,
             num_wanted=shape.num_wanted,
-            room=shape.room,
+            capacity=shape.capacity,
         )
 
     def _capture(self, shape: PassShape, *, frees_memory: bool) -> _Graph:

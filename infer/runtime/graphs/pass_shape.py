@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.sparse.head_rows import head_bucket, head_buckets, row_room
-from idlm.infer.state.batch import RowRoom, Schedule
+from idlm.infer.sparse.head_rows import head_bucket, row_capacity
+from idlm.infer.state.batch import PassRows, Schedule
 from idlm.infer.state.kv_cache import KVWritePolicy
 
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
@@ -59,12 +58,9 @@ STREAMED_ROWS = 128
 """Rows up to which a pass takes as long as reading the weights does."""
 FEW_LAYERS = 16
 """A row of the first layers only, or of the head only, costs one part in this many of another row."""
-CAPACITIES: Mapping[str, Callable[[int, int], tuple[int | None, ...]]] = {"num_wanted": head_buckets}
-"""Fields of `PassShape` that reserve rows of which only the device knows the number: by number of sequences
-and block size the values that passes take, first the one that fits all (None), for graphs to be captured
-ahead.
-"""
-BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top", "room")
+RESERVED = ("num_wanted", "capacity")
+"""Fields of `PassShape` that reserve rows of which only the device knows the number; None fits all."""
+BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top", *RESERVED)
 """Fields of `PassShape` that a pass may have less of."""
 
 
@@ -88,20 +84,20 @@ class PassShape:
     is_greedy: bool = False
     num_canvases: int = 1
     num_wanted: int | None = None
-    room: RowRoom | None = None
+    capacity: PassRows | None = None
     decides: bool = True
 
     @property
     def all_rows(self) -> int:
         """Rows of the pass in most of its layers."""
-        return self.num_rows + self.num_prompt_rows if self.room is None else self.room.kept
+        return self.num_rows + self.num_prompt_rows if self.capacity is None else self.capacity.kept
 
     @property
     def weight(self) -> float:
         """What the pass costs, in rows of all layers."""
         all_rows = self.num_rows + self.num_prompt_rows
-        room = self.room or RowRoom(fed=all_rows, kept=all_rows, head=self.num_wanted or self.num_rows)
-        return max(room.kept, STREAMED_ROWS) + (room.fed + room.head) / FEW_LAYERS
+        rows = self.capacity or PassRows(fed=all_rows, kept=all_rows, head=self.num_wanted or self.num_rows)
+        return max(rows.kept, STREAMED_ROWS) + (rows.fed + rows.head) / FEW_LAYERS
 
     def holds(self, other: PassShape) -> bool:
         """Whether a pass of shape `other` may run in this one, as far as both have no canvases."""
@@ -114,10 +110,9 @@ def _holds(name: str, mine: Any, needed: Any) -> bool:
     """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
     reported than are read.
     """
-    if mine == needed or (name in (*CAPACITIES, "room") and mine is None):
+    if mine == needed or (name in RESERVED and mine is None):
         return True
-    is_bound = name in BOUNDS or name in CAPACITIES
-    return is_bound and mine is not None and needed is not None and mine >= needed
+    return name in BOUNDS and mine is not None and needed is not None and mine >= needed
 
 
 def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: bool = False) -> PassShape:
@@ -131,7 +126,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
     num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
     num_wanted: int | None = None
-    room: RowRoom | None = None
+    capacity: PassRows | None = None
     match policy.kind:
         case "append":
             num_prompt_rows = sum(schedule.num_feed) - len(schedule.requests)
@@ -143,8 +138,8 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
             num_blocks = _num_blocks(schedule, num_sequences, policy)
             num_prompt_rows = policy.block_size * bucket(num_blocks, FED_BLOCK_BUCKETS)
             num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
-            room = row_room(
-                schedule.room,
+            capacity = row_capacity(
+                schedule.capacity,
                 num_scheduled=sum(schedule.num_feed),
                 num_rows=num_rows + num_prompt_rows,
                 num_sequences=num_sequences,
@@ -172,7 +167,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         is_greedy=is_greedy,
         num_canvases=schedule.num_canvases,
         num_wanted=num_wanted,
-        room=room,
+        capacity=capacity,
         decides=not schedule.grammars,
     )
 
@@ -188,7 +183,7 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_told = sum(schedule.num_feed) // kv_policy.block_size
-    return max(num_told, -(-num_sequences // 8) if schedule.room is None else num_sequences)
+    return max(num_told, -(-num_sequences // 8) if schedule.capacity is None else num_sequences)
 
 
 def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:

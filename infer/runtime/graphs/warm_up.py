@@ -25,7 +25,6 @@ from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_shape import (
-    CAPACITIES,
     FED_BLOCK_BUCKETS,
     MIN_SLOTS,
     PROMPT_GRAPHS,
@@ -37,7 +36,7 @@ from idlm.infer.runtime.graphs.pass_shape import (
     slots_bucket,
 )
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
-from idlm.infer.sparse.head_rows import rooms_ahead
+from idlm.infer.sparse.head_rows import capacities_ahead, head_buckets
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 
@@ -53,8 +52,8 @@ FLOPS = 8e14
 MIN_EAGER_ROWS = 512
 CONTEXT_STEP = 8
 """Between bounds of contexts that have graphs of their own. Attention reads what there is in any case."""
-ROOMS_BETWEEN = 4
-"""Of rooms for rows, one in so many is captured before the others, and with filters."""
+CAPACITIES_BETWEEN = 4
+"""Of row capacities, one in so many is captured before the others, and with filters."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
 
 
@@ -153,7 +152,7 @@ class _Work:
         if prompts and self.is_alone and is_cuda:
             step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
         self.shapes = (
-            shapes_with_room(parts.decoder, *self._limits())
+            shapes_with_capacity(parts.decoder, *self._limits())
             if parts.drops_rows
             else shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)
         )[:MAX_CUDA_GRAPHS]
@@ -279,21 +278,20 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
     return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
 
 
-def shapes_with_room(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
+def shapes_with_capacity(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
     """The same of passes that may drop rows, whose rows follow what traffic asks for: for powers of two of
-    sequences rooms that hold it with little padding (`rooms_ahead`). First the largest ones, which hold all
-    passes, then every fourth, then the others; of passes with filters only every fourth.
-    """
+    sequences capacities that hold it with little padding (`capacities_ahead`). First the largest ones, which
+    hold all passes, then every fourth, then the others; of passes with filters only every fourth."""
     policy, context = decoder.kv_policy, _contexts(max_length)[0]
     sizes = {padded_sequences(most_sequences), *(1 << power for power in range(most_sequences.bit_length()))}
     found = list[tuple[float, int, PassShape]]()
     for size, filters in itertools.product(sorted(sizes), (False, True)):
         shape = _shape(decoder, 0, size, max_length, context, filters)
         num_stored = policy.block_size * bucket(size, FED_BLOCK_BUCKETS) if policy.fused_commit else 0
-        rooms = rooms_ahead(size, policy.block_size, shape.num_rows + num_stored)
-        for number, room in enumerate(rooms[:: ROOMS_BETWEEN if filters else 1]):
-            rank = min(number, 1) + (not filters and number % ROOMS_BETWEEN > 0) + 0.5 * filters
-            found.append((rank, -size, replace(shape, num_prompt_rows=num_stored, room=room)))
+        capacities = capacities_ahead(size, policy.block_size, shape.num_rows + num_stored)
+        for number, capacity in enumerate(capacities[:: CAPACITIES_BETWEEN if filters else 1]):
+            rank = min(number, 1) + (not filters and number % CAPACITIES_BETWEEN > 0) + 0.5 * filters
+            found.append((rank, -size, replace(shape, num_prompt_rows=num_stored, capacity=capacity)))
     return [shape for _, _, shape in sorted(found, key=lambda each: each[:2])]
 
 
@@ -375,22 +373,16 @@ def _shape(decoder: Decoder, mode: int, size: int, max_length: int, context: int
 
 
 def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassShape]:
-    """A decoder of blocks also feeds clean blocks, and reserves rows (`CAPACITIES`): room for all passes, or
-    with `is_tight` for those that need less.
-    """
+    """A decoder of blocks also feeds clean blocks, and reserves rows of the head: as many as all passes need,
+    or with `is_tight` as those that need less."""
     policy = decoder.kv_policy
     if policy.kind == "append":
         return [shape]
     least = -(-shape.num_sequences // 8) if policy.fused_commit else 0
     clean = [policy.block_size * bucket(count, FED_BLOCK_BUCKETS) for count in (2 * least, least)]
-    values = [
-        [(name, value) for value in buckets(shape.num_sequences, policy.block_size)]
-        for name, buckets in CAPACITIES.items()
-    ]
-    rooms: list[dict[str, Any]] = [dict(room) for room in itertools.product(*values)]
-    chosen = rooms[1:] if is_tight else rooms[:1]
+    num_wanted = head_buckets(shape.num_sequences, policy.block_size)
     return [
-        replace(shape, num_prompt_rows=num_rows, **room)
+        replace(shape, num_prompt_rows=num_rows, num_wanted=num)
         for num_rows in (clean[1:] if is_tight else dict.fromkeys(clean))
-        for room in chosen
+        for num in (num_wanted[1:] if is_tight else num_wanted[:1])
     ]

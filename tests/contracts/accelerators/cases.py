@@ -12,9 +12,9 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
-from idlm.infer.sparse.head_rows import RowRooms
+from idlm.infer.sparse.head_rows import RowReservation
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.batch import RowRoom, StepPlan
+from idlm.infer.state.batch import PassRows, StepPlan
 from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest
 from tests.block_reference import Rules
@@ -47,8 +47,8 @@ SIDES = {side: [name for name, kind in KINDS.items() if kind.side == side] for s
 STACKS = [(name,) for name in KINDS] + list(itertools.product(SIDES["rows"], SIDES["kv"]))
 LOSSY = [name for name, kind in KINDS.items() if kind.exactness == "lossy"]
 
-TIGHT = RowRoom(fed=0, kept=0, head=0)
-"""The least room: what is scheduled, and two blocks."""
+TIGHT = PassRows(fed=0, kept=0, head=0)
+"""The least capacity: what is scheduled, and two blocks."""
 FOCUS: list[dict[str, Any]] = [
     {"focus": {}},
     {"focus": {"commit": "unfrozen", "stability": "plain"}},
@@ -56,9 +56,9 @@ FOCUS: list[dict[str, Any]] = [
 ]
 
 
-def force(patch: pytest.MonkeyPatch, room: RowRoom | None) -> None:
+def force(patch: pytest.MonkeyPatch, capacity: PassRows | None) -> None:
     """In place of what late counts say, from the first pass on."""
-    patch.setattr(RowRooms, "choose", lambda _, schedule: setattr(schedule, "room", room))
+    patch.setattr(RowReservation, "choose", lambda _, schedule: setattr(schedule, "capacity", capacity))
 
 
 def exactly(stack: tuple[str, ...]) -> dict[str, dict[str, Any]]:

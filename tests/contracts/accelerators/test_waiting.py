@@ -1,4 +1,4 @@
-"""Sequences that find no room among the rows of a pass wait, and no answer of FOCUS shows it."""
+"""Sequences whose rows exceed a pass's capacity wait, and no answer of FOCUS shows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.sparse import head_rows
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.state.batch import RowRoom
+from idlm.infer.state.batch import PassRows
 from tests.contracts.accelerators.cases import (
     FOCUS,
     PARAMS,
@@ -60,27 +60,27 @@ def test_waiting_changes_no_answer_of_focus(
     stack: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """By late counts, and with the least room: for rows that are fed and kept, or for the head alone."""
+    """By late counts, and with the least capacity: for rows that are fed and kept, or for the head alone."""
     exact = engine_of(directories, accelerators=stack, max_num_seqs=1, **options)
     expected = tokens(exact.generate(PROMPTS, PARAMS))
     assert exact.row_counts.num_waits == 0
     everything = len(PROMPTS) * 2 * SIZE
-    rooms = [None, TIGHT]
+    capacities = [None, TIGHT]
     if stack == FOCUS[0]:
-        rooms += [RowRoom(fed=everything, kept=0, head=everything)]
-        rooms += [RowRoom(fed=everything, kept=everything, head=0)]
-    for room in rooms:
+        capacities += [PassRows(fed=everything, kept=0, head=everything)]
+        capacities += [PassRows(fed=everything, kept=everything, head=0)]
+    for capacity in capacities:
         way = {"graphs": "on", "num_inflight_steps": 3}
         with monkeypatch.context() as patch:
-            if room is not None:
-                force(patch, room)
+            if capacity is not None:
+                force(patch, capacity)
                 patch.setattr(head_rows, "MIN_PLACES", 0)
                 way |= {"num_pages": 20, "max_num_seqs": 5}
             engine = engine_of(directories, accelerators=stack, **way, **options)
             assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
         assert_idle(engine)
         counts = engine.row_counts
-        if room == TIGHT:
+        if capacity == TIGHT:
             assert counts.num_waits and engine.scheduler.num_preemptions
             assert counts.computed.head < counts.computed.fed
 
@@ -88,7 +88,7 @@ def test_waiting_changes_no_answer_of_focus(
 def test_every_sequence_finds_room_within_three_passes(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for two of six whole blocks, each finds some in the third pass at the latest."""
+    """Where two of six whole blocks fit, each does in the third pass at the latest."""
     engine = engine_of(directories, accelerators="focus", max_num_seqs=6, graphs="on")
     num_waits: list[int] = []
     finish = SparseKV.finish

@@ -1,5 +1,5 @@
-"""The head computes the rows that may be decided; a pass without room for all makes sequences wait, and no
-answer shows it: against each request with room for all.
+"""The head computes the rows that may be decided; a pass with fewer rows makes sequences wait, and no
+answer shows it: against each request with rows for all.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from idlm.infer.runtime.graphs import pass_shape
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.sparse.head_rows import (
     MIN_PASSES,
-    Asked,
     LateCounts,
-    RowRooms,
+    RowDemand,
+    RowReservation,
+    capacities_ahead,
     head_bucket,
-    rooms_ahead,
-    row_room,
+    row_capacity,
 )
-from idlm.infer.state.batch import RowRoom, Schedule, StepPlan, WantedRows
+from idlm.infer.state.batch import PassRows, Schedule, StepPlan, WantedRows
 from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import assert_idle, build_engine
 
@@ -88,7 +88,7 @@ def test_no_answer_depends_on_the_room(
             assert tokens(engine.generate(PROMPTS, params_of())) == expected
         assert_idle(engine)
         assert max(watch.num_rows) < 8 * SIZE
-        # One always has room, and who waited longest is the first.
+        # One always fits, and who waited longest is the first.
         assert 1 <= max(watch.num_waits) <= 8 or num_wanted
 
 
@@ -151,9 +151,9 @@ def test_a_choice_stays_while_it_is_nearly_right() -> None:
     assert len(chosen - {None}) <= 2
 
 
-def asked(num: int, *, fed: int = 0, kept: int = 0, head: int = 0, **more: Any) -> list[Asked]:
+def demands(num: int, *, fed: int = 0, kept: int = 0, head: int = 0, **more: Any) -> list[RowDemand]:
     fields = {"samples": True, "waited": False, "certain": 0, **more}
-    return [Asked(rows=RowRoom(fed=fed, kept=kept, head=head), **fields)] * num
+    return [RowDemand(rows=PassRows(fed=fed, kept=kept, head=head), **fields)] * num
 
 
 def schedule_of(num_feed: list[int], samples: list[bool]) -> Schedule:
@@ -172,49 +172,49 @@ def schedule_of(num_feed: list[int], samples: list[bool]) -> Schedule:
 
 
 def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> None:
-    rooms = RowRooms(drops=True, block_size=32)
+    reservation = RowReservation(drops=True, block_size=32)
     schedule = schedule_of([64, 0, 0, 0], [False, True, True, True])
     for _ in range(MIN_PASSES):
-        rooms.choose(schedule)
+        reservation.choose(schedule)
         whole = 64 + 3 * 32 + 12
-        assert schedule.room == RowRoom(fed=whole, kept=whole, head=96) and schedule.num_wanted is None
-        prompt = asked(1, fed=64, kept=64, samples=False, certain=64)
-        early = asked(1, fed=20, waited=True)  # It waited before it was known what it keeps.
-        rooms.observe(
-            [*prompt, *asked(3, fed=20, kept=8, head=5), *early], RowRoom(fed=160, kept=128, head=32)
+        assert schedule.capacity == PassRows(fed=whole, kept=whole, head=96) and schedule.num_wanted is None
+        prompt = demands(1, fed=64, kept=64, samples=False, certain=64)
+        early = demands(1, fed=20, waited=True)  # It waited before it was known what it keeps.
+        reservation.observe(
+            [*prompt, *demands(3, fed=20, kept=8, head=5), *early], PassRows(fed=160, kept=128, head=32)
         )
-    rooms.choose(schedule)
-    assert schedule.room == RowRoom(fed=64 + 60, kept=64 + 24, head=15)
-    counts = rooms.counts
+    reservation.choose(schedule)
+    assert schedule.capacity == PassRows(fed=64 + 60, kept=64 + 24, head=15)
+    counts = reservation.counts
     assert (counts.num_passes, counts.num_pairs, counts.num_waits) == (4, 16, 4)
-    assert counts.asked == RowRoom(fed=4 * 144, kept=4 * 88, head=60)
-    assert counts.computed == RowRoom(fed=640, kept=512, head=128)
-    dense = RowRooms(drops=False)
+    assert counts.asked == PassRows(fed=4 * 144, kept=4 * 88, head=60)
+    assert counts.computed == PassRows(fed=640, kept=512, head=128)
+    dense = RowReservation(drops=False)
     for _ in range(MIN_PASSES):
-        dense.observe(asked(4, head=5), RowRoom(fed=32, kept=32, head=32))
-    schedule.room = None
+        dense.observe(demands(4, head=5), PassRows(fed=32, kept=32, head=32))
+    schedule.capacity = None
     dense.choose(schedule)
-    assert schedule.room is None and schedule.num_wanted == 15
+    assert schedule.capacity is None and schedule.num_wanted == 15
 
 
 @pytest.mark.parametrize(("num_sequences", "block_size"), [(1, 32), (3, 8), (16, 16), (128, 32), (256, 64)])
 def test_rooms_of_graphs_hold_every_pass_with_little_padding(num_sequences: int, block_size: int) -> None:
     num_rows = 2 * num_sequences * block_size
-    rooms = rooms_ahead(num_sequences, block_size, num_rows)
-    assert rooms[0] == RowRoom(fed=num_rows, kept=num_rows, head=num_rows // 2)
-    assert len(rooms) == len(set(rooms)) <= 60
+    capacities = capacities_ahead(num_sequences, block_size, num_rows)
+    assert capacities[0] == PassRows(fed=num_rows, kept=num_rows, head=num_rows // 2)
+    assert len(capacities) == len(set(capacities)) <= 60
     for kept in range(max(128, 2 * num_sequences), num_rows, 7):
-        needed = RowRoom(fed=min(num_rows // 2, 3 * kept), kept=kept, head=min(num_rows // 2, kept // 2))
-        held = min(room.kept for room in rooms if room >= needed)
+        needed = PassRows(fed=min(num_rows // 2, 3 * kept), kept=kept, head=min(num_rows // 2, kept // 2))
+        held = min(capacity.kept for capacity in capacities if capacity >= needed)
         share = 1 / 8 if kept < 3 / 8 * num_rows / 2 else 1 / 4
         assert kept <= held <= (1 + share) * kept + 64 or held == num_rows
 
 
 def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
     sizes: dict[str, int] = {"num_rows": 4096, "num_sequences": 64, "block_size": 32}
-    assert row_room(None, num_scheduled=0, **sizes) is None
-    least = row_room(RowRoom(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
-    assert least == RowRoom(fed=192, kept=160, head=128)
+    assert row_capacity(None, num_scheduled=0, **sizes) is None
+    least = row_capacity(PassRows(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
+    assert least == PassRows(fed=192, kept=160, head=128)
     for kept, rounded in (
         (161, 176),
         (256, 256),
@@ -224,8 +224,8 @@ def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
         (1025, 1088),
         (9000, 4096),
     ):
-        room = row_room(RowRoom(fed=9000, kept=kept, head=2048), num_scheduled=0, **sizes)
-        assert room == RowRoom(fed=4096, kept=rounded, head=2048)
+        capacity = row_capacity(PassRows(fed=9000, kept=kept, head=2048), num_scheduled=0, **sizes)
+        assert capacity == PassRows(fed=4096, kept=rounded, head=2048)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])
@@ -233,13 +233,13 @@ def test_room_comes_in_eighths_of_all_places(num_sequences: int) -> None:
     num_places = num_sequences * 32
     assert head_bucket(None, num_sequences, 32) is None
     assert head_bucket(num_places, num_sequences, 32) is None
-    rooms = {head_bucket(num, num_sequences, 32) for num in range(num_places)}
+    capacities = {head_bucket(num, num_sequences, 32) for num in range(num_places)}
     if num_places <= 256:
-        assert rooms == {None}, "the head is bound by its weights"
+        assert capacities == {None}, "the head is bound by its weights"
         return
-    assert len(rooms) <= 8
-    sizes = [room for room in rooms if room is not None]
-    assert all(room % (num_places // 8) == 0 and room >= num_sequences + 32 for room in sizes)
+    assert len(capacities) <= 8
+    sizes = [capacity for capacity in capacities if capacity is not None]
+    assert all(capacity % (num_places // 8) == 0 and capacity >= num_sequences + 32 for capacity in sizes)
     assert head_bucket(num_places // 2, num_sequences, 32) == num_places // 2
 
 

@@ -1,4 +1,4 @@
-"""FOCUS on a GPU, in CUDA graphs and not, with room for all rows and with the least, against the CPU, which
+"""FOCUS on a GPU, in CUDA graphs and not, with the largest and the least capacity, against the CPU, which
 tests/contracts compares with a slow reference.
 
 python -m pytest tests/gpu/block/test_focus_gpu.py -m gpu
@@ -65,7 +65,7 @@ def test_graphs_and_waiting_change_no_token(
     others: dict[str, Any],
     way: dict[str, Any],
 ) -> None:
-    """By late counts, and with the least room."""
+    """By late counts, and with the least capacity."""
     if way.get("num_pages") and (focus.get("mean") == "request" or focus.get("rule") == "published"):
         pytest.skip("these answers depend on preemption, as docs/accelerators.md says")
     options = {**options, "page_size": 16, "accelerators": {"focus": focus, **others}}
@@ -75,7 +75,7 @@ def test_graphs_and_waiting_change_no_token(
             if is_tight:
                 force(patch, TIGHT)
                 patch.setattr(head_rows, "MIN_PLACES", 0)
-                # A larger graph would have room for all.
+                # A larger graph would hold all.
                 patch.setattr(cuda_graphs, "CAPTURE_PASSES", -1)
             engine = build_engine(toys[shifted], "block", device="cuda", **options, **way)
             assert engine.settings.graphs == way.get("graphs", "on")

@@ -13,7 +13,7 @@ from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.batch import ActiveBlocks, RowRoom, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, PassRows, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.row_compaction import find_places
 from tests.focus_reference import (
@@ -137,7 +137,7 @@ class Bench:
         starts_B = torch.tensor([lane.num_stored for lane in self.lanes])
         limits_R = slots_R // self.size * self.size + self.size
         counts_B = torch.tensor(counts)
-        room = self.room(len(rows))
+        capacity = self.capacity(len(rows))
         is_maskable_BW = torch.tensor(
             [[lane.is_fed and place in lane.open for place in range(self.size)] for lane in self.lanes]
         )
@@ -165,22 +165,22 @@ class Bench:
                 num_steps_B=starts_B,
                 size=self.size,
                 num_scheduled_B=torch.tensor([lane.num_scheduled for lane in self.lanes]),
-                room=room,
+                capacity=capacity,
                 num_waits_B=torch.tensor([lane.num_waits for lane in self.lanes]),
-                is_exact=room is None,
+                is_exact=capacity is None,
                 num_wanted_B=torch.zeros_like(starts_B),
             ),
         )
 
-    def room(self, num_rows: int) -> RowRoom | None:
-        """Too little room, enough, or None: rows that the host counts."""
+    def capacity(self, num_rows: int) -> PassRows | None:
+        """Too little, enough, or None: rows that the host counts."""
         kind = self.generator.choice(("tight", "roomy", "exact"))
         if kind == "exact":
             return None
         least = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
         most = num_rows if kind == "tight" else num_rows + least
         fed, kept = (self.generator.randint(min(least, most), most) for _ in range(2))
-        return RowRoom(fed=fed, kept=min(fed, kept), head=len(self.lanes))
+        return PassRows(fed=fed, kept=min(fed, kept), head=len(self.lanes))
 
     def view(self, plan: StepPlan) -> PassView:
         """What an accelerator is shown of it."""
@@ -262,7 +262,7 @@ def waits_for_room(bench: Bench, asked: list[int], capacity: int | None, waits: 
     found = find_room(asked, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
     late = [b for b, lane in enumerate(bench.lanes) if lane.num_waits]
     if sum(scheduled) + sum(asked[b] - scheduled[b] for b in late) <= capacity:
-        assert not any(found[b] for b in late), "none waits twice where there is room for those that waited"
+        assert not any(found[b] for b in late), "none waits twice where those that waited fit"
     return [before or now for before, now in zip(waits, found, strict=True)]
 
 
@@ -270,7 +270,7 @@ def run_pass(bench: Bench) -> None:
     """One pass of all lanes, compared step by step; then some of what may be decided is."""
     plan = bench.plan()
     view = bench.view(plan)
-    room, lanes = view.active.room, bench.lanes
+    capacity, lanes = view.active.capacity, bench.lanes
     focus = bench.focus.begin(view)
     assert isinstance(focus, FocusPass)
     slot_mapping_R = torch.zeros_like(plan.slots_R)
@@ -281,7 +281,7 @@ def run_pass(bench: Bench) -> None:
     fed = [places if lane.is_fed else [] for places, lane in zip(fed, lanes, strict=True)]
     stored = [lane.num_stored_rows for lane in lanes]
     asked = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
-    waits = waits_for_room(bench, asked, None if room is None else room.fed, [False] * len(lanes))
+    waits = waits_for_room(bench, asked, None if capacity is None else capacity.fed, [False] * len(lanes))
     assert view.waits_B.tolist() == waits
     queries: dict[int, list[Rows]] = {number: [] for number in range(len(lanes))}
     for layer in (0, 1):
@@ -305,7 +305,7 @@ def run_pass(bench: Bench) -> None:
         else min(rows, lane.num_scheduled)
         for rows, selection, wait, lane in zip(stored, selections, waits, lanes, strict=True)
     ]
-    waits = waits_for_room(bench, asked, None if room is None else room.kept, waits)
+    waits = waits_for_room(bench, asked, None if capacity is None else capacity.kept, waits)
     assert view.waits_B.tolist() == waits
     assert kv.select_rows(2, bench.store(2, kv)) is None
     kv.finish()
