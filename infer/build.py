@@ -35,7 +35,6 @@ from idlm.infer.models.loader import LoadedModel, load_outline, make_trunk, read
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
-from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.deterministic import request_strict_products, set_deterministic
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
@@ -50,7 +49,7 @@ from idlm.infer.runtime.model_runner import (
 )
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import PassCosts, Scheduler
-from idlm.infer.settings import EngineSettings
+from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
 from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy

@@ -32,13 +32,12 @@ from idlm.infer.errors import (
     out_of_memory,
 )
 from idlm.infer.interrupts import uninterrupted
-from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import ANONYMOUS, Request, Turn, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
-from idlm.infer.settings import EngineSettings
+from idlm.infer.settings import EngineSettings, check_options
 from idlm.infer.sparse.head_rows import RowCounts, RowReservation
 from idlm.infer.structured.grammar import Compiling
 

@@ -25,7 +25,7 @@ from idlm.infer.distributed.rank import describe
 from idlm.infer.distributed.worker_loop import worker_loop
 from idlm.infer.engine import Engine
 from idlm.infer.models.shards import Shards
-from idlm.infer.options import check_options
+from idlm.infer.settings import check_options
 
 LONGEST_WAIT = timedelta(seconds=60)
 SMALL: dict[str, Any] = {

@@ -20,7 +20,7 @@ from idlm.registry import Registry
 if TYPE_CHECKING:
     from idlm.infer.decoders.base import Decoder
     from idlm.infer.models.loader import Outline
-    from idlm.infer.options import EngineOptions
+    from idlm.infer.settings import EngineOptions
 
 PLUGIN_FLAGS = {
     "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd, block or full; the options are at the end",
@@ -238,7 +238,7 @@ def _read(config: GenerateConfig, arguments: EngineArguments) -> tuple[Outline, 
     """The checkpoint without its weights, the options and the decoder, all checked."""
     from idlm.infer.decoders.base import choose_decoder
     from idlm.infer.models.loader import read_outline
-    from idlm.infer.options import check_options, decoder_config
+    from idlm.infer.settings import check_options, decoder_config
 
     checked = check_options(arguments.decoder, arguments.settings | arguments.options)
     outline = read_outline(

@@ -34,11 +34,11 @@ from idlm.infer.build import build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.distributed.worker_loop import digest
 from idlm.infer.models.shards import ALONE, Shards
-from idlm.infer.options import EngineOptions
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
+from idlm.infer.settings import EngineOptions
 from idlm.infer.state.batch import Schedule
 
 STEPS_BETWEEN_DIGESTS = 256
@@ -68,7 +68,6 @@ class TensorParallelGroup:
         self._connections, self._processes = connections, processes
         self._answers: list[deque[Message]] = [deque() for _ in connections]
         self._failure: UserError | None = None
-        self._num_engines = 0
         self._undo, self._end = end, weakref.finalize(self, end.close)
 
     @classmethod
@@ -98,11 +97,6 @@ class TensorParallelGroup:
         if device.type == "cuda":
             group.free_when_stuck(_abort)
         return group
-
-    def next_number(self) -> int:
-        """Number for another engine of this group."""
-        self._num_engines += 1
-        return self._num_engines
 
     def end_after(self, clear: Callable[[], None]) -> None:
         """Call the bound method `clear`, if its object still exists, before the ranks are ended."""
@@ -200,12 +194,9 @@ class TensorParallelGroup:
 class DriverWorker(Worker):
     """The worker of rank 0."""
 
-    def __init__(
-        self, parts: EngineParts, group: TensorParallelGroup, number: int, *, owns_group: bool
-    ) -> None:
+    def __init__(self, parts: EngineParts, group: TensorParallelGroup) -> None:
         super().__init__(parts)
-        self.group, self._number, self._owns_group = group, number, owns_group
-        self._num_passes = 0
+        self.group, self._num_passes = group, 0
         if isinstance(parts.step, StaticStep):
             group.end_after(parts.step.clear)
 
@@ -217,7 +208,7 @@ class DriverWorker(Worker):
         """
         message = step_message(schedule, self.parts.pool.unwritten)
         with self.group.translating_failures():
-            self.group.broadcast({"do": "pass", "engine": self._number, **message})
+            self.group.broadcast({"do": "pass", **message})
             result = super().launch(schedule)
         self._num_passes += 1
         if self._num_passes % STEPS_BETWEEN_DIGESTS == 0:
@@ -226,7 +217,7 @@ class DriverWorker(Worker):
 
     def compare(self) -> None:
         """Wait for all passes; UserError IDLM-0429 if ranks differ in their tokens or pointers."""
-        self.group.broadcast({"do": "digest", "engine": self._number})
+        self.group.broadcast({"do": "digest"})
         mine = digest(self.parts.table)
         others = [answer["digest"] for answer in self.group.answers()]
         odd = [rank for rank, other in enumerate(others, start=1) if other != mine]
@@ -250,11 +241,8 @@ class DriverWorker(Worker):
         """Do nothing: ranks capture graphs together, so rank 0 must keep its own."""
 
     def close(self) -> None:
-        """End the ranks that were started for this engine."""
-        if self._owns_group:
-            self.group.close()
-        else:
-            self.group.broadcast({"do": "drop", "engine": self._number})
+        """End the ranks."""
+        self.group.close()
 
 
 def create_worker(
@@ -262,22 +250,13 @@ def create_worker(
 ) -> DriverWorker:
     """Build an engine's worker with the ranks of `group`, or with `tensor_parallel` new ones."""
     settings = checked.settings
-    owns_group = group is None
     group = group or TensorParallelGroup.start(settings.tensor_parallel, resolve_device(settings.device))
-    number = group.next_number()
+    options = {**settings.options(), **checked.decoder_options}
     with group.translating_failures():
-        group.broadcast(
-            {
-                "do": "build",
-                "engine": number,
-                "path": str(path),
-                "decoder": checked.decoder,
-                "options": checked.plain(),
-            }
-        )
+        group.broadcast({"do": "build", "path": str(path), "decoder": checked.decoder, "options": options})
         parts = build(path, checked, group.shards)
         group.answers()
-    return DriverWorker(parts, group, number, owns_group=owns_group)
+    return DriverWorker(parts, group)
 
 
 def join(*, rank: int, size: int, device: str, store: str) -> Shards:

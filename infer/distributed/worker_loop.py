@@ -12,9 +12,9 @@ import torch
 from idlm.infer.build import build
 from idlm.infer.distributed.messages import Message, schedule_from_message
 from idlm.infer.models.shards import Shards
-from idlm.infer.options import check_options
 from idlm.infer.request import Request
 from idlm.infer.runtime.worker import Worker
+from idlm.infer.settings import check_options
 from idlm.infer.state.sequence_state import SequenceState
 
 DIGEST_PRIME = 1_000_003
@@ -38,20 +38,20 @@ def digest(table: SequenceState) -> int:
 def worker_loop(
     receive: Callable[[], Message | None], send: Callable[[Message], None], shards: Shards
 ) -> None:
-    """The loop of a rank other than 0: execute messages until there are none. Serves several engines."""
-    workers: dict[int, tuple[Worker, dict[int, Request]]] = {}
+    """The loop of a rank other than 0: execute messages until there are none. A new engine replaces the one
+    before it."""
+    worker, requests = None, dict[int, Request]()
     while (message := receive()) is not None:
-        number = message["engine"]
-        match message["do"]:
-            case "build":
-                parts = build(message["path"], check_options(message["decoder"], message["options"]), shards)
-                workers[number] = Worker(parts), {}
-                send({"state": "built"})
-            case "pass":
-                worker, requests = workers[number]
-                worker.parts.pool.follow(message["pages"])
-                worker.launch(schedule_from_message(message, requests))
-            case "digest":
-                send({"digest": digest(workers[number][0].parts.table)})
-            case "drop":
-                del workers[number]
+        if message["do"] == "build":
+            worker = None
+            options = check_options(message["decoder"], message["options"])
+            worker = Worker(build(message["path"], options, shards))
+            requests.clear()
+            send({"state": "built"})
+            continue
+        assert worker is not None, f"no engine for {message['do']=}"
+        if message["do"] == "pass":
+            worker.parts.pool.follow(message["pages"])
+            worker.launch(schedule_from_message(message, requests))
+        else:
+            send({"digest": digest(worker.parts.table)})

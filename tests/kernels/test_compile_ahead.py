@@ -21,11 +21,11 @@ from idlm.infer import build
 from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import LoadedModel, make_trunk
-from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs import warm_up
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
 from idlm.infer.runtime.graphs.pass_shape import PassShape
+from idlm.infer.settings import check_options
 from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
 from idlm.semantics import Semantics
 

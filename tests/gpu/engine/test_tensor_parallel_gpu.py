@@ -23,7 +23,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup, create_worker
 from idlm.infer.engine import Engine
-from idlm.infer.options import check_options
+from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -134,7 +134,6 @@ def test_greedy_answers_are_those_of_one_gpu(
         assert acceptance_of(found) == acceptance_of(expected)
     _compare(engine)
     assert_idle(engine)
-    engine.close()
 
 
 def test_experts_are_split_by_number(group: TensorParallelGroup, tmp_path: Path) -> None:
@@ -148,7 +147,6 @@ def test_experts_are_split_by_number(group: TensorParallelGroup, tmp_path: Path)
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     _compare(engine)
     assert_idle(engine)
-    engine.close()
 
 
 def test_a_tight_pool_aborts_and_draws_keep_the_ranks_in_step(group: TensorParallelGroup, toy: Path) -> None:
@@ -171,7 +169,6 @@ def test_a_tight_pool_aborts_and_draws_keep_the_ranks_in_step(group: TensorParal
     assert_idle(engine)
     assert engine.scheduler.num_preemptions > 0
     assert len(finished) > 30
-    engine.close()
 
 
 def test_an_adapter_keeps_its_bases_answers(group: TensorParallelGroup, toy: Path, tmp_path: Path) -> None:
@@ -183,7 +180,6 @@ def test_an_adapter_keeps_its_bases_answers(group: TensorParallelGroup, toy: Pat
     found = _clear(engine.generate(prompts, greedy(max_tokens=24)), is_clear)
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     _compare(engine)
-    engine.close()
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"torch sees {NUM_GPUS} GPUs, needs 2")

@@ -13,7 +13,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.help import describe_plugins
 from idlm.infer.engine import Engine
-from idlm.infer.options import check_options
+from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
 from tests.toy import write_toy_checkpoint
 
