@@ -88,10 +88,10 @@ def _interpolated(points: list[Point], at: float) -> float:
     return low + (at - before) / (after - before) * (high - low)
 
 
-def cache_file(said: Mapping[str, Any]) -> Path:
-    """The file of times measured under `said`: GPU, model, modes and versions."""
+def cache_file(key: Mapping[str, Any]) -> Path:
+    """The file of times measured under `key`: GPU, model, modes and versions."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return home / "idlm" / "step_times" / f"{digest[:32]}.json"
 
 

@@ -77,7 +77,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
     start_time, free = time.monotonic(), memory_bytes(device)[0]
-    path = cache_file(_said(parts)) if _needs_times(parts) else None
+    path = cache_file(timing_key(parts)) if _needs_times(parts) else None
     known = read_times(path) if path is not None and is_alone else {}
     work = _Work(parts=parts, step=step, is_alone=is_alone, least_memory=free // 2, times=dict(known))
     if on_meta is not None:
@@ -93,7 +93,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
         # What the stream of first passes has freed.
         torch.cuda.empty_cache()
     if path is not None and work.times:
-        _teach(parts, work.times)
+        set_step_times(parts, work.times)
         if is_alone and work.times != known and work.times.keys() >= work.timed.keys():
             write_times(path, work.times)
     done = WarmUp(
@@ -178,7 +178,7 @@ class _Work:
         others = [shape for shape in self.shapes if shape not in timed]
         controller = self.parts.stride_controller
         if controller is not None and self.times and self.is_alone:
-            _teach(self.parts, self.times)
+            set_step_times(self.parts, self.times)
             likely = functools.cache(controller.likely_modes)
             others.sort(key=lambda shape: shape.mode not in likely(shape.num_sequences))
         yield from others
@@ -213,7 +213,7 @@ def _launch_seconds(step: StaticStep, shape: PassShape) -> float:
     return min(found)
 
 
-def _teach(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
+def set_step_times(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
     """Give the stride controller the times. The shortest pass reads all weights, and keys and values are read
     as fast.
     """
@@ -227,7 +227,7 @@ def _teach(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
     )
 
 
-def _said(parts: EngineParts) -> dict[str, Any]:
+def timing_key(parts: EngineParts) -> dict[str, Any]:
     """What the times of passes depend on."""
     model, settings, device = parts.model, parts.settings, parts.table.device
     return {
