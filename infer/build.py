@@ -38,7 +38,7 @@ from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.deterministic import request_strict_products, set_deterministic
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, most_stored_rows
+from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, max_stored_rows
 from idlm.infer.runtime.model_runner import (
     EagerStep,
     PassRunner,
@@ -98,7 +98,7 @@ def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _S
     num_rows, num_canvases = max_rows(decoder, settings.max_length), decoder.num_canvases(SamplingParams())
     num_slots, page_size = decoder.kv_policy.num_slots(settings.max_length, num_rows), settings.slots_per_page
     return _Sizes(
-        num_lanes=settings.most_sequences + 1,
+        num_lanes=settings.max_sequences + 1,
         max_length=settings.max_length,
         num_canvases=num_canvases,
         max_rows=num_canvases * num_rows,
@@ -223,7 +223,7 @@ def _assemble(
         pool=pool,
         scheduler=Scheduler(
             pool,
-            num_lanes=settings.most_sequences,
+            num_lanes=settings.max_sequences,
             max_num_batched_tokens=settings.row_budget,
             num_rows=functools.partial(max_rows, decoder),
             max_emitted=max(mode.stride for mode in decoder.modes),
@@ -357,9 +357,7 @@ def _stack(
 ) -> AcceleratorStack:
     """The accelerators from their `configs` by name."""
     kv_policy, local = decoder.kv_policy, model.local
-    stored_rows = most_stored_rows(
-        kv_policy, budget=settings.row_budget, num_sequences=settings.most_sequences
-    )
+    stored_rows = max_stored_rows(kv_policy, budget=settings.row_budget, num_sequences=settings.max_sequences)
     spec = EngineSpec(
         decoder=decoder.name,
         decoder_options=dataclasses.asdict(decoder.config),
@@ -372,7 +370,7 @@ def _stack(
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
-        max_rows=_most_rows(settings, decoder, sizes) + stored_rows,
+        max_rows=_max_rows(settings, decoder, sizes) + stored_rows,
         page_size=settings.slots_per_page,
         device=model.device,
         tensor_parallel=settings.tensor_parallel,
@@ -386,16 +384,16 @@ def _stack(
     return stack_of(configs, spec)
 
 
-def _most_rows(settings: EngineSettings, decoder: Decoder, sizes: _Sizes) -> int:
+def _max_rows(settings: EngineSettings, decoder: Decoder, sizes: _Sizes) -> int:
     """Decoding rows of a pass at most."""
-    return decoder.kv_policy.max_rows(settings.most_sequences, sizes.max_rows, budget=settings.row_budget)
+    return decoder.kv_policy.max_rows(settings.max_sequences, sizes.max_rows, budget=settings.row_budget)
 
 
 def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) -> None:
     """Raise UserError IDLM-0405 if the token ids and page numbers of all lanes cannot fit in memory."""
     max_pages = -(-sizes.max_slots // settings.slots_per_page)
     lane_bytes = MIN_LANE_BYTES + 8 * (sizes.max_length + 1 + max_pages)
-    what = f"the tokens of max_num_seqs={settings.most_sequences} sequences of max_length={sizes.max_length}"
+    what = f"the tokens of max_num_seqs={settings.max_sequences} sequences of max_length={sizes.max_length}"
     _check_memory(what, sizes.num_lanes * lane_bytes, device)
 
 
@@ -437,17 +435,19 @@ def _memory_demand(
     canvas = canvas_shape(spec, model.dtype) if is_canvas else None
     if canvas is not None:
         slot_bytes += canvas.x_bytes
-    most_rows = _most_rows(settings, decoder, sizes)
-    max_pages = -(-sizes.max_slots // page_size) * settings.most_sequences
+    decoding_rows = _max_rows(settings, decoder, sizes)
+    max_pages = -(-sizes.max_slots // page_size) * settings.max_sequences
     if policy.store == "shared":
         # Canvases of one pass, each of which may leave part of a page unused.
-        num_canvases = sizes.num_canvases * settings.most_sequences
-        max_pages = min(max_pages, -(-most_rows // page_size) + num_canvases)
+        num_canvases = sizes.num_canvases * settings.max_sequences
+        max_pages = min(max_pages, -(-decoding_rows // page_size) + num_canvases)
     return MemoryDemand(
         device=model.device,
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
         max_pages=max_pages,
-        transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
+        transients={
+            LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=decoding_rows)
+        },
         pass_bytes=0 if stack is None else stack.pass_bytes(),
         canvas=canvas,
         page_size=page_size,
@@ -553,7 +553,7 @@ def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep
         from idlm.infer.runtime.graphs.warm_up import eager_rows
 
         rows = eager_rows(model)
-    return StaticStep(step, spare_lane=settings.most_sequences, captures=captures, eager_rows=rows)
+    return StaticStep(step, spare_lane=settings.max_sequences, captures=captures, eager_rows=rows)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -90,7 +90,7 @@ class EngineSettings:
     )
 
     def __post_init__(self) -> None:
-        problems = below_least(
+        problems = below_min(
             self,
             *(("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("page_size", 1), ("num_pages", 1)),
             *(("tensor_parallel", 1), ("num_inflight_steps", 0), ("max_length", 2)),
@@ -114,7 +114,7 @@ class EngineSettings:
         return self.page_size
 
     @property
-    def most_sequences(self) -> int:
+    def max_sequences(self) -> int:
         """`max_num_seqs` of an engine that is built."""
         assert self.max_num_seqs is not None
         return self.max_num_seqs
@@ -148,7 +148,7 @@ class EngineSettings:
         return {name: getattr(self, name) for name in names} | {"accelerators": self.accelerator_options}
 
 
-def below_least(settings: object, *bounds: tuple[str, float]) -> list[str]:
+def below_min(settings: object, *bounds: tuple[str, float]) -> list[str]:
     """A sentence for each setting, by name, that is not null and below its least value or not finite. A list
     is checked item by item.
     """

@@ -10,7 +10,7 @@ from idlm.config.schema import option
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.settings import EngineSettings, below_least
+from idlm.infer.settings import EngineSettings, below_min
 
 MODEL = (
     "checkpoint directory, which is loaded here; with url=, the server's name of the model (null: its first)"
@@ -95,7 +95,7 @@ class BenchConfig(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
-        problems = below_least(
+        problems = below_min(
             self,
             *(("concurrency", 1), ("rate", 1e-6), ("scale", 1), ("input_tokens", 1), ("output_tokens", 1)),
             *(("num_requests", 1), ("vocab_size", 4), ("timeout", 1e-3)),

@@ -113,7 +113,7 @@ def search(
     # With guidance a pass may want more rows than it has: a sequence without it pairs a row with itself.
     assert wanted >= 0 and length > 0 and min_rows > 0, f"{length=} {wanted=} {min_rows=}"
     sizes = Sizes(length=length, wanted=wanted, group=group)
-    most = _most_chunks(forward, sizes, min_rows)
+    most = _max_chunks(forward, sizes, min_rows)
     for name in forward.chunk_counts:
         count = _fewest_chunks(forward, sizes, name, most[name], capacity)
         sizes = _with_chunks(sizes, name, count)
@@ -162,7 +162,7 @@ def max_length(
     return bisect_left(range(end), True, lo=max(1, end // 2), key=is_too_long) - 1
 
 
-def _most_chunks(forward: Forward, sizes: Sizes, min_rows: int) -> dict[str, int]:
+def _max_chunks(forward: Forward, sizes: Sizes, min_rows: int) -> dict[str, int]:
     """The largest value of each chunk count: that of the smallest chunks."""
     template = forward.query or forward.whole
     most = dict.fromkeys(forward.chunk_counts, 1)

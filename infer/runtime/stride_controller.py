@@ -229,7 +229,7 @@ class StrideController:
         self._num_steps = self._num_timed = self._last_oom = self._last_rows = self._last_trial = 0
         self._last_tested, self._debt, self._trial = 0, 0.0, (0, 0)
         self._narrowest = min(range(len(widths)), key=widths.__getitem__)
-        self._most_rows: float = math.inf
+        self._max_rows: float = math.inf
 
     def choose(self, load: Load) -> int:
         """The mode, by number, for a step of such a load: the fastest, or one that is due for a trial.
@@ -253,8 +253,8 @@ class StrideController:
         if (self._last_oom and since == 1) or load.num_decoding == 0:
             return self._narrowest
         if since > OOM_MEMORY_STEPS:
-            self._most_rows = math.inf
-        fitting = [n for n, width in enumerate(self._widths) if load.num_sequences * width <= self._most_rows]
+            self._max_rows = math.inf
+        fitting = [n for n, width in enumerate(self._widths) if load.num_sequences * width <= self._max_rows]
         if not fitting:
             return self._narrowest
         tokens = self._tokens(load.drafts)
@@ -280,7 +280,7 @@ class StrideController:
     def observe_out_of_memory(self) -> None:
         """Record that the step chosen last ran out of memory."""
         self._last_oom = self._num_steps
-        self._most_rows = min(self._most_rows, self._last_rows - 1)
+        self._max_rows = min(self._max_rows, self._last_rows - 1)
 
     def observe_time(self, mode: int, load: Load, seconds: float) -> None:
         """Record the time of a step. Without times of a warm-up, steps that store prompts say nothing."""

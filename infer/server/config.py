@@ -9,7 +9,7 @@ from typing import Literal
 from idlm.config.schema import option
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.settings import EngineSettings, below_least
+from idlm.infer.settings import EngineSettings, below_min
 
 MAX_PORT = 65_535
 HOST = re.compile(r"\*|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -75,7 +75,7 @@ class ServeConfig(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
-        problems = below_least(
+        problems = below_min(
             self,
             *(("port", 0), ("max_waiting", 0), ("max_n", 1), ("max_prompts", 1), ("max_body", 1)),
             *(("max_header", 1024), ("drain_seconds", 0), ("engine_timeout", 1)),

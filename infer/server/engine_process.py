@@ -124,7 +124,7 @@ class EngineLoop:
         self._compiling: dict[str, tuple[Compiling, Message]] = {}
 
     def run(self) -> None:
-        self._engine.scheduler.num_reserved_lanes = self._engine.settings.most_sequences // RESERVE
+        self._engine.scheduler.num_reserved_lanes = self._engine.settings.max_sequences // RESERVE
         while self._inbox.is_open:
             is_busy = self._engine.has_work or (not self._compiling and self._engine.capture_missed())
             wait = 0 if is_busy else LOOK_MILLISECONDS if self._compiling else None

@@ -180,8 +180,8 @@ def row_capacity(
     head = num_places
     if num_places > MIN_PLACES:
         # Rows that are bound by the weights cost nothing, and numbers that differ cost a graph each.
-        least_head = max(num_sequences + block_size, MIN_PLACES // 2)
-        head = min(num_places, _rounded_up(max(wanted.head, least_head), HEAD_STEPS))
+        min_head = max(num_sequences + block_size, MIN_PLACES // 2)
+        head = min(num_places, _rounded_up(max(wanted.head, min_head), HEAD_STEPS))
     return PassRows(fed=fed, kept=kept, head=head)
 
 

@@ -120,7 +120,7 @@ def assert_idle(engine: Engine) -> None:
     assert engine.pool.num_free == engine.pool.num_pages
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert sorted(engine.scheduler._free_lanes) == list(range(engine.settings.most_sequences))
+    assert sorted(engine.scheduler._free_lanes) == list(range(engine.settings.max_sequences))
     assert not engine._active
     assert not engine._texts
     assert engine.step() == []

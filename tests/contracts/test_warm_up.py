@@ -83,7 +83,7 @@ def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def step_of(settings: Any, model: Any, step: Any) -> StaticStep:
         rows = warm_up.eager_rows(model)
-        return StaticStep(step, spare_lane=settings.most_sequences, captures=True, eager_rows=rows)
+        return StaticStep(step, spare_lane=settings.max_sequences, captures=True, eager_rows=rows)
 
     monkeypatch.setattr(StaticStep, "_capture", capture)
     monkeypatch.setattr(StaticStep, "seconds", lambda _, shape: 1e-3 + PER_ROW * shape.all_rows)
@@ -321,7 +321,7 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
     engine = build_engine(checkpoint, "isd", stride=4, adaptive=True, graphs="on", warmup="full")
     controller, decoder = engine._stride_controller, engine.decoder
     assert controller is not None and controller.likely_modes(8) == {0} < set(range(len(decoder.modes)))
-    timed = warm_up.timed_shapes(decoder, engine.settings.most_sequences, engine.table.max_length)
+    timed = warm_up.timed_shapes(decoder, engine.settings.max_sequences, engine.table.max_length)
     others = captured[sum(shape in timed.values() for shape in captured) :]
     assert set(captured) - set(others) == set(captured) & set(timed.values()), (
         "those that are timed come first"

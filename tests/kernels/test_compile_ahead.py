@@ -129,7 +129,7 @@ def _check_variants(parts: EngineParts, most: int, compiled: Counter[str]) -> No
         warnings.simplefilter("error")
         step = build._step_on_meta(parts)
     assert not hasattr(decoder, "draft_buffer_Z"), "the engine's own decoder stays as it was"
-    prompts = warm_up.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, most_prompt_rows=PROMPT_ROWS)
+    prompts = warm_up.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, max_prompt_rows=PROMPT_ROWS)
     compile_ahead(step, [*prompts, *warm_up.compiled_shapes(decoder, *LIMITS)])
     ahead = Counter(compiled)
     assert 20 < ahead.total() <= most, f"each takes a second to compile: {ahead}"

@@ -186,12 +186,12 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     return max(num_told, -(-num_sequences // 8) if schedule.capacity is None else num_sequences)
 
 
-def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
+def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:
     """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
-    `most_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
+    `max_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
     """
     sizes, size = [1], 1
-    while size < most and size * width < most_rows:
+    while size < most and size * width < max_rows:
         growth = 1.25 if size * width < STREAMED_ROWS else 1.125
         step = padded_sequences(size + 1) - padded_sequences(size)
         grown = int(size * growth) // step * step
@@ -201,7 +201,7 @@ def batch_sizes(width: int, most: int, most_rows: int) -> list[int]:
     return sizes
 
 
-def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
+def max_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
     """Rows beside the decoding ones that a pass lays out at most. The first block of each sequence does not
     count against the budget.
     """

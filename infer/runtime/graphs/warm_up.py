@@ -79,7 +79,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     start_time, free = time.monotonic(), memory_bytes(device)[0]
     path = cache_file(timing_key(parts)) if _needs_times(parts) else None
     known = read_times(path) if path is not None and is_alone else {}
-    work = _Work(parts=parts, step=step, is_alone=is_alone, least_memory=free // 2, times=dict(known))
+    work = _Work(parts=parts, step=step, is_alone=is_alone, min_memory=free // 2, times=dict(known))
     if on_meta is not None:
         work.compile(on_meta)
     try:
@@ -118,7 +118,7 @@ class _Work:
     parts: EngineParts
     step: StaticStep
     is_alone: bool
-    least_memory: int
+    min_memory: int
     times: dict[tuple[int, int], float]
     shapes: list[PassShape] = field(default_factory=list)
     timed: dict[tuple[int, int], PassShape] = field(default_factory=dict)
@@ -184,15 +184,15 @@ class _Work:
         yield from others
 
     def _may_go_on(self) -> bool:
-        has_memory = memory_bytes(self.parts.table.device)[0] >= self.least_memory
+        has_memory = memory_bytes(self.parts.table.device)[0] >= self.min_memory
         return not self.is_alone or (has_memory and time.monotonic() <= self.end_time)
 
     def _limits(self) -> tuple[int, int]:
-        return self.parts.settings.most_sequences, self.parts.table.max_length
+        return self.parts.settings.max_sequences, self.parts.table.max_length
 
     def _prompts(self) -> list[PassShape]:
         parts, rows = self.parts, self.step.eager_rows
-        return prompt_shapes(parts.decoder, *self._limits(), rows, most_prompt_rows=parts.settings.row_budget)
+        return prompt_shapes(parts.decoder, *self._limits(), rows, max_prompt_rows=parts.settings.row_budget)
 
 
 def _needs_times(parts: EngineParts) -> bool:
@@ -241,7 +241,7 @@ def timing_key(parts: EngineParts) -> dict[str, Any]:
     }
 
 
-def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_rows: int) -> list[PassShape]:
+def shapes_ahead(decoder: Decoder, max_sequences: int, max_length: int, eager_rows: int) -> list[PassShape]:
     """The shapes to capture, those that traffic needs most first (`_rank`). None for decoders of whole
     canvases, whose rows follow the lengths of requests.
     """
@@ -257,9 +257,9 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
             for mode in range(len(decoder.modes))
             for size in batch_sizes(
                 decoder.num_rows(mode, max_length),
-                most_sequences,
+                max_sequences,
                 # Blocks are worth graphs at every size: they have been measured with them only.
-                eager_rows if kind == "append" else most_sequences * decoder.num_rows(mode, max_length),
+                eager_rows if kind == "append" else max_sequences * decoder.num_rows(mode, max_length),
             )
             for each in _variants(
                 decoder, _shape(decoder, mode, size, max_length, context, filters), is_tight
@@ -278,12 +278,12 @@ def shapes_ahead(decoder: Decoder, most_sequences: int, max_length: int, eager_r
     return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
 
 
-def shapes_with_capacity(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
+def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
     """The same of passes that may drop rows, whose rows follow what traffic asks for: for powers of two of
     sequences capacities that hold it with little padding (`capacities_ahead`). First the largest ones, which
     hold all passes, then every fourth, then the others; of passes with filters only every fourth."""
     policy, context = decoder.kv_policy, _contexts(max_length)[0]
-    sizes = {padded_sequences(most_sequences), *(1 << power for power in range(most_sequences.bit_length()))}
+    sizes = {padded_sequences(max_sequences), *(1 << power for power in range(max_sequences.bit_length()))}
     found = list[tuple[float, int, PassShape]]()
     for size, filters in itertools.product(sorted(sizes), (False, True)):
         shape = _shape(decoder, 0, size, max_length, context, filters)
@@ -304,10 +304,10 @@ def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
     return (rank if shape.decides else 6) + 1.5 * shape.filters, -shape.all_rows
 
 
-def compiled_shapes(decoder: Decoder, most_sequences: int, max_length: int) -> list[PassShape]:
+def compiled_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
     """Decoding passes that between them need all kernels."""
-    context, sizes = _contexts(max_length)[0], {padded_sequences(most_sequences)}
-    sizes |= {1 << power for power in range(most_sequences.bit_length())}
+    context, sizes = _contexts(max_length)[0], {padded_sequences(max_sequences)}
+    sizes |= {1 << power for power in range(max_sequences.bit_length())}
     return [
         _shape(decoder, mode, size, max_length, context, filters=size == 1)
         for mode in range(len(decoder.modes))
@@ -315,28 +315,28 @@ def compiled_shapes(decoder: Decoder, most_sequences: int, max_length: int) -> l
     ]
 
 
-def timed_shapes(decoder: Decoder, most_sequences: int, max_length: int) -> dict[tuple[int, int], PassShape]:
+def timed_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> dict[tuple[int, int], PassShape]:
     """Decoding passes by mode and number of sequences, whose times tell those of all."""
     context = _contexts(max_length)[0]
-    sizes = [1 << power for power in range(most_sequences.bit_length())]
+    sizes = [1 << power for power in range(max_sequences.bit_length())]
     return {
         (mode, size): _shape(decoder, mode, size, max_length, context, filters=False)
         for mode in range(len(decoder.modes))
-        for size in dict.fromkeys((*sizes, padded_sequences(most_sequences)))
+        for size in dict.fromkeys((*sizes, padded_sequences(max_sequences)))
         if size == 1 or size * decoder.num_rows(mode, max_length) <= MAX_TIMED_ROWS
     }
 
 
 def prompt_shapes(
-    decoder: Decoder, most_sequences: int, max_length: int, eager_rows: int, *, most_prompt_rows: int
+    decoder: Decoder, max_sequences: int, max_length: int, eager_rows: int, *, max_prompt_rows: int
 ) -> list[PassShape]:
     """Shapes of passes with prompts, the largest first, that between them need all kernels of such passes."""
     if decoder.kv_policy.kind != "append":
         return []
     context, rows = _contexts(max_length)[0], [PROMPT_STEP]
-    sizes = {1, *(padded_sequences(-(-most_sequences // part)) for part in (8, 4, 1))}
-    while rows[-1] < most_prompt_rows:
-        rows.append(min(4 * rows[-1], -(-most_prompt_rows // PROMPT_STEP) * PROMPT_STEP))
+    sizes = {1, *(padded_sequences(-(-max_sequences // part)) for part in (8, 4, 1))}
+    while rows[-1] < max_prompt_rows:
+        rows.append(min(4 * rows[-1], -(-max_prompt_rows // PROMPT_STEP) * PROMPT_STEP))
     bounds = [(context, num_rows) for num_rows in rows]
     # Where all contexts are short, attention has other kernels.
     bounds += [(short, rows[0]) for short in (MIN_SLOTS, 2 * MIN_SLOTS) if short < context]
@@ -345,7 +345,7 @@ def prompt_shapes(
         for mode in {0, len(decoder.modes) - 1}
         for size in sizes
         for bound, num_rows in bounds
-        if num_rows + size * decoder.num_rows(mode, max_length) <= most_prompt_rows + eager_rows
+        if num_rows + size * decoder.num_rows(mode, max_length) <= max_prompt_rows + eager_rows
     ]
     return sorted(shapes, key=lambda shape: -shape.all_rows)
 

@@ -38,11 +38,11 @@ def test_sequences_and_prompt_rows_follow_the_memory(
 ) -> None:
     monkeypatch.setattr(build, "memory_bytes", lambda _: (gib << 30, gib << 30))
     found = build._with_loads(EngineSettings(warmup="auto"), device, policy)
-    assert (found.most_sequences, found.row_budget) == expected
+    assert (found.max_sequences, found.row_budget) == expected
     cold = build._with_loads(EngineSettings(), device, policy)
-    assert (cold.most_sequences, cold.row_budget) == build.OTHER_LOAD
+    assert (cold.max_sequences, cold.row_budget) == build.OTHER_LOAD
     given = build._with_loads(EngineSettings(max_num_seqs=3, max_num_batched_tokens=5), device, policy)
-    assert (given.most_sequences, given.row_budget) == (3, 5)
+    assert (given.max_sequences, given.row_budget) == (3, 5)
 
 
 def test_acceptance_of_a_checkpoint_is_read_and_only_written_where_it_is_known(tmp_path: Path) -> None:
