@@ -40,11 +40,11 @@ class AnswerText:
         # A stop string that has the tag may begin with it.
         self._searched = {"answer", *(("close", "gap") if any(CLOSE in each for each in stop) else ())}
         named = [(idx, name) for idx, name in (hidden or {}).items() if any(name in each for each in stop)]
-        marks = {name: chr(FIRST_MARK + place) for place, (_, name) in enumerate(named[:NUM_MARKS])}
+        marks = {name: chr(FIRST_MARK + position) for position, (_, name) in enumerate(named[:NUM_MARKS])}
         self._marks = {idx: marks[name] for idx, name in named[:NUM_MARKS]}
         # One search sees the text as it is shown, the other one also the marks of hidden tokens.
         self._shown, self._marked = _Search(stop), _Search([_with_marks(each, marks) for each in stop])
-        self._places: list[int] = []
+        self._mark_positions: list[int] = []
         """Where marks are in the marked text."""
         self._held = ""
         self._num_released = 0
@@ -110,7 +110,7 @@ class AnswerText:
             # No reasoning begins behind such a token.
             before, text = self._split("", is_last=True)
             released = before + self._search(text, text, is_last=False)
-        self._places.append(self._marked.length)
+        self._mark_positions.append(self._marked.length)
         released += self._search("", mark, is_last=False)
         self._released.append(released)
         return released
@@ -123,7 +123,7 @@ class AnswerText:
         if self._marks:
             self._marked.push(marked)
             end = self._marked.end(is_last=is_last)
-            ends.append(end - bisect_left(self._places, end))
+            ends.append(end - bisect_left(self._mark_positions, end))
             hits.append(None if self._marked.hit is None else ends[-1])
         found = [hit for hit in hits if hit is not None]
         self.is_stopped = bool(found)
@@ -150,8 +150,10 @@ class _Search:
         self._held += text
         self.length += len(text)
         start = self.length - len(self._held)
-        begins = [(place, stops) for place, char in enumerate(self._held) if (stops := self._stops.get(char))]
-        hits = (place for place, stops in begins if self._held.startswith(tuple(stops), place))
+        begins = [
+            (position, stops) for position, char in enumerate(self._held) if (stops := self._stops.get(char))
+        ]
+        hits = (position for position, stops in begins if self._held.startswith(tuple(stops), position))
         hit = next(hits, None)
         self.hit = None if hit is None else start + hit
         self._held = self._held[self._first_open(begins) :]
@@ -164,10 +166,10 @@ class _Search:
 
     def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:
         """First position from which the held text, to its end, is the beginning of a stop string."""
-        for place, stops in begins:
-            rest = self._held[place:]
+        for position, stops in begins:
+            rest = self._held[position:]
             if any(stop.startswith(rest) for stop in stops):
-                return place
+                return position
         return len(self._held)
 
 

@@ -324,8 +324,8 @@ class Engine:
             emissions = step.emissions()
             if self._reservation is not None:
                 self._reservation.observe([one.demand for one in emissions], step.widths)
-            for request, place, logprobs in step.prompt_logprobs():
-                request.add_prompt_logprobs(place, logprobs)
+            for request, position, logprobs in step.prompt_logprobs():
+                request.add_prompt_logprobs(position, logprobs)
             if self._stride_controller is not None and not step.schedule.is_eager:
                 load = Load.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())

@@ -338,11 +338,11 @@ class Scheduler:
         if cache is None or start >= end:
             return
         keys = self._page_keys(request, end)
-        for place in range(start, end):
-            if not is_written and cache.page_of(keys[place]) is not None:
+        for index in range(start, end):
+            if not is_written and cache.page_of(keys[index]) is not None:
                 return
-            parent = keys[place - 1] if place else cache.root
-            self.pool.commit(lane, keys[place], parent, is_written=is_written)
+            parent = keys[index - 1] if index else cache.root
+            self.pool.commit(lane, keys[index], parent, is_written=is_written)
 
     def _page_keys(self, request: Request, num_pages: int) -> list[bytes]:
         """Keys of the request's first pages, at least `num_pages` of them."""

@@ -47,7 +47,7 @@ def receive(connection: Connection) -> Message | None:
 
 
 def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Message:
-    """A pass and what precedes it: admitted requests, moved KV pointers, and `pages` (lane, place, page) that
+    """A pass and what precedes it: admitted requests, moved KV pointers, and `pages` (lane, index, page) that
     lanes received.
     """
     return {

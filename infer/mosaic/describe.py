@@ -11,7 +11,7 @@ MIB = 1 << 20
 def describe_plan(plan: Plan) -> str:
     """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals.
 
-    The number before an op is its place in the template, counted over the ops as registered.
+    The number before an op is its position in the template, counted over the ops as registered.
     """
     template, lifetimes, sizes = plan.template, plan.template.lifetimes, plan.sizes
     rows: list[tuple[str, ...]] = [HEADER]
@@ -19,8 +19,8 @@ def describe_plan(plan: Plan) -> str:
         storage = lifetimes.storages[lifetimes.index_of[name]]
         formula = f"alias of {template.root(name)}" if name in template.aliases else str(size)
         first, last = (
-            f"{place} {template.ops[place].name}{' (layers)' if template.ops[place].in_layers else ''}"
-            for place in (storage.first, storage.last)
+            f"{position} {op.name}{' (layers)' if op.in_layers else ''}"
+            for position, op in ((each, template.ops[each]) for each in (storage.first, storage.last))
         )
         rows.append((name, f"{plan.num_bytes[name]:,}", first, last, f"{plan.offsets[name]:,}", formula))
     chunks = ", ".join(f"K_{name}={count}" for name, count in sorted(sizes.chunks.items()))

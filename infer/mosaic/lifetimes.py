@@ -88,13 +88,13 @@ def find_lifetimes(graph: Graph, ranges: Iterable[tuple[int, int]]) -> Lifetimes
     """
     used = _uses(graph)
     storages = []
-    for name, places in used.items():
-        first, last = places[0], places[-1]
+    for name, positions in used.items():
+        first, last = positions[0], positions[-1]
         views = [size for view, size in graph.tensors.items() if graph.root(view) == name]
         for start, stop in ranges:
-            touched = any(start <= place <= stop for place in places)
+            touched = any(start <= position <= stop for position in positions)
             # Used both inside and outside of the loop: every iteration must leave it in place.
-            if touched and (places[0] < start or places[-1] > stop):
+            if touched and (positions[0] < start or positions[-1] > stop):
                 first, last = min(first, start), max(last, stop)
         storages.append(Storage(name, tuple(dict.fromkeys(views)), first, last))
     _check_chunks(graph, used, storages)
@@ -108,8 +108,10 @@ def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]
     return Lifetimes(
         storages=tuple(storages),
         alive=tuple(
-            tuple(index for index, storage in enumerate(storages) if storage.first <= place <= storage.last)
-            for place in range(num_ops)
+            tuple(
+                index for index, storage in enumerate(storages) if storage.first <= position <= storage.last
+            )
+            for position in range(num_ops)
         ),
         conflicts=tuple(
             tuple(
@@ -126,7 +128,7 @@ def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]
 def _uses(graph: Graph) -> dict[str, list[int]]:
     """Places of the ops that use each storage, in order; the first use must be a write."""
     used: dict[str, list[int]] = {graph.root(name): [] for name in graph.tensors}
-    for place, op in enumerate(graph.ops):
+    for position, op in enumerate(graph.ops):
         written = {graph.root(name) for name in op.writes}
         for name in dict.fromkeys(graph.root(name) for name in (*op.reads, *op.writes)):
             if name in graph.inputs:
@@ -134,8 +136,8 @@ def _uses(graph: Graph) -> dict[str, list[int]]:
             reads = [read for read in op.reads if graph.root(read) == name]
             is_written = used[name] or (name in written and not reads)
             assert is_written, f"{graph.name}: {op.name} reads {name} before anything writes it"
-            used[name].append(place)
-    unused = [name for name, places in used.items() if not places]
+            used[name].append(position)
+    unused = [name for name, positions in used.items() if not positions]
     assert not unused, f"{graph.name}: no op uses {unused}"
     return used
 
@@ -146,7 +148,7 @@ def _check_chunks(graph: Graph, used: dict[str, list[int]], storages: list[Stora
         for size in storage.sizes:
             if size.chunks is None:
                 continue
-            loops = {graph.ops[place].loop for place in used[storage.name]}
+            loops = {graph.ops[position].loop for position in used[storage.name]}
             loop = next(iter(loops))
             is_inside = len(loops) == 1 and loop is not None
             assert is_inside, f"{graph.name}: {storage.name} has chunk size and is used outside of its loop"

@@ -23,13 +23,13 @@ from idlm.infer.mosaic.sizes import LENGTH, Size, Sizes
 class Step:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
-    `place` is the op's place in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells.
+    `position` is the op's position in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells.
     `offsets` has the byte offset of every tensor of the op; it is empty without a plan. A tensor with a chunk
     count starts at its offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes.
     """
 
     op: Op
-    place: int
+    position: int
     layer: int
     chunk: int
     start: int
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(slots=True)
 class _Group:
-    """Consecutive ops that run together, with their places: one loop, or the ops between loops."""
+    """Consecutive ops that run together, with their positions: one loop, or the ops between loops."""
 
     loop: Loop | None
     in_layers: bool
@@ -110,19 +110,19 @@ class Template(Graph):
     def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[Step]:
         """Yield the calls of one forward pass in order; `offsets` are those of a plan for `sizes`."""
         known = offsets or {}
-        places = [{name: known[name] for name in (*op.reads, *op.writes) if name in known} for op in self.ops]
+        by_op = [{name: known[name] for name in (*op.reads, *op.writes) if name in known} for op in self.ops]
         first, last = self._layer_groups
         groups = self._groups
         for group in groups[:first]:
-            yield from self._run(group, 0, sizes, places)
+            yield from self._run(group, 0, sizes, by_op)
         for layer in range(self.num_layers):
             for group in groups[first:last]:
-                yield from self._run(group, layer, sizes, places)
+                yield from self._run(group, layer, sizes, by_op)
         for group in groups[last:]:
-            yield from self._run(group, 0, sizes, places)
+            yield from self._run(group, 0, sizes, by_op)
 
     def _run(
-        self, group: _Group, layer: int, sizes: Sizes, places: Sequence[Mapping[str, int]]
+        self, group: _Group, layer: int, sizes: Sizes, by_op: Sequence[Mapping[str, int]]
     ) -> Iterator[Step]:
         """Yield the calls of one group in one layer."""
         num_rows, chunk_rows = sizes.num_rows(LENGTH), 0
@@ -132,9 +132,9 @@ class Template(Graph):
         starts = range(0, num_rows, chunk_rows) if chunk_rows else range(0 if group.loop else 1)
         for chunk, start in enumerate(starts):
             stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
-            for place, op in group.ops:
+            for position, op in group.ops:
                 if not op.is_barrier:
-                    yield Step(op, place, layer, chunk, start, stop, places[place])
+                    yield Step(op, position, layer, chunk, start, stop, by_op[position])
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the first and last op of every loop over chunks, and of the layers."""
@@ -144,7 +144,7 @@ class Template(Graph):
             if group.loop is not None:
                 found.append((start, stop - 1))
             start = stop
-        body = [place for place, op in enumerate(self.ops) if op.in_layers]
+        body = [position for position, op in enumerate(self.ops) if op.in_layers]
         if body:
             found.append((body[0], body[-1]))
         return found
@@ -152,18 +152,18 @@ class Template(Graph):
     @cached_property
     def _groups(self) -> list[_Group]:
         groups: list[_Group] = []
-        for place, op in enumerate(self.ops):
+        for position, op in enumerate(self.ops):
             last = groups[-1] if groups else None
             if last is None or last.loop != op.loop or last.in_layers != op.in_layers:
                 last = _Group(op.loop, op.in_layers)
                 groups.append(last)
-            last.ops.append((place, op))
+            last.ops.append((position, op))
         return groups
 
     @cached_property
     def _layer_groups(self) -> tuple[int, int]:
         """The groups of the layers, as a range."""
-        body = [place for place, group in enumerate(self._groups) if group.in_layers]
+        body = [position for position, group in enumerate(self._groups) if group.in_layers]
         return (body[0], body[-1] + 1) if body else (len(self._groups), len(self._groups))
 
     def _check_new(self, name: str) -> None:

@@ -128,8 +128,8 @@ class DraftAcceptance:
         if any(abs(new - old) > MIN_CHANGE for new, old in zip(average, self._compared, strict=True)):
             self._compared = average
         return {
-            _rounded(self._compared, LOG_ODDS_STEP * (place - MAX_LOG_ODDS_STEPS)): count
-            for place, count in found.items()
+            _rounded(self._compared, LOG_ODDS_STEP * (step - MAX_LOG_ODDS_STEPS)): count
+            for step, count in found.items()
         }
 
 

@@ -39,9 +39,9 @@ def emitted_logprobs(logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *,
 
 def prompt_logprobs(wanted: WantedRows, plan: StepPlan, table: SequenceState, rows: PromptRows) -> Logprobs:
     """Those of the tokens that follow the `rows`, [I]."""
-    places = [(b, place) for b, count in enumerate(rows.counts) for place in range(count)]
-    sequence_I, place_I = to_device(places, table.device).unbind(dim=1)
-    rows_I = plan.cu_rows_B1[sequence_I] + place_I
+    positions = [(b, position) for b, count in enumerate(rows.counts) for position in range(count)]
+    sequence_I, position_I = to_device(positions, table.device).unbind(dim=1)
+    rows_I = plan.cu_rows_B1[sequence_I] + position_I
     token_ids_I = table.tokens_ZL[plan.lanes_B[sequence_I], plan.slots_R[rows_I] + 1]
     slices = zip(rows_I.split(ROWS_AT_ONCE), token_ids_I.split(ROWS_AT_ONCE), strict=True)
     parts = [

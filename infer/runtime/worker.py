@@ -172,18 +172,18 @@ class InflightStep:
         return emissions
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprob]]]:
-        """Requests, and log-probabilities of tokens of their prompts, from which place on. After
+        """Requests, and log-probabilities of tokens of their prompts, from which position on. After
         `emissions`.
         """
         rows, found = self._prompt_rows, []
         if rows is None:
             return []
         values, end = [tensor.tolist() for tensor in self._prompt_logprobs], 0
-        for request, place, count in zip(self.requests, rows.starts, rows.counts, strict=True):
+        for request, position, count in zip(self.requests, rows.starts, rows.counts, strict=True):
             own, end = [each[end : end + count] for each in values], end + count
-            num_top, token_ids = request.params.prompt_logprobs, request.prompt_ids[place + 1 :][:count]
+            num_top, token_ids = request.params.prompt_logprobs, request.prompt_ids[position + 1 :][:count]
             if count and num_top is not None:
-                found.append((request, place + 1, _read(num_top, token_ids, own)))
+                found.append((request, position + 1, _read(num_top, token_ids, own)))
         return found
 
 

@@ -180,7 +180,7 @@ class Schedule:
     ones lose their KV, and `resumed` ones get (part of) it back. `mode`: which of the decoder's modes lays
     the pass out. Rows that the pass is likely to need (`RowReservation`; None: unknown): `capacity`, if it
     may drop rows, else `num_wanted` of the head. `derive` sets the rest: `prompt_rows`, None if no request of
-    the pass asks for log-probabilities of its prompt, and `grammars` of requests that decode, by place."""
+    the pass asks for log-probabilities of its prompt, and `grammars` of requests that decode, by index."""
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
@@ -255,17 +255,17 @@ class Schedule:
             if request.grammar is not None:
                 # The lane gets the tokens that the host knows, and its grammar begins after them.
                 request.grammar.follower = None
-        for place, request in enumerate(self.requests):
-            if request.grammar is not None and self.samples[place]:
-                self.grammars[place] = request.grammar
+        for index, request in enumerate(self.requests):
+            if request.grammar is not None and self.samples[index]:
+                self.grammars[index] = request.grammar
             if request.num_unscored:
                 num_left = len(request.prompt_ids) - 1 - request.num_computed
-                counts[place] = max(0, min(self.num_feed[place], num_left))
+                counts[index] = max(0, min(self.num_feed[index], num_left))
                 num_top = max(num_top, request.params.prompt_logprobs or 0)
         if any(counts.values()):
             self.prompt_rows = PromptRows(
                 starts=[request.num_computed for request in self.requests],
-                counts=[counts.get(place, 0) for place in range(len(self.requests))],
+                counts=[counts.get(index, 0) for index in range(len(self.requests))],
                 num_top=num_top,
             )
 

@@ -27,8 +27,8 @@ class CanvasReuse:
     """How passes over a canvas read keys and values that earlier passes stored and that may be stale.
 
     The first pass after tokens were emitted or KV was lost is a refresh, which feeds the whole canvas; so is
-    every `interval`-th one from there (None: no further one). Between them at most `num_rows` places after
-    the known tokens are fed (None: all of them), and `num_before` places before those.
+    every `interval`-th one from there (None: no further one). Between them at most `num_rows` positions after
+    the known tokens are fed (None: all of them), and `num_before` positions before those.
     """
 
     num_rows: int | None

@@ -151,7 +151,7 @@ class PrefixCache:
         assert self._by_page == {entry.page: entry for entry in self._by_key.values()}
         assert sum(map(len, self._children.values())) == len(self._by_page)
         assert self._evictable.keys() <= self._by_page.keys()
-        order = {page: place for place, page in enumerate(self._evictable)}
+        order = {page: index for index, page in enumerate(self._evictable)}
         for entry in self._by_key.values():
             assert entry.page in self._children[entry.parent]
             if entry.parent != self.root:
@@ -207,18 +207,18 @@ class PagePool:
 
     @property
     def unwritten(self) -> list[tuple[int, int, int]]:
-        """Reservations (lane, place, page) since the last `flush`."""
-        return [(lane, place, page) for (lane, place), page in self._unwritten.items()]
+        """Reservations (lane, index, page) since the last `flush`."""
+        return [(lane, index, page) for (lane, index), page in self._unwritten.items()]
 
     def follow(self, entries: Iterable[tuple[int, int, int]]) -> None:
-        """Take over another rank's reservations (lane, place, page), without its books."""
-        self._unwritten.update({(lane, place): page for lane, place, page in entries})
+        """Take over another rank's reservations (lane, index, page), without its books."""
+        self._unwritten.update({(lane, index): page for lane, index, page in entries})
 
     def flush(self) -> None:
         """Write the reservations since the last time to the device, all at once."""
         if self._unwritten:
-            lanes, places, pages = to_device(self.unwritten, self._block_table_ZP.device).unbind(dim=1)
-            self._block_table_ZP[lanes, places] = pages
+            lanes, indices, pages = to_device(self.unwritten, self._block_table_ZP.device).unbind(dim=1)
+            self._block_table_ZP[lanes, indices] = pages
             self._unwritten.clear()
 
     @property
@@ -264,14 +264,14 @@ class PagePool:
         page, and its next holder writes after them.
         """
         assert self.cache is not None
-        place = self._num_cached[lane]
-        own = self._owned[lane][place]
+        index = self._num_cached[lane]
+        own = self._owned[lane][index]
         cached = self.cache.page_of(key)
         if cached is None:
             self.cache.insert(key, parent, own)
         else:
-            assert is_written, f"{lane=} is about to write {place=}"
-            self._incref(lane, place, cached)
+            assert is_written, f"{lane=} is about to write {index=}"
+            self._incref(lane, index, cached)
             self._decref(own)
         self._num_cached[lane] += 1
 
@@ -318,13 +318,13 @@ class PagePool:
         if self.cache is not None:
             self.cache.check()
 
-    def _incref(self, lane: int, place: int, page: int) -> None:
+    def _incref(self, lane: int, index: int, page: int) -> None:
         """Put a page into the lane's list, at its end or in place of another."""
         if self.cache is not None and self._num_refs[page] == 0 and page in self.cache:
             self.cache.acquire(page)
         self._num_refs[page] += 1
-        self._owned[lane][place : place + 1] = [page]
-        self._unwritten[lane, place] = page
+        self._owned[lane][index : index + 1] = [page]
+        self._unwritten[lane, index] = page
 
     def _decref(self, page: int) -> None:
         self._num_refs[page] -= 1

@@ -186,7 +186,7 @@ class ExecutorArm:
         start = time.perf_counter()
 
         def timed(run: Any, step: Any, op: Any = None) -> None:
-            points.append((1e6 * (time.perf_counter() - start), float(live[step.place])))
+            points.append((1e6 * (time.perf_counter() - start), float(live[step.position])))
             run_op(run, step, op)
 
         with patch.object(self._ops.CanvasPass, "execute", timed):
