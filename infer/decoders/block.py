@@ -32,7 +32,7 @@ from idlm.infer.decoders.block_config import (
     check,
     warn_of_unread,
 )
-from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, plan_blocks, without_dropped
+from idlm.infer.decoders.block_rows import deciding, editable, fed_places, plan_blocks, without_dropped
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.runtime.decided_logprobs import MAX_TOP, DecidedScores
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, to_device
@@ -182,7 +182,6 @@ class BlockDecoder(Decoder):
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Draw a token for every mask, decide some masks, and emit the blocks that are clean then."""
-        assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
         if wanted.dropped is not None:
             plan = without_dropped(plan, wanted.dropped)
         logits_XV = wanted.logits()
@@ -210,14 +209,14 @@ class BlockDecoder(Decoder):
         return None
 
     def _propose(
-        self, table: SequenceState, batch: Batch, plan: BlockPlan, logits_XV: Tensor
+        self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor
     ) -> tuple[Proposed, Tensor]:
         """A token for every position with its confidence and what else strategies need, and which sequences
         have logits that are not finite. Proposals mean nothing where nothing may be decided; positions that
         may be edited get the most likely token.
         """
-        assert plan.active is not None
-        wanted, is_maskable_BW = plan.wanted, plan.active.is_maskable_BW
+        active = deciding(plan)
+        wanted, is_maskable_BW = active.wanted, active.is_maskable_BW
         if self._resizing is not None:
             last_B = self._is_last(plan, self._places(table.num_known_Z[plan.lanes_B], plan))
             self._resizing.forbid(logits_XV, last_B[wanted.places_X // self.shape.size])
@@ -228,7 +227,7 @@ class BlockDecoder(Decoder):
         uniforms_BW = uniforms(
             table.seeds_Z,
             table.samples_Z,
-            plan.draw_steps_B,
+            active.draw_steps_B,
             self.shape.size,
             lanes_B=plan.lanes_B,
             steps_by_lane=False,
@@ -250,22 +249,21 @@ class BlockDecoder(Decoder):
         is_read_BW = self._is_read(table, plan)
         return proposed, nonfinite(probs, torch.where(is_read_BW, number_BW, -1)).clamp(max=1)
 
-    def _is_read(self, table: SequenceState, plan: BlockPlan) -> Tensor:
+    def _is_read(self, table: SequenceState, plan: StepPlan) -> Tensor:
         """Positions whose proposals may be used, bool [B, W]."""
-        assert plan.active is not None
         if self._edits:
             places = self._places(table.num_known_Z[plan.lanes_B], plan)
             assert places.editable_BW is not None
             return places.is_maskable_BW | places.editable_BW
-        is_maskable_BW = plan.active.is_maskable_BW
-        return is_maskable_BW if plan.has_logits_BW is None else is_maskable_BW & plan.has_logits_BW
+        active = deciding(plan)
+        is_maskable_BW, has_logits_BW = active.is_maskable_BW, active.has_logits_BW
+        return is_maskable_BW if has_logits_BW is None else is_maskable_BW & has_logits_BW
 
     def _decide_by_kernel(
-        self, table: SequenceState, plan: BlockPlan, proposed: Proposed
+        self, table: SequenceState, plan: StepPlan, proposed: Proposed
     ) -> tuple[Tensor, Tensor]:
         """`_decide` and the commit in one launch."""
-        assert plan.active is not None
-        options = self.options
+        options, active = self.options, deciding(plan)
         return decide_blocks(
             table.lanes(),
             table.steps_Z,
@@ -284,12 +282,12 @@ class BlockDecoder(Decoder):
             num_feed_B=plan.num_feed_B,
             samples_B=plan.samples_B,
             waits_B=_waits(plan),
-            is_maskable_BW=plan.active.is_maskable_BW,
-            has_logits_BW=plan.has_logits_BW,
+            is_maskable_BW=active.is_maskable_BW,
+            has_logits_BW=active.has_logits_BW,
             proposed=proposed,
         )
 
-    def _decide(self, table: SequenceState, plan: BlockPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
+    def _decide(self, table: SequenceState, plan: StepPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
         """Decide, edit and commit; returns tokens [B, W], and how many of each sequence are emitted."""
         lanes_B, size, blocks = plan.lanes_B, self.shape.size, self.blocks
         known_B = table.num_known_Z[lanes_B]
@@ -332,7 +330,7 @@ class BlockDecoder(Decoder):
         table.commit(lanes_B, emitted_BW, num_emitted_B, plan.num_feed_B)
         return emitted_BW, num_emitted_B
 
-    def _masks(self, plan: BlockPlan, proposed: Proposed, places: _Places) -> Masks:
+    def _masks(self, plan: StepPlan, proposed: Proposed, places: _Places) -> Masks:
         """The input of strategies."""
         lanes_B, size, options = plan.lanes_B, self.shape.size, self.options
         quota_B = self._quota(plan)
@@ -350,21 +348,21 @@ class BlockDecoder(Decoder):
             entropy_bound_B=options.entropy_bound_Z[lanes_B],
         )
 
-    def _places(self, known_B: Tensor, plan: BlockPlan) -> _Places:
+    def _places(self, known_B: Tensor, plan: StepPlan) -> _Places:
         """The positions that this pass may change, and why not the others."""
-        assert plan.active is not None
+        active = deciding(plan)
         place_W = torch.arange(self.shape.size, device=known_B.device)
         fixed_BW = place_W < (known_B % self.shape.size)[:, None]
         decided_BW, opens_B = (
             self.blocks.is_decided_ZW[plan.lanes_B],
             (plan.num_feed_B > 0) & self.shape.shifted,
         )
-        is_maskable_BW, editable_BW = plan.active.is_maskable_BW, None
+        is_maskable_BW, editable_BW = active.is_maskable_BW, None
         if self._edits:
             editable_BW = editable(decided_BW, known_B, plan.samples_B & ~opens_B, self.shape)
-        if plan.has_logits_BW is not None:
-            is_maskable_BW = is_maskable_BW & plan.has_logits_BW
-            editable_BW = None if editable_BW is None else editable_BW & plan.has_logits_BW
+        if active.has_logits_BW is not None:
+            is_maskable_BW = is_maskable_BW & active.has_logits_BW
+            editable_BW = None if editable_BW is None else editable_BW & active.has_logits_BW
         return _Places(
             fixed_BW=fixed_BW,
             decided_BW=decided_BW,
@@ -373,7 +371,7 @@ class BlockDecoder(Decoder):
             opens_B=opens_B,
         )
 
-    def _is_last(self, plan: BlockPlan, places: _Places) -> Tensor:
+    def _is_last(self, plan: StepPlan, places: _Places) -> Tensor:
         """Whether this pass must leave a whole block, bool [B]."""
         assert self._resizing is not None
         num_passes_B = self.blocks.num_passes_Z[plan.lanes_B]
@@ -393,7 +391,8 @@ class BlockDecoder(Decoder):
         return is_settled_B
 
 
-def _waits(plan: BlockPlan) -> Tensor:
+def _waits(plan: StepPlan) -> Tensor:
     """Sequences beyond the capacity in this pass, bool [B]."""
-    assert plan.active is not None and plan.active.waits_B is not None
-    return plan.active.waits_B
+    waits_B = deciding(plan).waits_B
+    assert waits_B is not None
+    return waits_B

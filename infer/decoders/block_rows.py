@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.block_unmask import first_part
-from idlm.infer.state.batch import ActiveBlocks, Batch, DroppedRows, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, Batch, BlockLimits, DroppedRows, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import block_step
 from idlm.kernels.backend import runs_kernels
@@ -31,10 +31,9 @@ since a later pass could not compute it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPlan(StepPlan):
-    """A plan with the place of each wanted row, each sequence's step of the random stream, and, once a pass
-    has dropped rows, which places have logits.
-    """
+class DecidingBlocks(ActiveBlocks):
+    """The payload of plans: also the place of each wanted row, each sequence's step of the random stream,
+    and, once a pass has dropped rows, which places have logits."""
 
     wanted: WantedPlaces
     draw_steps_B: Tensor
@@ -49,12 +48,13 @@ def plan_blocks(
     steps_Z: Tensor,
     *,
     edits: bool = False,
-) -> BlockPlan:
+) -> StepPlan:
     """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`:
     the number of passes that each lane's quota allows a block. `edits`: decided places want logits too.
     """
     packed = _pack(table, batch, blocks, shape, steps_Z, edits=edits)
-    return BlockPlan(
+    limits: BlockLimits = batch.payload or BlockLimits()
+    return StepPlan(
         lanes_B=batch.lanes_B,
         cu_rows_B1=packed.cu_rows_B1,
         sequence_R=packed.sequence_R,
@@ -72,33 +72,40 @@ def plan_blocks(
         max_rows=max(batch.max_feed, shape.size) + shape.size,
         usual_rows=shape.size,
         max_slots=batch.max_known + shape.size,
-        active=ActiveBlocks(
+        payload=DecidingBlocks(
             starts_B=packed.starts_B,
             is_maskable_BW=packed.is_maskable_BW,
             num_passes_B=packed.num_passes_B,
             num_steps_B=packed.num_steps_B,
             size=shape.size,
             num_scheduled_B=batch.num_feed_B,
-            capacity=batch.capacity,
+            capacity=limits.capacity,
             num_waits_B=blocks.num_waits_Z[batch.lanes_B],
             is_exact=batch.num_rows is None,
             num_wanted_B=packed.wanted.num_B,
             waits_B=packed.wanted.waits_B,
+            wanted=packed.wanted,
+            draw_steps_B=packed.draw_steps_B,
         ),
-        wanted=packed.wanted,
-        draw_steps_B=packed.draw_steps_B,
     )
 
 
-def without_dropped(plan: BlockPlan, dropped: DroppedRows) -> BlockPlan:
+def deciding(plan: StepPlan) -> DecidingBlocks:
+    """The payload of a plan of `plan_blocks`."""
+    assert isinstance(plan.payload, DecidingBlocks), f"{type(plan.payload)=}"
+    return plan.payload
+
+
+def without_dropped(plan: StepPlan, dropped: DroppedRows) -> StepPlan:
     """The plan with those wanted rows that the head has computed."""
-    wanted, origin_H, number_BW = plan.wanted, dropped.origin_H, plan.wanted.number_BW
+    active = deciding(plan)
+    wanted, origin_H, number_BW = active.wanted, dropped.origin_H, active.wanted.number_BW
     number_BW = torch.where(number_BW >= 0, dropped.numbers_X[number_BW.clamp(min=0)], -1)
     left = replace(wanted, number_BW=number_BW)
     if origin_H is not None:
         columns = {name: getattr(wanted, name)[origin_H] for name in ("rows_X", "places_X", "lanes_X")}
         left = replace(left, **columns)
-    return replace(plan, wanted=left, has_logits_BW=number_BW >= 0)
+    return replace(plan, payload=replace(active, wanted=left, has_logits_BW=number_BW >= 0))
 
 
 def _pack(
@@ -132,9 +139,10 @@ def _sizes(batch: Batch, shape: BlockShape, rows: Callable[[], _Rows]) -> tuple[
         needed = rows()
         num_rows, num_wanted = torch.stack((needed.cu_rows_B1[-1], needed.is_asked_BW.sum())).tolist()
         return max(1, num_rows), max(1, num_wanted)
-    if batch.num_wanted is None:
+    limits: BlockLimits | None = batch.payload
+    if limits is None or limits.num_wanted is None:
         return batch.num_rows, num_places
-    return batch.num_rows, min(num_places, max(batch.num_wanted, num_sequences + shape.size))
+    return batch.num_rows, min(num_places, max(limits.num_wanted, num_sequences + shape.size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,9 @@ from idlm.infer.decoders.full_rows import (
     CACHES,
     MIXED_BYTES,
     NUM_CANVASES,
+    ActiveCanvases,
     Cache,
     Canvases,
-    CanvasPlan,
     FedRows,
     canvases_of,
     fed_canvases,
@@ -50,7 +50,15 @@ from idlm.infer.decoders.full_rows import (
     wanted_places,
     whole_canvases,
 )
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, fill_lanes, to_device
+from idlm.infer.state.batch import (
+    Batch,
+    CanvasLimits,
+    StepOutcome,
+    StepPlan,
+    WantedRows,
+    fill_lanes,
+    to_device,
+)
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import PASSES_BITS
@@ -173,8 +181,9 @@ class FullDecoder(Decoder):
     def _begin_blocks(self, lanes: list[int]) -> None:
         fill_lanes(lanes, 0, self.is_decided_ZW, self.is_recent_ZW, self.num_passes_Z)
 
-    def plan(self, table: SequenceState, batch: Batch) -> CanvasPlan:
+    def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """The canvas of every sequence that is not complete; the masks of its active block are wanted."""
+        limits: CanvasLimits = batch.payload
         lanes_C, num_feed_C, samples_C = canvases_of(batch, self.options.guidance_Z)
         ends_C, known_C = table.ends_Z[lanes_C], table.num_known_Z[lanes_C]
         advances_C = known_C < ends_C
@@ -190,10 +199,10 @@ class FullDecoder(Decoder):
         lanes_B, known_B, ends_B, samples_B = (
             each_C[: len(batch.lanes_B)] for each_C in (lanes_C, known_C, ends_C, samples_C)
         )
-        is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=batch.max_length)
+        is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=limits.max_length)
         sequence_X, place_X = wanted_places(is_maskable_BW, is_exact=batch.num_rows is None)
         wanted_X = fed.rows_of(sequence_X, known_B[sequence_X] + place_X - self._shift)
-        plan = CanvasPlan(
+        plan = StepPlan(
             lanes_B=lanes_C,
             cu_rows_B1=fed.cu_rows_B1,
             sequence_R=sequence_R,
@@ -209,15 +218,17 @@ class FullDecoder(Decoder):
             samples_B=samples_C,
             advances_B=advances_C,
             max_rows=batch.max_rows,
-            max_slots=batch.max_length,
-            takes_best=self._kind.reads != "row" and batch.is_greedy and batch.num_canvases == 1,
-            sequence_X=sequence_X,
-            place_X=place_X,
-            is_maskable_BW=is_maskable_BW,
-            # By block and pass, so that a block begun anew draws the same.
-            draw_steps_B=(known_B << PASSES_BITS) + self.num_passes_Z[lanes_B],
+            max_slots=limits.max_length,
+            payload=ActiveCanvases(
+                takes_best=self._kind.reads != "row" and limits.is_greedy and limits.num_canvases == 1,
+                sequence_X=sequence_X,
+                place_X=place_X,
+                is_maskable_BW=is_maskable_BW,
+                # By block and pass, so that a block begun anew draws the same.
+                draw_steps_B=(known_B << PASSES_BITS) + self.num_passes_Z[lanes_B],
+            ),
         )
-        if batch.num_canvases == 1:
+        if limits.num_canvases == 1:
             return plan
         prompt_ends_C = ends_C - self.options.lengths_Z[lanes_C]
         return guided(plan, fed, ends_C, prompt_ends_C, mask_token_id=self._mask_token_id)
@@ -229,7 +240,7 @@ class FullDecoder(Decoder):
         if self._cache is None or self._reuse is None:
             return whole_canvases(ends_B * samples_B, num_rows=batch.num_rows)
         lanes_B = batch.lanes_B
-        slot_L = torch.arange(batch.max_length, device=known_B.device)
+        slot_L = torch.arange(batch.payload.max_length, device=known_B.device)
         place_BL = slot_L - known_B[:, None]
         in_block_BL = (place_BL >= 0) & (place_BL < self._width)
         place_BL = place_BL.clamp(0, self._width - 1)
@@ -266,20 +277,21 @@ class FullDecoder(Decoder):
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Decide masks by the order; emit the blocks that are clean."""
-        assert isinstance(plan, CanvasPlan), f"{type(plan)=}"
-        lanes_B, is_maskable_BW = plan.batch_lanes_B, plan.is_maskable_BW
+        active = plan.payload
+        assert isinstance(active, ActiveCanvases), f"{type(active)=}"
+        lanes_B, is_maskable_BW = batch.lanes_B, active.is_maskable_BW
         samples_B = plan.samples_B[: len(lanes_B)]
         num_places, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
         uniforms_BW2 = uniforms(
             table.seeds_Z,
             table.samples_Z,
-            plan.draw_steps_B,
+            active.draw_steps_B,
             2 * width,
             lanes_B=lanes_B,
             steps_by_lane=False,
         ).view(-1, width, 2)
-        ids_X, scores_X, bad_X = self._propose(table, batch, plan, wanted, uniforms_BW2[:, :, 0])
-        flat_X = plan.sequence_X * width + plan.place_X
+        ids_X, scores_X, bad_X = self._propose(table, batch, active, wanted, uniforms_BW2[:, :, 0])
+        flat_X = active.sequence_X * width + active.place_X
 
         def by_place(values_X: Tensor) -> Tensor:
             """Values by place [B, W], 0 where there is no wanted row."""
@@ -287,7 +299,7 @@ class FullDecoder(Decoder):
 
         ids_BW, scores_BW = by_place(ids_X), by_place(scores_X)
         is_bad_BW = (by_place(bad_X) > 0) & is_maskable_BW
-        chosen_BW = self._choose(table, plan, scores_BW, uniforms_BW2[:, :, 1])
+        chosen_BW = self._choose(table, batch, active, scores_BW, uniforms_BW2[:, :, 1])
         decided_BW = self.is_decided_ZW[lanes_B, :width] | chosen_BW
         tokens_BW = torch.where(chosen_BW, ids_BW, self.tokens_ZW[lanes_B, :width])
         is_clean_B = samples_B & ~(is_maskable_BW & ~chosen_BW).any(-1)
@@ -309,23 +321,28 @@ class FullDecoder(Decoder):
         )
 
     def _propose(
-        self, table: SequenceState, batch: Batch, plan: CanvasPlan, wanted: WantedRows, uniforms_BW: Tensor
+        self,
+        table: SequenceState,
+        batch: Batch,
+        active: ActiveCanvases,
+        wanted: WantedRows,
+        uniforms_BW: Tensor,
     ) -> tuple[Tensor, ...]:
         """Of every wanted row a token, its score, and whether its logits are not finite; the head streams."""
-        if plan.takes_best:
-            is_wanted_X = plan.is_maskable_BW[plan.sequence_X, plan.place_X]
+        if active.takes_best:
+            is_wanted_X = active.is_maskable_BW[active.sequence_X, active.place_X]
             best = wanted.best(self._forbidden_S, is_wanted_X, entropy=self._kind.reads == "entropy")
             if best is not None:
                 # All wanted rows are greedy, and the others mean nothing.
                 drawn = Drawn(confidence_Y=best.own_X, is_greedy_Y=is_wanted_X, entropy_Y=best.entropy_X)
                 return best.token_X, self._score(drawn, best.token_X), best.is_nonfinite_X.long()
-        uniforms_X = uniforms_BW[plan.sequence_X, plan.place_X]
-        lane_X, is_guided = plan.lanes_B[plan.sequence_X], plan.logit_group > 1
+        uniforms_X = uniforms_BW[active.sequence_X, active.place_X]
+        lane_X, group = batch.lanes_B[active.sequence_X], active.logit_group
 
         def propose(logits_YV: Tensor, rows: slice) -> tuple[Tensor, ...]:
-            rows = slice(rows.start // plan.logit_group, rows.stop // plan.logit_group)
+            rows = slice(rows.start // group, rows.stop // group)
             lane_Y = lane_X[rows]
-            if is_guided:
+            if group > 1:
                 logits_YV = mixed_logits(logits_YV, self.options.guidance_Z[lane_Y])
             temperature_Y = table.temperature_Z[lane_Y]
             if self.config.forbid_eos:
@@ -348,7 +365,7 @@ class FullDecoder(Decoder):
             drawn = Drawn(confidence_Y=confidence_Y, is_greedy_Y=temperature_Y == 0, probs=probs)
             return ids_Y, self._score(drawn, ids_Y), nonfinite(probs, rows_Y1)
 
-        return wanted.proposals(propose, row_bytes=self._proposal_bytes + is_guided * self._mixed_bytes)
+        return wanted.proposals(propose, row_bytes=self._proposal_bytes + (group > 1) * self._mixed_bytes)
 
     def _score(self, drawn: Drawn, ids_Y: Tensor) -> Tensor:
         """Scores of drawn tokens, fp64 [Y]; those of a random order mean nothing."""
@@ -358,10 +375,15 @@ class FullDecoder(Decoder):
         return scores_Y
 
     def _choose(
-        self, table: SequenceState, plan: CanvasPlan, scores_BW: Tensor, uniforms_BW: Tensor
+        self,
+        table: SequenceState,
+        batch: Batch,
+        active: ActiveCanvases,
+        scores_BW: Tensor,
+        uniforms_BW: Tensor,
     ) -> Tensor:
         """The masks that this pass decides, bool [B, W]. `uniforms_BW`: a second number of each place."""
-        lanes_B, is_maskable_BW, options = plan.batch_lanes_B, plan.is_maskable_BW, self.options
+        lanes_B, is_maskable_BW, options = batch.lanes_B, active.is_maskable_BW, self.options
         known_B, ends_B = table.num_known_Z[lanes_B], table.ends_Z[lanes_B]
         size_B = self._sizes(known_B, ends_B)
         quota = Quota(

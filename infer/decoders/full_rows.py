@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import Batch, StepPlan
+from idlm.infer.state.batch import Batch, FedCanvases, StepPlan
 from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.registry import Registry
 
@@ -36,23 +36,15 @@ MIXED_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanvasPlan(StepPlan):
-    """A plan whose wanted row x, or group x of them, predicts place `place_X[x]` of the active block of
-    sequence `sequence_X[x]`.
-
-    `is_maskable_BW` (bool): masks that this pass may decide; wanted rows of others mean nothing.
-    `draw_steps_B`: each sequence's step of the random stream.
-    """
+class ActiveCanvases(FedCanvases):
+    """The payload of plans: wanted row x, or group x of them, predicts place `place_X[x]` of the active block
+    of sequence `sequence_X[x]`. `is_maskable_BW` (bool): masks that this pass may decide; wanted rows of
+    others mean nothing. `draw_steps_B`: each sequence's step of the random stream."""
 
     sequence_X: Tensor
     place_X: Tensor
     is_maskable_BW: Tensor
     draw_steps_B: Tensor
-
-    @property
-    def batch_lanes_B(self) -> Tensor:
-        """Lanes of the sequences that the batch has."""
-        return self.lanes_B[: len(self.is_maskable_BW)]
 
 
 def wanted_places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
@@ -226,33 +218,33 @@ def reused_places(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:
 def canvases_of(batch: Batch, guidance_Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every canvas the lane, the number of tokens to feed, and whether it is fed (bool); all [C]."""
     lanes_B, num_feed_B, samples_B = batch.lanes_B, batch.num_feed_B, batch.samples_B
-    if batch.num_canvases == 1:
+    if batch.payload.num_canvases == 1:
         return lanes_B, num_feed_B, samples_B
     is_guided_B = samples_B & (guidance_Z[lanes_B] > 0)
     return lanes_B.repeat(NUM_CANVASES), num_feed_B.repeat(NUM_CANVASES), torch.cat((samples_B, is_guided_B))
 
 
 def guided(
-    plan: CanvasPlan, fed: FedRows, ends_C: Tensor, prompt_ends_C: Tensor, *, mask_token_id: int
-) -> CanvasPlan:
+    plan: StepPlan, fed: FedRows, ends_C: Tensor, prompt_ends_C: Tensor, *, mask_token_id: int
+) -> StepPlan:
     """The plan of `fed` rows with second canvases, which so far equal the first ones: their prompts, which
     end at `prompt_ends_C`, become masks, they get slots after the first canvas, which ends at `ends_C`, and
     every wanted place wants a pair of rows.
     """
-    assert plan.is_mask_R is not None
+    active = plan.payload
+    assert plan.is_mask_R is not None and isinstance(active, ActiveCanvases)
     num_sequences = len(ends_C) // NUM_CANVASES
     is_second_C = torch.arange(len(ends_C), device=ends_C.device) >= num_sequences
     hidden_R = (is_second_C * prompt_ends_C)[fed.sequence_R]
     is_hidden_R = fed.is_fed_R & (fed.slots_R < hidden_R)
     # A sequence without guidance has no second row: any row will do.
-    other_X = fed.rows_of(plan.sequence_X + num_sequences, fed.slots_R[plan.logit_rows_X])
+    other_X = fed.rows_of(active.sequence_X + num_sequences, fed.slots_R[plan.logit_rows_X])
     return replace(
         plan,
         token_ids_R=torch.where(is_hidden_R, mask_token_id, plan.token_ids_R),
         is_mask_R=plan.is_mask_R | is_hidden_R,
         logit_rows_X=torch.stack((plan.logit_rows_X, other_X), dim=1).flatten(),
-        first_slots_B=is_second_C * ends_C,
-        logit_group=NUM_CANVASES,
+        payload=replace(active, first_slots_B=is_second_C * ends_C, logit_group=NUM_CANVASES),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.state.batch import PassRows, PromptRows, Schedule, lane_of
+from idlm.infer.state.batch import BlockLimits, PassRows, PromptRows, Schedule, lane_of
 
 Message = dict[str, Any]
 PARAMS = (
@@ -50,6 +50,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
     """A pass and what precedes it: admitted requests, moved KV pointers, and `pages` (lane, index, page) that
     lanes received.
     """
+    capacity = schedule.limits.capacity
     return {
         "admitted": [_request_message(request) for request in schedule.scheduled_new_requests],
         "rewound": [
@@ -62,8 +63,8 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "samples": schedule.samples,
         "num_rows": schedule.num_rows,
         "mode": schedule.mode,
-        "num_wanted": schedule.num_wanted,
-        "capacity": None if schedule.capacity is None else dataclasses.asdict(schedule.capacity),
+        "num_wanted": schedule.limits.num_wanted,
+        "capacity": None if capacity is None else dataclasses.asdict(capacity),
         "prompt_rows": None if schedule.prompt_rows is None else dataclasses.asdict(schedule.prompt_rows),
     }
 
@@ -92,8 +93,10 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         scheduled_new_requests=admitted,
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         mode=message["mode"],
-        num_wanted=message["num_wanted"],
-        capacity=None if message["capacity"] is None else PassRows(**message["capacity"]),
+        limits=BlockLimits(
+            num_wanted=message["num_wanted"],
+            capacity=None if message["capacity"] is None else PassRows(**message["capacity"]),
+        ),
         prompt_rows=None if message["prompt_rows"] is None else PromptRows(**message["prompt_rows"]),
     )
 

@@ -109,7 +109,7 @@ class CanvasRunner:
 
     def plan_of(self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> Plan:
         """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones, in groups of `group`;
-        UserError IDLM-0466 if it cannot fit. `takes_best`: as in `StepPlan`.
+        UserError IDLM-0466 if it cannot fit. `takes_best`: as in `FedCanvases`.
         """
         key = num_rows, takes_best
         plan = self._plans.get(key)
@@ -143,9 +143,9 @@ class CanvasRunner:
         Waits for the bounds of the canvases. Raises torch.OutOfMemoryError if the device cannot give the
         workspace, so that the engine makes passes smaller.
         """
-        num_rows, num_wanted = len(plan.token_ids_R), len(plan.logit_rows_X)
+        num_rows, num_wanted, fed = len(plan.token_ids_R), len(plan.logit_rows_X), plan.canvases
         try:
-            planned = self.plan_of(num_rows, num_wanted, plan.logit_group, takes_best=plan.takes_best)
+            planned = self.plan_of(num_rows, num_wanted, fed.logit_group, takes_best=fed.takes_best)
             self.arena.resize(planned.peak_bytes)
         except UserError as error:
             raise torch.OutOfMemoryError(error.message) from error
@@ -161,7 +161,7 @@ class CanvasRunner:
         steps = planned.steps(wanted=num_wanted)
         for step in steps:
             if step.op.loop == HEAD:
-                return CanvasRows(run, list(chain([step], steps)), group=plan.logit_group)
+                return CanvasRows(run, list(chain([step], steps)), group=fed.logit_group)
             if step.op.name == FUSED_HEAD:
                 return BestRows(run, step)
             run.execute(step)

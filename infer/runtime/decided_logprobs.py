@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.block_rows import BlockPlan
+from idlm.infer.decoders.block_rows import deciding
 from idlm.infer.runtime.logprobs import Logprobs, token_logprobs
+from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import BlockLanes, BlockShape, Proposed
 
@@ -45,7 +46,7 @@ class DecidedScores:
             blocks.tokens_ZW.new_zeros((*places, most), dtype=torch.float64),
         )
 
-    def before(self, table: SequenceState, plan: BlockPlan, is_read_BW: Tensor) -> Before:
+    def before(self, table: SequenceState, plan: StepPlan, is_read_BW: Tensor) -> Before:
         """What `note` compares with."""
         return Before(
             tokens_BW=self._blocks.tokens_ZW[plan.lanes_B],
@@ -57,7 +58,7 @@ class DecidedScores:
     def note(
         self,
         before: Before,
-        plan: BlockPlan,
+        plan: StepPlan,
         logits_XV: Tensor,
         proposed: Proposed,
         num_emitted_B: Tensor,
@@ -65,7 +66,7 @@ class DecidedScores:
         num_top: int,
     ) -> Logprobs:
         """Keep the numbers of what the pass has decided or rewritten; returns those of the emitted tokens."""
-        lanes_B, blocks, wanted = plan.lanes_B, self._blocks, plan.wanted
+        lanes_B, blocks, wanted = plan.lanes_B, self._blocks, deciding(plan).wanted
         tokens_BW = blocks.tokens_ZW[lanes_B]
         decided_BW = blocks.is_decided_ZW[lanes_B] | (num_emitted_B > 0)[:, None]
         is_new_BW = decided_BW & (~before.decided_BW | (tokens_BW != before.tokens_BW)) & before.is_read_BW

@@ -136,7 +136,9 @@ class EagerStep:
 
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass."""
-        batch = schedule.batch(self.step.table.device, self.step.decoder.num_rows)
+        decoder = self.step.decoder
+        is_canvas = decoder.kv_policy.kind == "none"
+        batch = schedule.batch(self.step.table.device, decoder.num_rows, is_canvas=is_canvas)
         return self.step(with_grammars(batch, schedule), schedule.prompt_rows)
 
 
@@ -214,7 +216,7 @@ class Runner:
         one fills in this very pass.
         """
         page_size = self.pool.page_size
-        block_table_BP = self.pool.block_table(plan.lanes_B, plan.max_slots, plan.first_slots_B)
+        block_table_BP = self.pool.block_table(plan.lanes_B, plan.max_slots, plan.canvases.first_slots_B)
         slot_mapping_R = map_slots(
             block_table_BP, plan.sequence_R, plan.slots_R, plan.cu_rows_B1, page_size=page_size
         )
@@ -249,8 +251,8 @@ class Runner:
             self._trunk.logits,
             dropped=dropped,
             num_chunks=self._num_chunks,
-            weight_VD=self._trunk.head_weight if plan.takes_best else None,
-            group=plan.logit_group,
+            weight_VD=self._trunk.head_weight if plan.canvases.takes_best else None,
+            group=plan.canvases.logit_group,
         )
 
     def _plan_attention(

@@ -3,7 +3,7 @@ that may drop rows (`PassRows`) also those that are embedded and those that are 
 
 Only the device knows how many rows a pass needs. The host reserves the mean of recent passes and a margin
 that follows their spread. A sequence that exceeds the capacity waits for the next pass, which does not change
-its answer (`Batch.num_wanted`, `Batch.capacity`).
+its answer (`BlockLimits`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from idlm.infer.state.batch import PassRows, Schedule
+from idlm.infer.state.batch import BlockLimits, PassRows, Schedule
 
 NUM_PASSES = 64
 """Passes that are remembered, about four blocks: sequences that begin their blocks together do not move the
@@ -118,13 +118,15 @@ class RowReservation:
         num_decoding, certain = sum(schedule.samples), sum(schedule.certain_rows())
         head, fed, kept = (late.choose(num_decoding) for late in (self._head, self._fed, self._kept))
         if not self._drops:
-            schedule.num_wanted = head
+            schedule.limits = BlockLimits(num_wanted=head)
         elif head is not None and fed is not None and kept is not None:
-            schedule.capacity = PassRows(fed=certain + fed, kept=certain + kept, head=head)
+            capacity = PassRows(fed=certain + fed, kept=certain + kept, head=head)
+            schedule.limits = BlockLimits(capacity=capacity)
         else:
             num_places = self._block_size * num_decoding
             num_rows = certain + num_places + num_places // PARTS
-            schedule.capacity = PassRows(fed=num_rows, kept=num_rows, head=num_places)
+            capacity = PassRows(fed=num_rows, kept=num_rows, head=num_places)
+            schedule.limits = BlockLimits(capacity=capacity)
 
     def observe(self, demands: Sequence[RowDemand], computed: PassRows) -> None:
         """Note a finished pass, by request, and the rows that it computed."""

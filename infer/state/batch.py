@@ -57,7 +57,7 @@ class DroppedRows:
             plan,
             num_feed_B=num_feed_B,
             samples_B=plan.samples_B & ~self.waits_B,
-            active=replace(
+            payload=replace(
                 active,
                 is_maskable_BW=is_maskable_BW,
                 waits_B=self.waits_B,
@@ -77,7 +77,7 @@ class WantedRows:
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
     the model's dtype; `weight_VD`: its weight, if `masked_logits` is to multiply with it; `workspace`: as
     there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder takes b bytes
-    each beside the logits; None: one slice. No slice divides a `group` of rows (`StepPlan.logit_group`).
+    each beside the logits; None: one slice. No slice divides a `group` of rows (`FedCanvases.logit_group`).
     """
 
     def __init__(
@@ -160,6 +160,29 @@ class PassRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLimits:
+    """Rows that a pass of blocks reserves, beyond which sequences wait; None: as many as there are.
+    `num_wanted`: rows of the head. `capacity`: rows of a pass that may drop some."""
+
+    num_wanted: int | None = None
+    capacity: PassRows | None = None
+
+    def __ge__(self, other: BlockLimits) -> bool:
+        pairs: list[tuple[Any, Any]] = [(self.num_wanted, other.num_wanted), (self.capacity, other.capacity)]
+        return all(mine is None or (needed is not None and mine >= needed) for mine, needed in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasLimits:
+    """A pass over whole canvases: `max_length` tokens of a sequence at most, prompt and answer together, and
+    `num_canvases` of it at most (`Decoder.num_canvases`). `is_greedy`: no sequence draws."""
+
+    max_length: int
+    is_greedy: bool = False
+    num_canvases: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
     """Rows of a pass whose log-probabilities of the prompt's next token are asked for: `counts[b]` rows of
     request b, from its first one on, which is known token `starts[b]`. `num_top`: as in `Batch`.
@@ -192,8 +215,7 @@ class Schedule:
     resumed: list[Request] = field(default_factory=list)
     mode: int = 0
     num_lookahead_tokens: int = 1
-    num_wanted: int | None = None
-    capacity: PassRows | None = None
+    limits: BlockLimits = BlockLimits()
     prompt_rows: PromptRows | None = None
     grammars: dict[int, Grammar] = field(default_factory=dict)
 
@@ -209,11 +231,6 @@ class Schedule:
         return any(request.params.has_filters for request in self.requests)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether no request draws."""
-        return all(request.params.temperature == 0 for request in self.requests)
-
-    @property
     def is_eager(self) -> bool:
         """Whether the whole pass cannot be a graph: it keeps hidden states of prompts or waits for
         grammars.
@@ -221,17 +238,22 @@ class Schedule:
         return self.prompt_rows is not None or bool(self.grammars)
 
     @property
-    def num_canvases(self) -> int:
-        """Canvases of a request at most."""
-        return max(request.num_canvases for request in self.requests)
+    def canvases(self) -> CanvasLimits:
+        """The limits of a pass over whole canvases."""
+        return CanvasLimits(
+            max_length=self.max_length,
+            is_greedy=all(request.params.temperature == 0 for request in self.requests),
+            num_canvases=max(request.num_canvases for request in self.requests),
+        )
 
     @property
     def max_length(self) -> int:
         """Tokens of the longest request, prompt and answer together."""
         return max(request.max_length for request in self.requests)
 
-    def batch(self, device: torch.device, num_rows: Callable[[int, int], int]) -> Batch:
-        """The decoders' view of exactly these requests. `num_rows`: that of the decoder."""
+    def batch(self, device: torch.device, num_rows: Callable[[int, int], int], *, is_canvas: bool) -> Batch:
+        """The decoders' view of exactly these requests. `num_rows`: that of the decoder. `is_canvas`: it
+        feeds whole canvases."""
         return Batch(
             lanes_B=to_device([lane_of(request) for request in self.requests], device),
             num_feed_B=to_device(self.num_feed, device),
@@ -243,9 +265,7 @@ class Schedule:
             filters=self.filters,
             mode=self.mode,
             num_top=self.num_top,
-            max_length=self.max_length,
-            is_greedy=self.is_greedy,
-            num_canvases=self.num_canvases,
+            payload=self.canvases if is_canvas else None,
         )
 
     def derive(self) -> None:
@@ -299,12 +319,9 @@ class Batch:
     that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
     out in all, padding included; None: exactly those that are fed, which the host has to wait for. `filters`:
     whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most likely tokens
-    to report for every token; None: no log-probabilities. `num_wanted`: capacity of the head, beyond which
-    sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most, prompt and
-    answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for these two.
-    `num_canvases` of one sequence at most (`Decoder.num_canvases`). `capacity`: rows of a pass that may drop
-    some, which may make sequences wait; None: as many as the plan has. `grammars`: those of the sequences
-    that decode (`masks.PassGrammars`); None: there are none.
+    to report for every token; None: no log-probabilities. `grammars`: those of the sequences that decode
+    (`masks.PassGrammars`); None: there are none. `payload`: what decoders of one kind need beside it:
+    `BlockLimits`, `CanvasLimits`, or None.
     """
 
     lanes_B: Tensor
@@ -317,12 +334,8 @@ class Batch:
     filters: bool
     mode: int = 0
     num_top: int | None = None
-    max_length: int = 0
-    is_greedy: bool = False
-    num_canvases: int = 1
-    num_wanted: int | None = None
-    capacity: PassRows | None = None
     grammars: Any = None
+    payload: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +371,24 @@ class ActiveBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FedCanvases:
+    """What a plan with whole canvases adds. `takes_best`: the decoder first reads `WantedRows.best`, and
+    logits only if there is none. `logit_group`: so many wanted rows, one after the other, make one
+    prediction.
+
+    The plan may hold more sequences than the batch, after those of the batch: their further canvases.
+    Sequence b begins at slot `first_slots_B[b]` of its lane, rounded up to a whole page, and all its other
+    slots count from there; None: at 0."""
+
+    takes_best: bool = False
+    first_slots_B: Tensor | None = None
+    logit_group: int = 1
+
+
+PLAIN_ROWS = FedCanvases()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The rows that one forward pass is fed, over all sequences of a batch.
 
@@ -371,16 +402,11 @@ class StepPlan:
     Logits are wanted for `logit_rows_X` only. The wanted rows of a sequence follow one another from
     `first_logit_B[b]` on; a sequence that feeds fewer rows repeats its last one. `samples_B` (bool): the
     sequence decodes in this pass; the wanted rows of the others are ignored. `advances_B` (bool): its fed
-    tokens become computed ones; False for a sequence that has its full length. `active`: block diffusion
-    only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
-    upper bounds known to the host; most sequences have no more than `usual_rows`, if that is known, and one
-    that feeds no prompt no more than `decoding_rows`, if prompts are to be attended apart from such.
-    `takes_best`: the decoder first asks for `WantedRows.best`, and for logits
-    only if there is none.
-
-    A plan may hold more sequences than the batch, after those of the batch: their further canvases. Sequence
-    b begins at slot `first_slots_B[b]` of its lane, rounded up to a whole page, and all its other slots count
-    from there; None: at 0. `logit_group`: so many wanted rows, one after the other, make one prediction.
+    tokens become computed ones; False for a sequence that has its full length. All other tensors are int64 on
+    the engine's device. `max_rows` (of one sequence) and `max_slots` are upper bounds known to the host; most
+    sequences have no more than `usual_rows`, if that is known, and one that feeds no prompt no more than
+    `decoding_rows`, if prompts are to be attended apart from such. `payload`: what decoders of one kind add:
+    `ActiveBlocks`, `FedCanvases`, or None.
     """
 
     lanes_B: Tensor
@@ -399,12 +425,19 @@ class StepPlan:
     advances_B: Tensor
     max_rows: int
     max_slots: int
-    active: ActiveBlocks | None = None
-    takes_best: bool = False
-    first_slots_B: Tensor | None = None
-    logit_group: int = 1
     usual_rows: int | None = None
     decoding_rows: int | None = None
+    payload: ActiveBlocks | FedCanvases | None = None
+
+    @property
+    def active(self) -> ActiveBlocks | None:
+        """The payload of a plan with blocks."""
+        return self.payload if isinstance(self.payload, ActiveBlocks) else None
+
+    @property
+    def canvases(self) -> FedCanvases:
+        """The payload of a plan with whole canvases; of other plans one that changes nothing."""
+        return self.payload if isinstance(self.payload, FedCanvases) else PLAIN_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

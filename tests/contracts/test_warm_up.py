@@ -24,7 +24,7 @@ from idlm.infer.runtime.graphs import pass_shape as buckets
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.sparse.head_rows import head_bucket, head_buckets
-from idlm.infer.state.batch import PassRows
+from idlm.infer.state.batch import BlockLimits, PassRows
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     CYCLE,
@@ -164,7 +164,7 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     )
     engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2, **way)
     step, ahead = _step(engine), engine.metrics()["graphs_captured_ahead"]
-    assert all(shape.capacity is not None for shape in step._graphs)
+    assert all(shape.limits.capacity is not None for shape in step._graphs)
     found = engine.generate(prompts, greedy(max_tokens=24))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert engine.metrics()["graphs_captured_in_traffic"] == 0
@@ -172,7 +172,9 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     while engine.capture_missed():
         pass
     [wide] = [shape for shape in step._graphs if shape.num_sequences == 8 and not shape.filters]
-    small, smaller = (replace(wide, capacity=PassRows(fed=8, kept=8, head=head)) for head in (8, 4))
+    small, smaller = (
+        replace(wide, payload=BlockLimits(capacity=PassRows(fed=8, kept=8, head=head))) for head in (8, 4)
+    )
     ahead, step._num_padded[small], step._num_padded[smaller] = len(step._graphs), 2000, 1000
     assert engine.capture_missed() and small in step._graphs
     assert not engine.capture_missed(), "the other one is hardly padded now"
@@ -383,17 +385,19 @@ def test_passes_with_blocks_run_in_a_larger_graph_until_it_wastes_a_capture(tmp_
         max_known=1024,
         filters=False,
         num_top=None,
+        payload=BlockLimits(),
     )
     step.capture(wide)
     capacity = PassRows(fed=2048, kept=1024, head=512)
-    for needed, graph in ((capacity, wide), (replace(capacity, kept=512), wide)):
-        assert step._holder(replace(wide, capacity=needed)) == graph
-    assert step._holder(replace(wide, filters=True, capacity=capacity)) is None, "sampling costs more"
-    tight, num_passes = replace(wide, capacity=capacity), 1
+    limits, less = (BlockLimits(capacity=replace(capacity, kept=kept)) for kept in (1024, 512))
+    for needed in (limits, less):
+        assert step._holder(replace(wide, payload=needed)) == wide
+    assert step._holder(replace(wide, filters=True, payload=limits)) is None, "sampling costs more"
+    tight, num_passes = replace(wide, payload=limits), 1
     while not step._is_wasteful(tight, wide):
         num_passes += 1
     share = wide.weight / tight.weight - 1 - graphs.FREE_PADDING
     assert num_passes == pytest.approx(graphs.PASSES_PER_GRAPH / share, abs=1)
     step.capture(tight)
-    assert step._holder(replace(tight, capacity=replace(capacity, kept=512))) == tight
+    assert step._holder(replace(tight, payload=less)) == tight
     assert not step._is_wasteful(tight, tight)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.infer.decoders.block_rows import BlockPlan
+from idlm.infer.decoders.block_rows import deciding
+from idlm.infer.state.batch import StepPlan
 from tests.kernels.cases.block_step import Case
 from tests.kernels.references.block_step import (
     Row,
@@ -38,7 +39,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
     ]
 
     emitted_BW, num_emitted_B = case.decoder._decide(case.table, plan, proposed)
-    has_logits = plan.has_logits_BW
+    has_logits = deciding(plan).has_logits_BW
     assert proposed.entropy_BW is not None
     for b, (sequence, _, _) in enumerate(sequences):
         _, num_feed, samples, places = expected[b]
@@ -66,9 +67,9 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
 Due = list[tuple[list[Row], int, bool, list[int]]]
 
 
-def with_room(case: Case, plan: BlockPlan, sequences: list[tuple[Sequence, int, bool]], due: Due) -> Due:
+def with_room(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int, bool]], due: Due) -> Due:
     """Check the wanted rows; returns what is due of sequences that do not wait."""
-    shape, wanted = case.decoder.shape, plan.wanted
+    shape, wanted = case.decoder.shape, deciding(plan).wanted
     opens = [shape.shifted and samples and num_feed > 0 for _, num_feed, samples, _ in due]
     asked = [list(places) for *_, places in due]
     if case.decoder._edits:

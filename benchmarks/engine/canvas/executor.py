@@ -29,7 +29,7 @@ from idlm.infer.mosaic.lifetimes import Op
 from idlm.infer.mosaic.planner import Plan, live_bytes, storage_bytes
 from idlm.infer.mosaic.template import Template
 from idlm.infer.mosaic.trunk import ATTENTION, TrunkShape, trunk_template
-from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.batch import FedCanvases, StepPlan
 from idlm.infer.state.page_pool import PagePool
 from idlm.kernels.sampling import judged_draws, row_probs
 
@@ -152,7 +152,7 @@ class ExecutorArm:
             advances_B=is_true_B,
             max_rows=num_rows,
             max_slots=num_rows,
-            takes_best=True,
+            payload=FedCanvases(takes_best=True),
         )
 
     def plan(self, canvas: Canvas) -> Plan:

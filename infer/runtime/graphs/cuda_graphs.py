@@ -181,7 +181,7 @@ class StaticStep:
 
     def _holder(self, shape: PassShape) -> PassShape | None:
         """The captured shape with the fewest rows that such passes should run in."""
-        if shape in self._graphs or not (self.is_warm or shape.capacity is not None):
+        if shape in self._graphs or not (self.is_warm or shape.limits.capacity is not None):
             return shape if shape in self._graphs else None
         most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
         fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
@@ -248,11 +248,7 @@ class StaticStep:
             filters=shape.filters,
             mode=shape.mode,
             num_top=shape.num_top,
-            max_length=shape.max_length,
-            is_greedy=shape.is_greedy,
-            num_canvases=shape.num_canvases,
-            num_wanted=shape.num_wanted,
-            capacity=shape.capacity,
+            payload=shape.payload,
         )
 
     def _capture(self, shape: PassShape, *, frees_memory: bool) -> _Graph:

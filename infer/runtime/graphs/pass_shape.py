@@ -8,7 +8,7 @@ from typing import Any
 
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.sparse.head_rows import head_bucket, row_capacity
-from idlm.infer.state.batch import PassRows, Schedule
+from idlm.infer.state.batch import BlockLimits, CanvasLimits, PassRows, Schedule
 from idlm.infer.state.kv_cache import KVWritePolicy
 
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
@@ -56,11 +56,10 @@ def rows_bucket(num_rows: int) -> int:
 
 STREAMED_ROWS = 128
 """Rows up to which a pass takes as long as reading the weights does."""
+NO_LIMITS = BlockLimits()
 FEW_LAYERS = 16
 """A row of the first layers only, or of the head only, costs one part in this many of another row."""
-RESERVED = ("num_wanted", "capacity")
-"""Fields of `PassShape` that reserve rows of which only the device knows the number; None fits all."""
-BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top", *RESERVED)
+BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top")
 """Fields of `PassShape` that a pass may have less of."""
 
 
@@ -80,23 +79,26 @@ class PassShape:
     max_known: int
     filters: bool
     num_top: int | None
-    max_length: int = 0
-    is_greedy: bool = False
-    num_canvases: int = 1
-    num_wanted: int | None = None
-    capacity: PassRows | None = None
+    payload: BlockLimits | CanvasLimits | None = None
     decides: bool = True
+
+    @property
+    def limits(self) -> BlockLimits:
+        """The payload of a pass of blocks; of other passes one that reserves nothing."""
+        return self.payload if isinstance(self.payload, BlockLimits) else NO_LIMITS
 
     @property
     def all_rows(self) -> int:
         """Rows of the pass in most of its layers."""
-        return self.num_rows + self.num_prompt_rows if self.capacity is None else self.capacity.kept
+        capacity = self.limits.capacity
+        return self.num_rows + self.num_prompt_rows if capacity is None else capacity.kept
 
     @property
     def weight(self) -> float:
         """What the pass costs, in rows of all layers."""
         all_rows = self.num_rows + self.num_prompt_rows
-        rows = self.capacity or PassRows(fed=all_rows, kept=all_rows, head=self.num_wanted or self.num_rows)
+        num_head = self.limits.num_wanted or self.num_rows
+        rows = self.limits.capacity or PassRows(fed=all_rows, kept=all_rows, head=num_head)
         return max(rows.kept, STREAMED_ROWS) + (rows.fed + rows.head) / FEW_LAYERS
 
     def holds(self, other: PassShape) -> bool:
@@ -110,9 +112,8 @@ def _holds(name: str, mine: Any, needed: Any) -> bool:
     """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
     reported than are read.
     """
-    if mine == needed or (name in RESERVED and mine is None):
-        return True
-    return name in BOUNDS and mine is not None and needed is not None and mine >= needed
+    is_bound = name in BOUNDS or isinstance(mine, BlockLimits)
+    return mine == needed or (is_bound and mine is not None and needed is not None and mine >= needed)
 
 
 def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: bool = False) -> PassShape:
@@ -124,9 +125,8 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
     if is_warm:
         num_sequences = padded_sequences(len(schedule.requests))
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
-    num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
-    num_wanted: int | None = None
-    capacity: PassRows | None = None
+    num_rows, num_prompt_rows = num_sequences * max_rows, 0
+    payload: BlockLimits | CanvasLimits | None = None
     match policy.kind:
         case "append":
             num_prompt_rows = sum(schedule.num_feed) - len(schedule.requests)
@@ -137,23 +137,28 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         case "block":
             num_blocks = _num_blocks(schedule, num_sequences, policy)
             num_prompt_rows = policy.block_size * bucket(num_blocks, FED_BLOCK_BUCKETS)
-            num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
+            num_wanted = head_bucket(schedule.limits.num_wanted, num_sequences, policy.block_size)
             capacity = row_capacity(
-                schedule.capacity,
+                schedule.limits.capacity,
                 num_scheduled=sum(schedule.num_feed),
                 num_rows=num_rows + num_prompt_rows,
                 num_sequences=num_sequences,
                 block_size=policy.block_size,
             )
+            payload = BlockLimits(num_wanted=num_wanted, capacity=capacity)
         case "none":
             num_rows = rows_bucket(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
             rows = zip(schedule.num_rows, schedule.requests, strict=True)
             longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
             max_rows = min(rows_bucket(longest_canvas), most)
-            longest = min(rows_bucket(schedule.max_length), max_length)
-            # Guided passes need logits.
-            is_greedy = schedule.is_greedy and schedule.num_canvases == 1
+            exact = schedule.canvases
+            payload = CanvasLimits(
+                max_length=min(rows_bucket(exact.max_length), max_length),
+                # Guided passes need logits.
+                is_greedy=exact.is_greedy and exact.num_canvases == 1,
+                num_canvases=exact.num_canvases,
+            )
     return PassShape(
         mode=schedule.mode,
         num_sequences=num_sequences,
@@ -163,11 +168,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         max_known=slots_bucket(max(schedule.num_known)),
         filters=schedule.filters,
         num_top=schedule.num_top,
-        max_length=longest,
-        is_greedy=is_greedy,
-        num_canvases=schedule.num_canvases,
-        num_wanted=num_wanted,
-        capacity=capacity,
+        payload=payload,
         decides=not schedule.grammars,
     )
 
@@ -183,7 +184,7 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_told = sum(schedule.num_feed) // kv_policy.block_size
-    return max(num_told, -(-num_sequences // 8) if schedule.capacity is None else num_sequences)
+    return max(num_told, -(-num_sequences // 8) if schedule.limits.capacity is None else num_sequences)
 
 
 def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:

@@ -37,6 +37,7 @@ from idlm.infer.runtime.graphs.pass_shape import (
 )
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
 from idlm.infer.sparse.head_rows import capacities_ahead, head_buckets
+from idlm.infer.state.batch import BlockLimits
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 
@@ -291,7 +292,13 @@ def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) 
         capacities = capacities_ahead(size, policy.block_size, shape.num_rows + num_stored)
         for number, capacity in enumerate(capacities[:: CAPACITIES_BETWEEN if filters else 1]):
             rank = min(number, 1) + (not filters and number % CAPACITIES_BETWEEN > 0) + 0.5 * filters
-            found.append((rank, -size, replace(shape, num_prompt_rows=num_stored, capacity=capacity)))
+            found.append(
+                (
+                    rank,
+                    -size,
+                    replace(shape, num_prompt_rows=num_stored, payload=BlockLimits(capacity=capacity)),
+                )
+            )
     return [shape for _, _, shape in sorted(found, key=lambda each: each[:2])]
 
 
@@ -369,6 +376,7 @@ def _shape(decoder: Decoder, mode: int, size: int, max_length: int, context: int
         max_known=context,
         filters=filters,
         num_top=None,
+        payload=BlockLimits() if decoder.kv_policy.kind == "block" else None,
     )
 
 
@@ -382,7 +390,7 @@ def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassSh
     clean = [policy.block_size * bucket(count, FED_BLOCK_BUCKETS) for count in (2 * least, least)]
     num_wanted = head_buckets(shape.num_sequences, policy.block_size)
     return [
-        replace(shape, num_prompt_rows=num_rows, num_wanted=num)
+        replace(shape, num_prompt_rows=num_rows, payload=BlockLimits(num_wanted=num))
         for num_rows in (clean[1:] if is_tight else dict.fromkeys(clean))
         for num in (num_wanted[1:] if is_tight else num_wanted[:1])
     ]

@@ -14,7 +14,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
 from idlm.infer.sparse.head_rows import RowReservation
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.batch import PassRows, StepPlan
+from idlm.infer.state.batch import BlockLimits, PassRows, StepPlan
 from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest
 from tests.block_reference import Rules
@@ -58,7 +58,11 @@ FOCUS: list[dict[str, Any]] = [
 
 def force(patch: pytest.MonkeyPatch, capacity: PassRows | None) -> None:
     """In place of what late counts say, from the first pass on."""
-    patch.setattr(RowReservation, "choose", lambda _, schedule: setattr(schedule, "capacity", capacity))
+    patch.setattr(
+        RowReservation,
+        "choose",
+        lambda _, schedule: setattr(schedule, "limits", BlockLimits(capacity=capacity)),
+    )
 
 
 def exactly(stack: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from idlm.infer.sparse.head_rows import (
     head_bucket,
     row_capacity,
 )
-from idlm.infer.state.batch import PassRows, Schedule, StepPlan, WantedRows
+from idlm.infer.state.batch import BlockLimits, PassRows, Schedule, StepPlan, WantedRows
 from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import assert_idle, build_engine
 
@@ -177,14 +177,14 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
     for _ in range(MIN_PASSES):
         reservation.choose(schedule)
         whole = 64 + 3 * 32 + 12
-        assert schedule.capacity == PassRows(fed=whole, kept=whole, head=96) and schedule.num_wanted is None
+        assert schedule.limits == BlockLimits(capacity=PassRows(fed=whole, kept=whole, head=96))
         prompt = demands(1, fed=64, kept=64, samples=False, certain=64)
         early = demands(1, fed=20, waited=True)  # It waited before it was known what it keeps.
         reservation.observe(
             [*prompt, *demands(3, fed=20, kept=8, head=5), *early], PassRows(fed=160, kept=128, head=32)
         )
     reservation.choose(schedule)
-    assert schedule.capacity == PassRows(fed=64 + 60, kept=64 + 24, head=15)
+    assert schedule.limits == BlockLimits(capacity=PassRows(fed=64 + 60, kept=64 + 24, head=15))
     counts = reservation.counts
     assert (counts.num_passes, counts.num_pairs, counts.num_waits) == (4, 16, 4)
     assert counts.asked == PassRows(fed=4 * 144, kept=4 * 88, head=60)
@@ -192,9 +192,8 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
     dense = RowReservation(drops=False)
     for _ in range(MIN_PASSES):
         dense.observe(demands(4, head=5), PassRows(fed=32, kept=32, head=32))
-    schedule.capacity = None
     dense.choose(schedule)
-    assert schedule.capacity is None and schedule.num_wanted == 15
+    assert schedule.limits == BlockLimits(num_wanted=15)
 
 
 @pytest.mark.parametrize(("num_sequences", "block_size"), [(1, 32), (3, 8), (16, 16), (128, 32), (256, 64)])

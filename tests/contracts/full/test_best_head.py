@@ -157,7 +157,7 @@ def test_greedy_warm_and_truncated_requests_share_passes(
     assert [done.token_ids for done in found] == [tokens for _, tokens, _ in cases]
     assert counts.logits > 0
     if settings.get("graphs") == "on":
-        assert {shape.is_greedy for shape in shapes} == {True, False}
+        assert {shape.payload.is_greedy for shape in shapes} == {True, False}
     assert_idle(engine)
 
 

@@ -186,7 +186,7 @@ def test_only_guided_requests_have_a_second_canvas(family: tuple[str, Path]) -> 
     engine = engine_of(directory, BLOCKS)
     plans = recorded_plans(engine)
     engine.generate([PROMPTS[1]], plain)
-    assert all(plan.logit_group == 1 and plan.first_slots_B is None for plan in plans)
+    assert all(plan.canvases.logit_group == 1 and plan.canvases.first_slots_B is None for plan in plans)
     assert {len(plan.lanes_B) for plan in plans} == {1}
     assert {len(plan.token_ids_R) for plan in plans} == {len(PROMPTS[1]) + LENGTHS[1]}
     plans.clear()
@@ -396,5 +396,5 @@ def test_other_ranks_know_the_number_of_canvases(family: tuple[str, Path]) -> No
     schedule = engine.scheduler.next()
     assert schedule is not None
     copied: Schedule = schedule_from_message(step_message(schedule, []), {})
-    assert schedule.num_canvases == copied.num_canvases == 2
+    assert schedule.canvases.num_canvases == copied.canvases.num_canvases == 2
     assert copied.num_rows == [12]

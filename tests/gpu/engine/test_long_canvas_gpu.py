@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from idlm.infer.engine import Engine
+from idlm.infer.state.batch import PLAIN_ROWS
 from tests.gpu.engine import test_mosaic_gpu as mosaic
 from tests.gpu.engine.test_mosaic_gpu import WIDE, wide
 
@@ -65,8 +66,7 @@ def _logits(
         positions_R=positions_R,
         logit_rows_X=rows_X,
         cu_rows_B1=torch.tensor([0, len(token_ids_R)]),
-        logit_group=1,
-        takes_best=False,
+        canvases=PLAIN_ROWS,
     )
     runner: Any = engine._parts.runner
     return runner.forward(plan).logits().float().cpu()

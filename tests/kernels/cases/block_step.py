@@ -14,8 +14,8 @@ from torch import Tensor
 
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.decoders.block_config import BlockConfig
-from idlm.infer.decoders.block_rows import BlockPlan
-from idlm.infer.state.batch import Batch
+from idlm.infer.decoders.block_rows import deciding
+from idlm.infer.state.batch import Batch, BlockLimits, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import RULES, Proposed
 from idlm.semantics import Semantics
@@ -98,7 +98,7 @@ class Case:
         counted = [num_left] if num_left > self.size else [num_left, self.size, 0]
         return lane, self.rng.choice(counted), True
 
-    def plan(self) -> BlockPlan:
+    def plan(self) -> StepPlan:
         """The pass, planned by kernels or plain torch."""
         lanes, num_counted, decodes = zip(*self.sequences, strict=True)
         room = self.rng.choice([0, 0, 1, 4]) * self.size
@@ -114,17 +114,17 @@ class Case:
             max_rows=self.size,
             num_rows=self.num_rows,
             filters=False,
-            num_wanted=self.rng.choice([None, 0, len(lanes) * self.size // 2]),
+            payload=BlockLimits(num_wanted=self.rng.choice([None, 0, len(lanes) * self.size // 2])),
         )
         plan = self.decoder.plan(self.table, batch)
-        assert isinstance(plan, BlockPlan)
         return plan
 
-    def proposed(self, plan: BlockPlan) -> tuple[BlockPlan, Proposed]:
+    def proposed(self, plan: StepPlan) -> tuple[StepPlan, Proposed]:
         """Tokens with few different probabilities, so that there are ties; sometimes without some logits."""
         shape = (len(self.sequences), self.size)
         if self.kinds.random() < 0.4:
-            plan = replace(plan, has_logits_BW=self._ints(0, 3, shape[0], shape[1]) > 0)
+            has_logits_BW = self._ints(0, 3, shape[0], shape[1]) > 0
+            plan = replace(plan, payload=replace(deciding(plan), has_logits_BW=has_logits_BW))
         looked_BW = plan.samples_B[:, None].expand(shape)
         confidence_BW, entropy_BW = (self._ints(1, 4, *shape).double() / 4 for _ in range(2))
         garbage_BW = torch.full_like(confidence_BW, torch.nan)
@@ -172,8 +172,9 @@ def run(case: Case, *, by_kernel: bool) -> dict[str, Tensor]:
     decide = case.decoder._decide_by_kernel if by_kernel else case.decoder._decide
     emitted_BW, num_emitted_B = decide(case.table, plan, proposed)
     results: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    for part in (plan.active, plan.wanted):
-        results |= {field.name: getattr(part, field.name) for field in fields(part or plan)}
+    active = deciding(plan)
+    for part in (active, active.wanted):
+        results |= {field.name: getattr(part, field.name) for field in fields(part)}
     is_emitted_BW = torch.arange(case.size, device=case.device) < num_emitted_B[:, None]
     results |= {"emitted": emitted_BW * is_emitted_BW, "num_emitted": num_emitted_B}
     tensors = {name: value for name, value in results.items() if isinstance(value, Tensor)}

@@ -121,7 +121,7 @@ class World:
             advances_B=counts_B > 0,
             max_rows=int(counts_B.max()),
             max_slots=MAX_SLOTS,
-            active=active,
+            payload=active,
         )
         for b, mine in enumerate(slots):
             physical = self.physical(b, mine)

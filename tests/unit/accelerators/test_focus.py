@@ -158,7 +158,7 @@ class Bench:
             advances_B=torch.ones(len(counts), dtype=torch.bool),
             max_rows=2 * self.size,
             max_slots=3 * self.size,
-            active=ActiveBlocks(
+            payload=ActiveBlocks(
                 starts_B=starts_B,
                 is_maskable_BW=is_maskable_BW,
                 num_passes_B=starts_B,
