@@ -68,8 +68,7 @@ LOADS = ((60 << 30, 256, 8192), (30 << 30, 128, 4096), (0, 64, 2048))
 """Defaults of a GPU by the least memory that it has: sequences that run at once, and prompt rows of a pass.
 They need a warm-up: without one, each number of prompt rows is captured in traffic.
 Arrivals that are stored in few rows take part in decoding late: of 256 sequences on an H200, 8,192 rows a
-pass decode 27 % faster than 2,048.
-"""
+pass decode 27 % faster than 2,048."""
 OTHER_LOAD = 64, 1024
 """Without a warm-up, on a CPU, and for decoders of blocks or canvases, whose rows fill a GPU."""
 MIN_LANE_BYTES = 256
@@ -82,8 +81,7 @@ MEMORY_FIX = "lower max_num_seqs, max_length or num_pages"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
     """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; KV slots of
-    one sequence at most; `num_canvases` and, of all of them, decoding rows of a request without options.
-    """
+    one sequence at most; `num_canvases` and, of all of them, decoding rows of a request without options."""
 
     num_lanes: int
     max_length: int
@@ -110,8 +108,7 @@ def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _S
 def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
     """Load the model of a checkpoint directory, choose its decoder, and allocate what the engine needs.
 
-    With tensor parallelism each rank builds its own shard, and rank 0 alone loads a tokenizer.
-    """
+    With tensor parallelism each rank builds its own shard, and rank 0 alone loads a tokenizer."""
     path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
     if settings.deterministic:
@@ -164,8 +161,7 @@ def _is_plain(parts: EngineParts) -> bool:
 
 def _step_on_meta(parts: EngineParts) -> StaticStep:
     """The step of an engine like `parts` of one layer, on the meta device: its passes launch kernels of the
-    same variants.
-    """
+    same variants."""
     model, device = parts.model, torch.device("meta")
     spec = dataclasses.replace(model.spec, num_layers=1)
     trunk = make_trunk(spec, device=device, dtype=model.dtype)
@@ -243,8 +239,7 @@ def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCost
     """Costs of passes that decode; None for decoders of whole canvases, which have no prompts beside those.
 
     With several modes the narrowest counts, which many sequences use. Passes read nearly all experts, and
-    compute few for each row.
-    """
+    compute few for each row."""
     if decoder.kv_policy.kind == "none":
         return None
     experts = model.local.moe
@@ -291,8 +286,7 @@ def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
     """The stop ids of the checkpoint's semantics, else those that transformers uses and the tokenizer's.
 
     Like transformers, reads config.json if generation_config.json is missing; without a tokenizer also if
-    generation_config.json has no `eos_token_id`. Raises UserError IDLM-0216 for a value that is not an id.
-    """
+    generation_config.json has no `eos_token_id`. Raises UserError IDLM-0216 for a value that is not an id."""
     if model.semantics.stop_token_ids:
         return model.semantics.stop_token_ids
     path = model.directory / "generation_config.json"
@@ -427,8 +421,7 @@ def _memory_demand(
     is_canvas: bool,
 ) -> MemoryDemand:
     """The KV pages that full lanes could use, and the logits of the largest pass. Allocates the accelerators'
-    state of lanes, which pages must not take the memory of.
-    """
+    state of lanes, which pages must not take the memory of."""
     spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
     num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
     slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
@@ -498,8 +491,7 @@ def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePoo
 def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
     """The back end of paged attention: the one asked for, or for "auto" the first that supports the model.
 
-    Raises UserError IDLM-0422 with the reasons of every back end tried.
-    """
+    Raises UserError IDLM-0422 with the reasons of every back end tried."""
     names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
     heads, deterministic, reasons = head_shape(model, kv_dtype), settings.deterministic, {}
     for name in names:
@@ -521,8 +513,7 @@ def _resolve_graphs(
 ) -> EngineSettings:
     """Settings with `graphs` "on" or "off" and a number of `num_inflight_steps`.
 
-    `eager` names the accelerators whose steps have dynamic shapes, which CUDA graphs cannot capture.
-    """
+    `eager` names the accelerators whose steps have dynamic shapes, which CUDA graphs cannot capture."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
     waits = attention != "triton"
     if graphs == "auto":
@@ -559,8 +550,7 @@ def _step(settings: EngineSettings, model: LoadedModel, step: Step) -> EagerStep
 def resolve_device(device: str) -> torch.device:
     """The torch device of a name; "auto" is the first GPU if there is one, else the CPU.
 
-    Raises UserError IDLM-0417 for a name that no engine runs on.
-    """
+    Raises UserError IDLM-0417 for a name that no engine runs on."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -18,8 +18,7 @@ def out_of_memory(
 ) -> UserError:
     """The error of a request that fails after steps that ran out of memory.
 
-    `max_num_batched_tokens` is the engine's setting.
-    """
+    `max_num_batched_tokens` is the engine's setting."""
     budget = max(1, max_num_batched_tokens // 2)
     return UserError(
         "IDLM-0448",

@@ -41,8 +41,7 @@ class _Deferred:
 
     def deliver(self, error: BaseException | None = None) -> None:
         """Call the handlers: to raise a signal again would wake an asyncio loop a second time. `error`, which
-        ended the block, is the cause of what they raise.
-        """
+        ended the block, is the cause of what they raise."""
         while self._waiting:
             number = self._waiting.pop(0)
             try:
@@ -56,8 +55,7 @@ def uninterrupted() -> Iterator[None]:
     """Deliver a SIGINT or SIGTERM that arrives inside at the end. Every later one is delivered at once,
     because a step that compiles kernels or waits for a GPU can take long.
 
-    Only the main thread receives signals. A block takes about 20 us; one inside another takes 2.
-    """
+    Only the main thread receives signals. A block takes about 20 us; one inside another takes 2."""
     global _is_open
     if threading.current_thread() is not threading.main_thread() or _is_open:
         yield

@@ -31,8 +31,7 @@ Prompt = str | Sequence[int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """What was done before traffic: `num_graphs` of `num_wanted` captured, in `seconds` and `num_bytes` of
-    memory.
-    """
+    memory."""
 
     num_graphs: int = 0
     num_wanted: int = 0
@@ -44,8 +43,7 @@ class WarmUp:
 class EngineParts:
     """What `Engine` is made of. Without a `tokenizer` (None), prompts and answers are token ids only.
 
-    `stride_controller` is None if the decoder has one mode only, `stack` without accelerators.
-    """
+    `stride_controller` is None if the decoder has one mode only, `stack` without accelerators."""
 
     settings: EngineSettings
     model: LoadedModel
@@ -82,8 +80,7 @@ class EngineParts:
     ) -> list[Request]:
         """The `n` samples of a request. Raises UserError if this engine cannot answer it: IDLM-0477 if ranks
         would need a grammar too, and what `GrammarCompiler.grammar` raises, which is not asked if `compiles`
-        is False.
-        """
+        is False."""
         params, vocab_size = SamplingParams() if params is None else params, self.model.spec.vocab_size
         if not isinstance(params, SamplingParams):
             raise UserError(
@@ -129,8 +126,7 @@ class EngineParts:
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of text prompts, through the chat template if the tokenizer has one.
 
-        Raises UserError IDLM-0414 without a tokenizer, and what `encode_prompts` raises.
-        """
+        Raises UserError IDLM-0414 without a tokenizer, and what `encode_prompts` raises."""
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="give prompts as token ids"
@@ -140,8 +136,7 @@ class EngineParts:
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
         """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it, and
-        what the runner raises for such a canvas.
-        """
+        what the runner raises for such a canvas."""
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
         num_new, num_canvases = max(1, answer_length(params)), self.decoder.num_canvases(params)
         longest, num_slots = min(context, len(prompt_ids) + num_new), self.pool.num_pages * page_size

@@ -21,8 +21,7 @@ MAX_RECENT_DRAFTS = 256
 
 class Turn(NamedTuple):
     """Whose a request is. Of one client's requests those with the lowest `priority` come first. `call`: that
-    of the client, which may have several prompts with several answers each.
-    """
+    of the client, which may have several prompts with several answers each."""
 
     client: str = ""
     priority: int = 0
@@ -48,8 +47,7 @@ class Request:
     `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts are not from masks,
     but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
     second one on, as far as they are known. `grammar` is that of a constraint, after the tokens of the
-    answer. `turn`: whose it is, which decides when it is admitted.
-    """
+    answer. `turn`: whose it is, which decides when it is admitted."""
 
     request_id: str
     index: int
@@ -99,8 +97,7 @@ class Request:
     @property
     def num_unscored(self) -> int:
         """Number of prompt tokens whose log-probabilities are asked for and not known yet. Only the first of
-        a request's samples computes them.
-        """
+        a request's samples computes them."""
         if self.params.prompt_logprobs is None or self.index > 0:
             return 0
         return len(self.prompt_ids) - 1 - len(self.prompt_logprobs)
@@ -190,8 +187,7 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
     """Token ids of a prompt, a sequence of integers (Python's, or an array of them).
 
     Raises UserError IDLM-0421 for anything else, IDLM-0410 for an empty prompt, and IDLM-0411 for ids outside
-    [0, num_rows).
-    """
+    [0, num_rows)."""
     try:
         token_ids = None if isinstance(prompt, bytes) else [operator.index(token) for token in prompt]
     except TypeError:

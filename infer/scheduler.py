@@ -32,8 +32,7 @@ PROMPT_SHARE = 1.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCosts:
     """How long a pass that only decodes takes, in rows that are computed in that time: `weight_rows` to read
-    the weights, `slot_rows` to read a KV slot, and `sequence_rows` of each sequence.
-    """
+    the weights, `slot_rows` to read a KV slot, and `sequence_rows` of each sequence."""
 
     weight_rows: float
     slot_rows: float
@@ -41,8 +40,7 @@ class PassCosts:
 
     def prompt_rows(self, num_sequences: int, num_slots: int) -> int:
         """Prompt rows at most beside such sequences, which have so many slots in all: a multiple of those of
-        the largest graph. While the host launches a larger pass kernel by kernel, it reads no results.
-        """
+        the largest graph. While the host launches a larger pass kernel by kernel, it reads no results."""
         rows = self.weight_rows + self.slot_rows * num_slots + self.sequence_rows * num_sequences
         most = PROMPT_GRAPHS[-1]
         return max(most, int(PROMPT_SHARE * rows) // most * most)
@@ -59,8 +57,7 @@ class Scheduler:
     counts as long as it can be by then, and none is preempted.
 
     `num_reserved_lanes` are kept for clients (users, calls) that have no lane while others have several:
-    they need not wait until an answer ends.
-    """
+    they need not wait until an answer ends."""
 
     def __init__(
         self,
@@ -87,8 +84,7 @@ class Scheduler:
 
     def slots_needed(self, num_known: int, max_length: int, num_canvases: int = 1) -> int:
         """KV slots of a decoding sequence with `num_known` known tokens, of `max_length` at most, with its
-        drafts and masks. Each of several canvases begins with a page.
-        """
+        drafts and masks. Each of several canvases begins with a page."""
         num_slots = self._kv_policy.num_slots(num_known, self._num_rows(max_length))
         return (num_canvases - 1) * self.pool.pages_for(num_slots) * self.pool.page_size + num_slots
 
@@ -98,8 +94,7 @@ class Scheduler:
 
     def next(self) -> Schedule | None:
         """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
-        when pages are so short that results must come back first.
-        """
+        when pages are so short that results must come back first."""
         schedule = Schedule(num_lookahead_tokens=self._kv_policy.num_lookahead_tokens)
         self._num_left, is_stalled = None, False
         self._commit_computed_pages()
@@ -138,8 +133,7 @@ class Scheduler:
 
     def book(self, request: Request, num_before: int, *, waited: bool = False) -> None:
         """Note the results of a decoding pass; the request had `num_before` known tokens before it. `waited`:
-        the pass stored no more than was scheduled.
-        """
+        the pass stored no more than was scheduled."""
         request.num_inflight -= 1
         if waited:
             return
@@ -150,8 +144,7 @@ class Scheduler:
 
     def retire(self, request: Request, *, invalidate: bool = False) -> None:
         """Remove a finished or aborted request and free what it holds. `invalidate`: the prefix cache must
-        not serve its KV.
-        """
+        not serve its KV."""
         if request.lane is None:
             self.waiting.remove(request)
             return
@@ -166,8 +159,7 @@ class Scheduler:
         """Return every running request to the front of the queue, in order, with what it has emitted.
 
         For a pass that failed at an unknown place, this scheduler included: the contents of lanes and pages
-        are unknown then, while the requests are intact.
-        """
+        are unknown then, while the requests are intact."""
         self.waiting.put_back(self.running)
         self.running.clear()
         for request in self.waiting:
@@ -194,8 +186,7 @@ class Scheduler:
         """What is left of the row budget in this pass, which is set when a prompt first asks for it.
 
         Beside a sequence that decodes, it follows the pass in which all requests will: the first sequences of
-        many that arrive at once do not hold up the others.
-        """
+        many that arrive at once do not hold up the others."""
         if self._num_left is None:
             self._num_left = self._row_budget
             if self._costs is not None and any(map(self._decodes, self.running)):
@@ -223,8 +214,7 @@ class Scheduler:
 
     def _feed(self, request: Request, schedule: Schedule) -> None:
         """Add the request with as many known tokens as the budget allows, in whole blocks, the first of which
-        is free.
-        """
+        is free."""
         policy, block_size = self._kv_policy, self._kv_policy.block_size
         num_rows = request.num_canvases * policy.num_decoding_rows(
             self._num_rows(request.max_length),
@@ -252,8 +242,7 @@ class Scheduler:
         """Reserve pages for the request's next pass, preempting younger sequences if necessary.
 
         A preempted sequence (one without pages) never preempts others: it waits until its whole length fits.
-        Returns None if a sequence would be preempted whose results are still to come.
-        """
+        Returns None if a sequence would be preempted whose results are still to come."""
         lane = lane_of(request)
         num_slots = self.slots_needed(self._longest(request), request.max_length, request.num_canvases)
         while not self._extend(request, num_slots, schedule):
@@ -290,8 +279,7 @@ class Scheduler:
 
         The block of the last known token is fed in any case, for its logits. Only whole pages are shared, so
         that the lane writes into pages of its own only: what a page has in common with the text up to its
-        middle is computed again, which adds less than a page of rows to the next pass.
-        """
+        middle is computed again, which adds less than a page of rows to the next pass."""
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if cache is None:
             return self.pool.reserve(lane, num_slots)
@@ -317,8 +305,7 @@ class Scheduler:
 
     def _commit_scheduled_pages(self, schedule: Schedule, num_committed: int) -> int:
         """Enter what this very pass will compute, for requests that it admits later: each layer stores the KV
-        of all rows before any row attends. Returns how many of the schedule's requests are done.
-        """
+        of all rows before any row attends. Returns how many of the schedule's requests are done."""
         for b in range(num_committed, len(schedule.requests)):
             request = schedule.requests[b]
             num_lookahead_tokens = schedule.samples[b] * schedule.num_lookahead_tokens
@@ -329,8 +316,8 @@ class Scheduler:
     def _commit(self, request: Request, num_computed: int, *, is_written: bool = True) -> None:
         """Enter the request's pages before `num_computed` into the prefix cache, as far as they are missing.
 
-        A page that another sequence entered first stays the request's own while the request has to write it.
-        """
+        A page that another sequence entered first stays the request's own while the request has to write
+        it."""
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if self._decodes_again:
             num_computed = min(num_computed, self._kv_policy.num_computable(len(request.prompt_ids)))

@@ -28,8 +28,7 @@ NO_NAMES = ("", "none", "null", "off", "false")
 class EngineSettings:
     """Keywords of `Engine.from_pretrained` and keys of `idlm-generate` and `idlm-eval`.
 
-    Raises UserError IDLM-0415 that names every number out of range.
-    """
+    Raises UserError IDLM-0415 that names every number out of range."""
 
     device: str = option("auto, cpu, cuda or cuda:N", "auto")
     dtype: str = option("auto (the checkpoint's), float32, bfloat16, float16", "auto")
@@ -138,8 +137,7 @@ class EngineSettings:
     @property
     def warms_up(self) -> bool:
         """Whether graphs are captured before the first request. Ranks that share a model must do the same, so
-        that neither their clock, their memory nor files may decide: they capture all graphs or none.
-        """
+        that neither their clock, their memory nor files may decide: they capture all graphs or none."""
         return self.warmup == "full" or (self.warmup == "auto" and self.tensor_parallel == 1)
 
     def options(self) -> dict[str, Any]:
@@ -150,8 +148,7 @@ class EngineSettings:
 
 def below_min(settings: object, *bounds: tuple[str, float]) -> list[str]:
     """A sentence for each setting, by name, that is not null and below its least value or not finite. A list
-    is checked item by item.
-    """
+    is checked item by item."""
     given = [(name, getattr(settings, name), least) for name, least in bounds]
     return [
         f"{name}={value} must be >= {least:g}"
@@ -164,8 +161,7 @@ def below_min(settings: object, *bounds: tuple[str, float]) -> list[str]:
 def as_options(given: Any) -> dict[str, dict[str, Any]]:
     """Options by name of accelerator, from a name, several names, options by name, or None.
 
-    Raises UserError IDLM-0461 for anything else.
-    """
+    Raises UserError IDLM-0461 for anything else."""
     if given is None:
         return {}
     if isinstance(given, str):
@@ -202,8 +198,7 @@ class EngineOptions:
     """Checked options of one engine.
 
     `accelerators` holds the Config of each accelerator by its name. `decoder_config` is None if no decoder
-    was named: the checkpoint then decides which one takes `decoder_options`.
-    """
+    was named: the checkpoint then decides which one takes `decoder_options`."""
 
     settings: EngineSettings
     accelerators: dict[str, Any]
@@ -216,8 +211,7 @@ def check_options(decoder: str | None, keywords: Mapping[str, Any]) -> EngineOpt
     """Separate engine settings from decoder options by their names, and check both.
 
     Raises UserError: IDLM-0102 for an unknown decoder, memory manager or accelerator, IDLM-0415 for engine
-    settings, IDLM-0416 for decoder options, IDLM-0461 for accelerator options.
-    """
+    settings, IDLM-0416 for decoder options, IDLM-0461 for accelerator options."""
     from idlm.infer.decoders.base import DECODERS
     from idlm.infer.memory.base import MEMORY_MANAGERS
     from idlm.infer.sparse.stack import accelerator_configs

@@ -16,8 +16,7 @@ PRIORITY_LEVEL = Turn._fields.index("priority")
 
 class Waiting:
     """The queue. Its levels are dicts, by the fields of `Turn`; whose turn it is stands first. The last level
-    is the answers of a call.
-    """
+    is the answers of a call."""
 
     def __init__(self) -> None:
         self._interrupted: deque[Request] = deque()
@@ -77,8 +76,7 @@ class Waiting:
 
     def starved(self, running: Sequence[Request]) -> Request | None:
         """The first waiting request whose client has no lane while another has more than one; likewise of
-        users of a client, and of calls of a user. None: there is none.
-        """
+        users of a client, and of calls of a user. None: there is none."""
         counts: dict[Any, Counter[Any]] = {}
         for one in running:
             path = tuple(one.turn)

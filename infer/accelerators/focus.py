@@ -50,8 +50,7 @@ class FocusConfig:
     `stability`: decoded tokens that were computed once more are frozen if their right "neighbour" is decoded
     (the paper's DC+), whatever their neighbour is ("plain", its DC), or not at all ("off"). `commit`: of a
     finished block all rows are computed again ("clean"), or only the "unfrozen" ones, as the paper describes:
-    cheaper by a row per token, while frozen tokens keep keys and values that saw masks to their right.
-    """
+    cheaper by a row per token, while frozen tokens keep keys and values that saw masks to their right."""
 
     alpha: float = 1.5
     importance: Literal["masked", "block"] = "masked"
@@ -171,8 +170,7 @@ class Focus(RowsAccelerator):
     with an average of 1 (Algorithm 1), where the code's first pass is the prefill, which keeps all rows and
     does not count in the average. `rule="published"` does both as the code does; a request that lost its KV
     begins with such a prefill again. With both, masks are decided above the threshold (`>`), where the code
-    takes those that reach it (`>=`): that is the decoder's rule.
-    """
+    takes those that reach it (`>=`): that is the decoder's rule."""
 
     name: ClassVar[str] = "focus"
     is_static: ClassVar[bool] = True

@@ -29,8 +29,7 @@ EVERYTHING = 1 << 30
 """A budget above the length of any prefix."""
 KEPT_ROWS = 512
 """A pass of at most this many rows keeps the fused product of each sparse layer until its end. A larger one
-copies the rows of blocks, which costs a launch a layer but little memory: most of its rows are prompts.
-"""
+copies the rows of blocks, which costs a launch a layer but little memory: most of its rows are prompts."""
 
 
 class PrefixSets:
@@ -52,8 +51,7 @@ class PrefixPass(KVPass):
     """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
 
     What ranking needs is kept of all sequences, so that no shape depends on who ranks; ranking kernels end at
-    once for a sequence that does not.
-    """
+    once for a sequence that does not."""
 
     lists_ascend: ClassVar[bool] = True
 

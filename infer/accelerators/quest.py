@@ -32,8 +32,7 @@ from idlm.kernels.row_compaction import flagged
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestConfig:
     """`k`: slots before the block that a KV head sees, in whole pages of `page` slots. `exact_layers`: number
-    of layers that see all.
-    """
+    of layers that see all."""
 
     k: int = 512
     page: int = 16
@@ -42,8 +41,7 @@ class QuestConfig:
 
 class LayerBounds:
     """Least and largest key per channel [L, C, K, H] of pieces of `size` slots. Pages of Quest and pages of
-    the engine both consist of whole pieces.
-    """
+    the engine both consist of whole pieces."""
 
     def __init__(
         self, shape: tuple[int, ...], size: int, *, dtype: torch.dtype, device: torch.device

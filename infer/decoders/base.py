@@ -42,8 +42,7 @@ class Decoder(ABC):
 
     A pass is laid out by one of `modes`. The choice among them may look at committed tokens and at times
     only, so that it cannot bias the answer. `baseline`: options with which the decoder is what others are
-    compared with (one token per pass); None: it is not a baseline.
-    """
+    compared with (one token per pass); None: it is not a baseline."""
 
     name: ClassVar[str]
     Config: ClassVar[type]
@@ -64,8 +63,7 @@ class Decoder(ABC):
     @abstractmethod
     def fits(cls, semantics: Semantics) -> int | None:
         """Priority of this decoder for such a checkpoint, the highest being the default; None: the checkpoint
-        was not made for it.
-        """
+        was not made for it."""
 
     @abstractmethod
     def __init__(self, config: Any, semantics: Semantics) -> None:
@@ -75,27 +73,23 @@ class Decoder(ABC):
     @abstractmethod
     def num_rows(self, mode: int, max_length: int) -> int:
         """Rows that a sequence of at most `max_length` tokens feeds when it decodes, beside known tokens. A
-        constant, or for whole canvases a number that grows with the length.
-        """
+        constant, or for whole canvases a number that grows with the length."""
 
     def num_canvases(self, params: SamplingParams) -> int:
         """Canvases that a pass feeds for such a request: copies of its tokens, each of `num_rows` rows in
-        slots of its own, at most `max_canvases`.
-        """
+        slots of its own, at most `max_canvases`."""
         return 1
 
     def configure(self, options: Mapping[str, Any]) -> Any:
         """The Config of a request with `decoder_options`; UserError IDLM-0453 for options that a request
-        cannot set.
-        """
+        cannot set."""
         return request_config(self.name, self.config, options)
 
     def allocate(
         self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate the decoder's own state of lanes, whose sequences have at most `max_length` tokens;
-        `dtype` is that of the logits.
-        """
+        `dtype` is that of the logits."""
         return
 
     def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
@@ -124,8 +118,7 @@ class Decoder(ABC):
 
     def replace_drafts(self, chosen: Tensor) -> None:
         """Put in place some drafts, int64 [b, 3]: of each the lane, the place and the token. Asked of
-        decoders that offer candidates (`PassGrammars.tell`).
-        """
+        decoders that offer candidates (`PassGrammars.tell`)."""
         raise AssertionError(f"decoder {self.name} has no drafts")
 
     @abstractmethod
@@ -134,14 +127,12 @@ class Decoder(ABC):
 
     def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
         """Expected tokens of a pass of `mode`. `acceptance_J`: chance of each draft to be accepted once those
-        before it were. Asked of decoders with several modes.
-        """
+        before it were. Asked of decoders with several modes."""
         return 1.0
 
     def drafts_again(self, mode: int) -> bool:
         """Whether a pass of `mode` that rejects drafts from masks draws the next ones from the rows that
-        verified them. Asked of decoders with several modes.
-        """
+        verified them. Asked of decoders with several modes."""
         return False
 
 
@@ -156,8 +147,7 @@ def answer_length(params: SamplingParams) -> int:
 
 def fitting_decoders(semantics: Semantics) -> list[str]:
     """Names of the decoders that such a checkpoint was made for, the default first; UserError IDLM-0619 if
-    there is none.
-    """
+    there is none."""
     priorities = {name: DECODERS.get(name).fits(semantics) for name in DECODERS.names()}
     fitting = {name: priority for name, priority in priorities.items() if priority is not None}
     if fitting:
@@ -209,8 +199,7 @@ def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowe
 
 def check_causal(semantics: Semantics, decoder: str) -> None:
     """UserError IDLM-0452 for a checkpoint whose rows see later ones, or predict their own token: nothing
-    else would show that.
-    """
+    else would show that."""
     if semantics.causality != "causal" or not semantics.logit_shift:
         raise UserError(
             "IDLM-0452",
@@ -233,8 +222,7 @@ def plan_rows(
 
     There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet. Masks
     follow it if and only if `samples_B` says so, never because of a row count. A sequence of full length
-    feeds its pending token again and decodes nothing.
-    """
+    feeds its pending token again and decodes nothing."""
     lanes_B, width = batch.lanes_B, layout.max_width
     packed = pack_rows(
         table.lanes(draft_buffer_Z, drafts_ZJ),

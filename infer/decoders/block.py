@@ -57,8 +57,7 @@ from idlm.semantics import Semantics
 class _Places:
     """Positions of the active block, bool [B, W]: `fixed` ones hold known tokens, `decided` ones tokens that
     are not emitted yet; this pass may decide `is_maskable` ones and rewrite `editable` ones. `opens_B`: the
-    pass only begins a shifted block.
-    """
+    pass only begins a shifted block."""
 
     fixed_BW: Tensor
     decided_BW: Tensor
@@ -169,8 +168,7 @@ class BlockDecoder(Decoder):
 
     def rewind(self, lanes: list[int]) -> None:
         """Begin the blocks anew, with the same outcome: what the parts of a block or an accelerator kept of
-        earlier passes is gone.
-        """
+        earlier passes is gone."""
         lanes_B = to_device(lanes, self.blocks.num_passes_Z.device)
         self.blocks.reset(lanes_B)
         if self._resizing is not None:
@@ -213,8 +211,7 @@ class BlockDecoder(Decoder):
     ) -> tuple[Proposed, Tensor]:
         """A token for every position with its confidence and what else strategies need, and which sequences
         have logits that are not finite. Proposals mean nothing where nothing may be decided; positions that
-        may be edited get the most likely token.
-        """
+        may be edited get the most likely token."""
         active = deciding(plan)
         wanted, is_maskable_BW = active.wanted, active.is_maskable_BW
         if self._resizing is not None:
@@ -379,8 +376,7 @@ class BlockDecoder(Decoder):
 
     def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor, last_B: Tensor) -> Tensor:
         """Whether no more edits are due, bool [B], as in the last pass; counts passes that began without a
-        mask.
-        """
+        mask."""
         lanes_B, blocks = plan.lanes_B, self.blocks
         began_clean_B = plan.samples_B & ~places.masks_BW.any(-1)
         num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B

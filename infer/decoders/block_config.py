@@ -42,8 +42,7 @@ class BlockConfig:
     `sub_block_size`: masks are decided in parts of this many positions, left to right (Fast-dLLM v2: 8).
     `dual_cache` (lossy): a part's first pass computes the whole block, the later ones that part alone, with
     outdated keys and values of the others. `fused_commit`: store a clean block in the pass that begins the
-    next one. Requests may set `threshold`, `edit_threshold`, `entropy_bound` and `steps`.
-    """
+    next one. Requests may set `threshold`, `edit_threshold`, `entropy_bound` and `steps`."""
 
     strategy: str = "low_confidence_dynamic"
     mode: Literal["quality", "speed"] | None = None

@@ -26,8 +26,7 @@ from idlm.kernels.row_compaction import take_room
 
 OPENS = 1 << 40
 """Priority of a sequence that draws the first token of a shifted block: that block's last row must not wait,
-since a later pass could not compute it.
-"""
+since a later pass could not compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +49,7 @@ def plan_blocks(
     edits: bool = False,
 ) -> StepPlan:
     """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`:
-    the number of passes that each lane's quota allows a block. `edits`: decided places want logits too.
-    """
+    the number of passes that each lane's quota allows a block. `edits`: decided places want logits too."""
     packed = _pack(table, batch, blocks, shape, steps_Z, edits=edits)
     limits: BlockLimits = batch.payload or BlockLimits()
     return StepPlan(
@@ -148,8 +146,7 @@ def _sizes(batch: Batch, shape: BlockShape, rows: Callable[[], _Rows]) -> tuple[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on; and, if all fit, whether
-    it decides something, its masks that may be decided, and the places that ask for logits.
-    """
+    it decides something, its masks that may be decided, and the places that ask for logits."""
 
     known_B: Tensor
     feed_B: Tensor
@@ -168,8 +165,7 @@ def _rows_of(
 ) -> _Rows:
     """A decoding sequence stores what the device knows to be due, possibly a block that the host does not
     know yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next
-    one: its decoding rows serve for either.
-    """
+    one: its decoding rows serve for either."""
     lanes_B, size = batch.lanes_B, shape.size
     known_B, computed_B = table.num_known_Z[lanes_B], table.num_computed_Z[lanes_B]
     advances_B = known_B < table.ends_Z[lanes_B]
@@ -277,8 +273,7 @@ def _with_room(
     """A wanted row for every place that asks for one, in the order of priorities, then of sequences, until a
     sequence exceeds it: that one and those behind it wait.
 
-    `predicting_X`: the row that predicts each place, [B * W].
-    """
+    `predicting_X`: the row that predicts each place, [B * W]."""
     num_B = is_asked_BW.sum(dim=1)
     ends_B, waits_B = take_room(num_B, priority_B, num_wanted)
     number_BW = (ends_B - num_B)[:, None] + is_asked_BW.cumsum(dim=1) - 1
@@ -304,8 +299,7 @@ def _with_room(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedPositions:
     """The positions of each sequence's active block that are fed: the first, how many, and the part that is
-    being decided (0 if blocks have no parts).
-    """
+    being decided (0 if blocks have no parts)."""
 
     first_B: Tensor
     num_B: Tensor
@@ -317,8 +311,8 @@ def fed_places(
 ) -> FedPositions:
     """The whole block; with a dual cache only the part being decided, once the whole has been fed for it.
 
-    In shifted blocks the row before a part predicts its first position: the whole is fed until it is decided.
-    """
+    In shifted blocks the row before a part predicts its first position: the whole is fed until it is
+    decided."""
     size, part_size = shape.size, shape.reused_part
     none_B = torch.zeros_like(known_B)
     if part_size is None:
@@ -339,8 +333,7 @@ def fed_places(
 
 def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) -> Tensor:
     """Sequences that feed their active block. Blocks that the host has not counted take the reserved rows in
-    the order of the sequences, also rows of blocks that the host counted and that are stored by now.
-    """
+    the order of the sequences, also rows of blocks that the host counted and that are stored by now."""
     if shape.shifted or not shape.fuses:
         return wants_B & (feed_B == 0)
     if batch.num_rows is None:
@@ -352,8 +345,7 @@ def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) 
 
 def _predicting(cu_rows_B1: Tensor, offset_B: Tensor, size: int, num_rows: int, *, shifted: bool) -> Tensor:
     """Rows [B * W] that predict the positions of the active block, whose position 0 is or would be `offset_B`
-    after the sequence's first row; any row of the pass where none predicts a position.
-    """
+    after the sequence's first row; any row of the pass where none predicts a position."""
     place_W = torch.arange(size, device=offset_B.device) - int(shifted)
     first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None] - 1
     rows_BW = first_B1 + offset_B[:, None] + place_W

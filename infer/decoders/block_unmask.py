@@ -26,8 +26,7 @@ class Masks:
     """The masks of a block in one pass. `is_maskable_BW` (bool): those that may be decided. `confidence_BW`:
     the probability of the token drawn for each. `entropy_BW` (nats): of the model's own distribution, if a
     strategy needs it. `quota_B` int64 >= 1: decide at least as many, if there are as many. `threshold_B` and
-    `entropy_bound_B` (nats), fp64: the requests' own.
-    """
+    `entropy_bound_B` (nats), fp64: the requests' own."""
 
     is_maskable_BW: Tensor
     confidence_BW: Tensor
@@ -39,8 +38,7 @@ class Masks:
 
 class Unmasking(ABC):
     """Chooses the masks to decide, at least one in every sequence that has any. `reads`: the options among
-    threshold, entropy_bound and steps that it uses.
-    """
+    threshold, entropy_bound and steps that it uses."""
 
     needs_entropy: ClassVar[bool] = False
     reads: ClassVar[tuple[str, ...]] = ("steps",)
@@ -56,8 +54,7 @@ UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)
 def ranks(keys_BW: Tensor, is_maskable_BW: Tensor) -> Tensor:
     """How many maskable positions come before each: larger keys first, the left one of equal keys first.
 
-    Compares all W * W pairs: a sort is not stable on every device, and W is small.
-    """
+    Compares all W * W pairs: a sort is not stable on every device, and W is small."""
     place_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
     mine_BW1, other_B1W = keys_BW[:, :, None], keys_BW[:, None, :]
     is_left_WW = place_W[None, :] < place_W[:, None]

@@ -43,8 +43,7 @@ class FullConfig:
     `cfg_scale`; 0: off); a pass then feeds twice the rows. `cache`: keys and values that passes read of
     earlier ones (`full_rows.py`; lossy); `cache_refresh`: with cache=delayed, one in this many passes over a
     block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor`,
-    `order_temperature` and `guidance`.
-    """
+    `order_temperature` and `guidance`."""
 
     order: str | None = None
     block_length: int | None = None
@@ -62,8 +61,7 @@ class FullConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneOptions:
     """Options that may differ between requests: int64 `lengths_Z`, tokens of the whole answer, and `passes_Z`
-    of each block; the others fp64.
-    """
+    of each block; the others fp64."""
 
     lengths_Z: Tensor
     passes_Z: Tensor

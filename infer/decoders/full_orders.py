@@ -30,8 +30,7 @@ FIRST_TIME = 1e-3
 class Drawn:
     """The tokens drawn for rows [Y]. `confidence_Y` (fp64): their probability, as `Order.always_own` says;
     `is_greedy_Y` (bool): of temperature 0. The distributions are `probs`, or for the best tokens of a head
-    that stores none `entropy_Y` alone, if the order reads it.
-    """
+    that stores none `entropy_Y` alone, if the order reads it."""
 
     confidence_Y: Tensor
     is_greedy_Y: Tensor
@@ -42,8 +41,7 @@ class Drawn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
     """How far each sequence's block is, int64 [B]: passes so far, passes in all, its places, and the masks
-    that are left.
-    """
+    that are left."""
 
     pass_B: Tensor
     num_passes_B: Tensor
@@ -59,8 +57,7 @@ class Order(ABC):
     with. `is_random`: the score is a random number of the place, not a function of the distribution.
     `reads`: what the score is a function of: the probability of the token, the entropy, or the whole row. The
     latter two need copies of the logits, where logits are stored.
-    `flips`: only masks whose random number is below `flip_chance` are decided.
-    """
+    `flips`: only masks whose random number is below `flip_chance` are decided."""
 
     always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = False
@@ -74,8 +71,7 @@ class Order(ABC):
 
     def quota(self, quota: Quota) -> Tensor:
         """Masks to decide in this pass, int64 [B]: the chance of a flip times the masks that are left,
-        rounded down; a pass may decide none.
-        """
+        rounded down; a pass may decide none."""
         return (quota.num_masks_B.double() * flip_chance(quota)).long()
 
 
@@ -169,8 +165,7 @@ class Origin(Random):
 
 def factor_quota(scores_BW: Tensor, is_maskable_BW: Tensor, factor_B: Tensor) -> Tensor:
     """The largest n, at least 1, with (n + 1) * (1 - c_n) < factor for the n-th largest score c_n of the
-    maskable places, int64 [B] (Fast-dLLM, arXiv 2505.22618, factor-based decoding).
-    """
+    maskable places, int64 [B] (Fast-dLLM, arXiv 2505.22618, factor-based decoding)."""
     scores_BW = torch.where(is_maskable_BW, scores_BW, -torch.inf).sort(dim=-1, descending=True).values
     number_W = torch.arange(1, scores_BW.shape[1] + 1, device=scores_BW.device)
     # The left side grows with n, so that counting finds the largest.

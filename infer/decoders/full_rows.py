@@ -49,8 +49,7 @@ class ActiveCanvases(FedCanvases):
 
 def wanted_places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
     """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
-    for, or (a static shape) all places. At least one row.
-    """
+    for, or (a static shape) all places. At least one row."""
     if is_exact:
         sequence_X, place_X = is_maskable_BW.nonzero(as_tuple=True)
         if len(place_X):
@@ -65,8 +64,7 @@ def wanted_places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Te
 class FedRows:
     """Rows of a pass: row r feeds slot `slots_R[r]` of sequence `sequence_R[r]`; sequence b owns the rows
     from cu_rows_B1[b] on, and rows from cu_rows_B1[-1] on are padding (`is_fed_R`, bool). `ranks_BL`: the
-    number of fed places up to and including a slot; None: all slots are fed.
-    """
+    number of fed places up to and including a slot; None: all slots are fed."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
@@ -85,8 +83,7 @@ class FedRows:
 
 def whole_canvases(ends_B: Tensor, *, num_rows: int | None) -> FedRows:
     """The rows of all places before `ends_B`. `num_rows`: rows to lay out, padding included; None: exactly
-    those that are fed, which the host waits for.
-    """
+    those that are fed, which the host waits for."""
     cu_rows_B1, rows_R, sequence_R = _rows(ends_B, num_rows)
     is_fed_R = rows_R < cu_rows_B1[-1]
     slots_R = torch.where(is_fed_R, rows_R - cu_rows_B1[sequence_R], 0)
@@ -129,8 +126,7 @@ def _rows(num_B: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor, Tensor]:
 class Canvases:
     """Canvases as a pass finds them. `slot_L`: 0 .. L - 1. The active block of sequence b lies in
     [known_B[b], block_ends_B[b]), and canvas b ends before ends_B[b]. Bool [B, L]: places without a token
-    (`is_mask_BL`), and with one that the last pass has decided (`is_recent_BL`).
-    """
+    (`is_mask_BL`), and with one that the last pass has decided (`is_recent_BL`)."""
 
     slot_L: Tensor
     known_B: Tensor
@@ -179,8 +175,7 @@ class Dual(Prefix):
 @CACHES.register("delayed")
 class Delayed(Cache):
     """Decided tokens are kept one pass after they were decided: the keys and values of a token change most
-    when it takes the place of its mask.
-    """
+    when it takes the place of its mask."""
 
     has_interval: ClassVar[bool] = True
 
@@ -205,8 +200,7 @@ def reuse_of(
 
 def reused_places(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:
     """What a pass between two refreshes feeds, bool [B, L]: the places of `cache`, and with `shift` those
-    before the masks of the active block.
-    """
+    before the masks of the active block."""
     is_fed_BL = cache.feeds(canvases)
     if shift:
         in_block_BL = canvases.slot_L < canvases.block_ends_B[:, None]
@@ -229,8 +223,7 @@ def guided(
 ) -> StepPlan:
     """The plan of `fed` rows with second canvases, which so far equal the first ones: their prompts, which
     end at `prompt_ends_C`, become masks, they get slots after the first canvas, which ends at `ends_C`, and
-    every wanted place wants a pair of rows.
-    """
+    every wanted place wants a pair of rows."""
     active = plan.payload
     assert plan.is_mask_R is not None and isinstance(active, ActiveCanvases)
     num_sequences = len(ends_C) // NUM_CANVASES
@@ -251,8 +244,7 @@ def guided(
 def mixed_logits(logits_YV: Tensor, guidance_Y: Tensor) -> Tensor:
     """Logits [Y, V] (fp32) to draw from: those [2Y, V] of pairs of rows, mixed with a guidance (fp64) each.
 
-    Without guidance (0) the first row of a pair counts alone, bit for bit, whatever the second one holds.
-    """
+    Without guidance (0) the first row of a pair counts alone, bit for bit, whatever the second one holds."""
     logits_YV, other_YV = logits_YV[0::NUM_CANVASES], logits_YV[1::NUM_CANVASES]
     other_YV = torch.where(guidance_Y[:, None] > 0, other_YV, logits_YV).float()
     return (logits_YV - other_YV).mul_(1 + guidance_Y.float()[:, None]).add_(other_YV)

@@ -42,8 +42,7 @@ MAX_BRANCH_STRIDE = 4
 """Beyond it `branch_3` is a mode instead of `branch`, whose last groups cost more than they gain."""
 NUM_CANDIDATES = 16
 """Draws for each draft of a sequence with a grammar. If q gives the allowed tokens a fifth of its mass, none
-of them fits in 3 % of the cases.
-"""
+of them fits in 3 % of the cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,7 @@ class IsdConfig:
     """`stride` None: the checkpoint's. `adaptive`: every pass uses the mode, of this stride or a smaller one
     (1 is AR), that was measured to be fastest at the load. The choice follows the clock, so a seed does not
     reproduce a sampled answer, while its distribution stays the same; greedy answers are reproduced but for
-    rounding. `acceptance=published` is the authors' argmax-draft rule, lossy.
-    """
+    rounding. `acceptance=published` is the authors' argmax-draft rule, lossy."""
 
     stride: int | None = None
     adaptive: bool = False
@@ -169,8 +167,7 @@ class IsdDecoder(Decoder):
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts.
 
-        p of the chain rows and q of the mask rows are both warped by each request's own settings.
-        """
+        p of the chain rows and q of the mask rows are both warped by each request's own settings."""
         lanes_B, num_masks, logits_XV = plan.lanes_B, self.num_masks, wanted.logits()
         num_candidates = 1
         if batch.grammars is not None:
@@ -229,8 +226,7 @@ class IsdDecoder(Decoder):
         self, probs: Probs, logits_XV: Tensor, rows_BJ: Tensor, batch: Batch, uniforms_BD: Tensor
     ) -> Tensor:
         """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
-        draws, or for one that takes the likeliest tokens these in falling order; -1 where there is no row.
-        """
+        draws, or for one that takes the likeliest tokens these in falling order; -1 where there is no row."""
         grammars, num_masks = batch.grammars, self.num_masks
         places_M = grammars.places_M
         rows_MJ, uniforms_MQ = rows_BJ[places_M], uniforms_BD[places_M, 2 * num_masks + 1 :]

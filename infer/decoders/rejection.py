@@ -83,8 +83,7 @@ class Cold(RejectionStrategy):
 @STRATEGIES.register("alternate")
 class Alternate(RejectionStrategy):
     """Propose in one pass and verify in the next: masks only fill rows that no draft takes.
-    TPF 1 + (P_1 + .. + P_{N-1}) / 2, for N rows.
-    """
+    TPF 1 + (P_1 + .. + P_{N-1}) / 2, for N rows."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """Fewer drafts than masks come from another mode; masks behind the last one fill the other rows."""
@@ -117,8 +116,7 @@ class Tree(RejectionStrategy):
     as many rows.
 
     After `a` of the m drafts from verification rows pass, the masks' distributions for the positions up to
-    the new pending token are used up, so num_masks - a drafts remain for the next step.
-    """
+    the new pending token are used up, so num_masks - a drafts remain for the next step."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """Masks hang on the last draft from masks, or on the pending token beside other drafts."""
@@ -154,8 +152,7 @@ class Branch(RejectionStrategy):
     """Masks after every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows.
 
     With `num_groups` K, for 1 + (K + 1)(N - 1) rows: a rejection d places behind a group is followed by what
-    is left of that group, d drafts fewer, whose distributions saw d tokens less.
-    """
+    is left of that group, d drafts fewer, whose distributions saw d tokens less."""
 
     def __init__(self, num_groups: int | None = None) -> None:
         self._num_groups = num_groups
@@ -185,8 +182,7 @@ class Branch(RejectionStrategy):
 
     def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
         """Without cold passes. With some groups: over the numbers of drafts that passes have in the long run,
-        as if a draft were accepted as often behind a rejection as elsewhere.
-        """
+        as if a draft were accepted as often behind a rejection as elsewhere."""
         num_masks = len(acceptance_J)
         if self._num_groups is None or self._num_groups > num_masks:
             return tokens_per_forward_branch(acceptance_J)
@@ -218,8 +214,7 @@ NO_ROW = -1
 @dataclass(frozen=True, slots=True)
 class DraftBuffer:
     """The drafts that a sequence holds. `from_verify_rows`: they were drawn from verification rows after a
-    rejection, not from masks.
-    """
+    rejection, not from masks."""
 
     num_drafts: int
     from_verify_rows: bool = False
@@ -245,8 +240,7 @@ class RowLayout:
 
     Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other,
     causally. `draft_rows[a]`: the rows that the next drafts are drawn from, in order, after exactly `a`
-    accepted drafts; they fill the buffer `next_buffers[a]`.
-    """
+    accepted drafts; they fill the buffer `next_buffers[a]`."""
 
     num_drafts: int
     num_masks: int

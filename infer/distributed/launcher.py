@@ -75,8 +75,7 @@ class TensorParallelGroup:
         """Start one process for each further rank and join them in a process group.
 
         UserError IDLM-0425: too few GPUs; IDLM-0427: a launcher or another tensor-parallel engine is active
-        in this process; IDLM-0426: a rank did not start.
-        """
+        in this process; IDLM-0426: a rank did not start."""
         _check_process(size, device)
         # NVLink multicast can disable GPUs that other processes on the host use.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -105,8 +104,7 @@ class TensorParallelGroup:
 
     def free_when_stuck(self, free: Callable[[], None]) -> None:
         """Call `free` in another thread when a rank is gone and rank 0 has not noticed for DETECTION_TIMEOUT
-        seconds, because it may wait in CUDA for a collective of that rank.
-        """
+        seconds, because it may wait in CUDA for a collective of that rank."""
         is_ended = threading.Event()
         self._undo.callback(is_ended.set)
         for connection in self._connections:
@@ -133,8 +131,7 @@ class TensorParallelGroup:
 
     def check(self) -> None:
         """Read what has arrived, without waiting. UserError IDLM-0426 for a rank that is gone, or the
-        UserError that a rank failed with.
-        """
+        UserError that a rank failed with."""
         for rank, connection in enumerate(self._connections, start=1):
             while self._failure is None and connection.poll():
                 self._take(rank, receive(connection))
@@ -148,8 +145,7 @@ class TensorParallelGroup:
         ever.
 
         Raises the failure of another rank if that caused the error; UserError IDLM-0428 when rank 0 is out of
-        memory.
-        """
+        memory."""
         try:
             yield
         except BaseException as error:
@@ -204,8 +200,7 @@ class DriverWorker(Worker):
         """Send the pass to the other ranks, then run it.
 
         The engine lets no SIGINT or SIGTERM in, because ranks that are out of step cannot be brought back. A
-        second Ctrl-C does not wait: it ends the ranks, and with them a pass that hangs.
-        """
+        second Ctrl-C does not wait: it ends the ranks, and with them a pass that hangs."""
         message = step_message(schedule, self.parts.pool.unwritten)
         with self.group.translating_failures():
             self.group.broadcast({"do": "pass", **message})
@@ -293,8 +288,7 @@ def _abort() -> None:
 
 def _watch(descriptor: int, is_ended: threading.Event, free: Callable[[], None]) -> None:
     """Wait until the other end of a connection is closed, without reading; then give rank 0 time to notice it
-    itself.
-    """
+    itself."""
     closed = select.poll()
     closed.register(descriptor, select.POLLRDHUP)
     while not is_ended.is_set():

@@ -48,8 +48,7 @@ def receive(connection: Connection) -> Message | None:
 
 def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Message:
     """A pass and what precedes it: admitted requests, moved KV pointers, and `pages` (lane, index, page) that
-    lanes received.
-    """
+    lanes received."""
     capacity = schedule.limits.capacity
     return {
         "admitted": [_request_message(request) for request in schedule.scheduled_new_requests],
@@ -73,8 +72,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
     """The schedule that `step_message` described. `requests` maps a lane to its last admitted request and is
     updated in place.
 
-    These requests hold only what a device needs: no answer, no text, no stop tokens.
-    """
+    These requests hold only what a device needs: no answer, no text, no stop tokens."""
     admitted = [
         Request(
             **{**fields, "params": SamplingParams(**fields["params"])}, request_id="", stop_ids=frozenset()

@@ -57,8 +57,7 @@ def describe(error: BaseException) -> Message:
 
 def _listen(connection: Connection, inbox: queue.SimpleQueue[Message], parent: int) -> None:
     """Put messages into `inbox`; end the process when rank 0 is gone. The parent's id is checked as well,
-    because a child that rank 0 forked may hold a copy of the connection's other end.
-    """
+    because a child that rank 0 forked may hold a copy of the connection's other end."""
     while os.getppid() == parent:
         if connection.poll(POLL_SECONDS):
             message = receive(connection)

@@ -24,8 +24,7 @@ DIGEST_PRIME = 1_000_003
 def digest(table: SequenceState) -> int:
     """A checksum of tokens and pointers of all sequences, equal on all ranks. Waits for all steps.
 
-    It is the sum of known tokens, weighted by position and lane, and of the pointers, modulo 2^64.
-    """
+    It is the sum of known tokens, weighted by position and lane, and of the pointers, modulo 2^64."""
     positions_L = torch.arange(table.max_length, device=table.device)
     tokens_ZL = table.tokens_ZL[:, : table.max_length] * (positions_L < table.num_known_Z[:, None])
     sums_Z = (tokens_ZL * (DIGEST_PRIME * positions_L + 1)).sum(dim=1)

@@ -34,8 +34,7 @@ class MemoryDemand:
     `page_bytes`: of one page over all KV buffers. `max_pages`: pages that full lanes could use. `transients`
     by name of operator. `pass_bytes`: what accelerators take during a pass at most, which no chunks divide.
     `canvas`: the trunk of a decoder that stores nothing, of which a page counts
-    `page_size` rows of a pass; None: pages are for keys and values.
-    """
+    `page_size` rows of a pass; None: pages are for keys and values."""
 
     device: torch.device
     page_bytes: int = 0
@@ -50,8 +49,7 @@ class MemoryDemand:
 class MemoryPlan:
     """`num_pages` to allocate, at most `max_pages`; `num_chunks` by name of transient: into how many slices
     of rows the operator is divided (a name that is missing: one). `workspace_bytes`: what the workspace of a
-    planned pass may have.
-    """
+    planned pass may have."""
 
     num_pages: int = 0
     workspace_bytes: int = 0
@@ -61,15 +59,13 @@ class MemoryPlan:
 class MemoryManager(Protocol):
     """Decides the size of the KV pool and how passes divide what they allocate.
 
-    An attribute `runner` says what executes its passes (`idlm.infer.build.RUNNERS`); without one, PAGED.
-    """
+    An attribute `runner` says what executes its passes (`idlm.infer.build.RUNNERS`); without one, PAGED."""
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
         """The plan for `demand`; UserError IDLM-0405 where nothing fits.
 
         `num_chunks` must depend on the demand alone: ranks that share a model plan on their own and must
-        agree, and a plan is computed once for all passes of the same size.
-        """
+        agree, and a plan is computed once for all passes of the same size."""
         ...
 
 
@@ -88,8 +84,7 @@ MEMORY_MANAGERS: Registry[type[MemoryManager]] = Registry("memory_manager", "idl
 @MEMORY_MANAGERS.register("caching")
 class Caching:
     """The default: torch's caching allocator for transients, without chunks. The KV pool takes 2 GiB on a
-    CPU, and on a GPU 80 % of what the weights leave free, less what accelerators take during a pass.
-    """
+    CPU, and on a GPU 80 % of what the weights leave free, less what accelerators take during a pass."""
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
         """As many pages as fit into the share; UserError IDLM-0405 if that is none."""

@@ -61,8 +61,7 @@ class PlainArena:
     def resize(self, num_bytes: int) -> None:
         """Hold at least `num_bytes` bytes; views taken before are invalid.
 
-        Raises UserError IDLM-0466 if the device has too little memory; the arena then keeps its old size.
-        """
+        Raises UserError IDLM-0466 if the device has too little memory; the arena then keeps its old size."""
         assert num_bytes >= 0 and not self._is_closed
         num_bytes = ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT
         current = self.num_bytes
@@ -114,8 +113,7 @@ class MappedArena:
         """Map exactly `num_bytes` bytes, rounded up to pages; see `PlainArena`.
 
         A mapping that fails midway is undone. Shrinking replaces the last extent by a smaller one; if the
-        driver refuses that, the arena ends before this extent.
-        """
+        driver refuses that, the arena ends before this extent."""
         assert num_bytes >= 0 and not self._is_closed
         wanted = self._round_up(num_bytes)
         if wanted == self.num_bytes:
@@ -194,8 +192,7 @@ def open_arena(kind: str, device: torch.device) -> Arena:
     """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work.
 
     AUTO is MAPPED on a GPU: 200 requests of 1K to 64K spent 1.5 % of their time on resizing, with PLAIN 3.3 %
-    (LLaDA-8B with 2 layers, H200).
-    """
+    (LLaDA-8B with 2 layers, H200)."""
     assert kind in (AUTO, PLAIN, MAPPED), kind
     if kind == MAPPED or (kind == AUTO and device.type == "cuda"):
         try:

@@ -38,8 +38,7 @@ from idlm.kernels.swiglu import swiglu
 class CanvasPass:
     """One pass: its plan in an arena of at least `plan.peak_bytes`, and the inputs of the template.
 
-    `bounds`: rows bounds[b] : bounds[b + 1] are the canvas of sequence b; rows after the last are padding.
-    """
+    `bounds`: rows bounds[b] : bounds[b + 1] are the canvas of sequence b; rows after the last are padding."""
 
     trunk: DenseTrunk
     plan: Plan
@@ -312,8 +311,7 @@ class CanvasRows(WantedRows):
     """`hidden_RD` is the residual stream in the workspace, and `head` norms it first. All of it is valid
     until the next pass.
 
-    `steps`: the calls of the head, from which `proposals` gets its chunks.
-    """
+    `steps`: the calls of the head, from which `proposals` gets its chunks."""
 
     def __init__(self, run: CanvasPass, steps: Sequence[Step], *, group: int = 1) -> None:
         first = steps[0]
@@ -329,8 +327,7 @@ class CanvasRows(WantedRows):
     @torch.inference_mode()
     def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
         """Apply `propose` to consecutive slices, as the base does: to parts of the planned chunks for which
-        `propose` allocates at most PROPOSAL_BYTES (and to one group of rows at least).
-        """
+        `propose` allocates at most PROPOSAL_BYTES (and to one group of rows at least)."""
         run, found = self._run, []
         most = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
 
@@ -349,8 +346,7 @@ class BestRows(WantedRows):
     """Rows of a pass planned for `WantedRows.best`. `hidden_RD` is in the workspace, after the final norm; it
     is valid until the next pass. Logits, if a request asks for them, are outside of the plan.
 
-    `step`: the call of the head.
-    """
+    `step`: the call of the head."""
 
     def __init__(self, run: CanvasPass, step: Step) -> None:
         trunk, num_bytes = run.trunk, run.plan.num_bytes["ranges"]

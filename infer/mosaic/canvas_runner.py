@@ -69,8 +69,7 @@ class CanvasRunner:
         settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
     ) -> EngineSettings:
         """Raise UserError IDLM-0471 for what has no place in the template. Passes are eager, because their
-        plan follows their rows.
-        """
+        plan follows their rows."""
         name = f"memory={settings.memory}"
         if policy.store != "shared":
             raise UserError(
@@ -109,8 +108,7 @@ class CanvasRunner:
 
     def plan_of(self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> Plan:
         """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones, in groups of `group`;
-        UserError IDLM-0466 if it cannot fit. `takes_best`: as in `FedCanvases`.
-        """
+        UserError IDLM-0466 if it cannot fit. `takes_best`: as in `FedCanvases`."""
         key = num_rows, takes_best
         plan = self._plans.get(key)
         if plan is None or plan.sizes.wanted < num_wanted or plan.sizes.group < group:
@@ -141,8 +139,7 @@ class CanvasRunner:
         """Run the trunk over the rows of `plan`, and return its wanted rows, whose head is still to run.
 
         Waits for the bounds of the canvases. Raises torch.OutOfMemoryError if the device cannot give the
-        workspace, so that the engine makes passes smaller.
-        """
+        workspace, so that the engine makes passes smaller."""
         num_rows, num_wanted, fed = len(plan.token_ids_R), len(plan.logit_rows_X), plan.canvases
         try:
             planned = self.plan_of(num_rows, num_wanted, fed.logit_group, takes_best=fed.takes_best)

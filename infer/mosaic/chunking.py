@@ -78,8 +78,7 @@ def plan_forward(
     """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits. A group
     has one row of each of `group` canvases, and no chunk divides it.
 
-    Raises UserError IDLM-0466 if it needs more than `capacity` bytes however it is chunked.
-    """
+    Raises UserError IDLM-0466 if it needs more than `capacity` bytes however it is chunked."""
     found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows, group=group)
     if isinstance(found, Plan):
         return found
@@ -140,8 +139,7 @@ def max_length(
     """Return L_max, by bisection: the greatest length at which `group` canvases fit `capacity` bytes; 0 if
     none does.
 
-    `wanted_share` of the rows, rounded up, are wanted.
-    """
+    `wanted_share` of the rows, rounded up, are wanted."""
 
     def is_too_long(length: int) -> bool:
         # A share that is a quotient of two counts must give the count back, whatever its rounding.

@@ -11,8 +11,7 @@ MIB = 1 << 20
 def describe_plan(plan: Plan) -> str:
     """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals.
 
-    The number before an op is its position in the template, counted over the ops as registered.
-    """
+    The number before an op is its position in the template, counted over the ops as registered."""
     template, lifetimes, sizes = plan.template, plan.template.lifetimes, plan.sizes
     rows: list[tuple[str, ...]] = [HEADER]
     for name, size in template.tensors.items():

@@ -34,8 +34,7 @@ class CudaDriver:
     """The driver of one CUDA device, through cuda-bindings. Every size is a multiple of `granularity` bytes;
     calls raise DriverError on failure.
 
-    Raises DriverError if cuda-bindings is missing or the device has no virtual memory management.
-    """
+    Raises DriverError if cuda-bindings is missing or the device has no virtual memory management."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":

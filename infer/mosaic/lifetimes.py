@@ -17,8 +17,7 @@ from idlm.infer.mosaic.sizes import Size
 class Loop:
     """A loop over chunks of `rows` (LENGTH or WANTED); `chunks` names its chunk count.
 
-    Loops are told apart by `name`; several loops may share a chunk count.
-    """
+    Loops are told apart by `name`; several loops may share a chunk count."""
 
     name: str
     rows: str
@@ -29,8 +28,7 @@ class Loop:
 class Op:
     """One op: the names that it reads and writes (in both: updated in place), and the loop it runs in.
 
-    A barrier is an op that reads tensors and runs nothing.
-    """
+    A barrier is an op that reads tensors and runs nothing."""
 
     name: str
     reads: tuple[str, ...] = ()
@@ -43,8 +41,7 @@ class Op:
 @dataclass(slots=True)
 class Graph:
     """Ops in order, and what they use; `aliases` names the tensor that an alias starts in, `inputs` are
-    outside the workspace.
-    """
+    outside the workspace."""
 
     name: str
     ops: list[Op] = field(default_factory=list)
@@ -84,8 +81,7 @@ class Lifetimes:
 
 def find_lifetimes(graph: Graph, ranges: Iterable[tuple[int, int]]) -> Lifetimes:
     """Return the lifetimes of a finished graph; `ranges`: the first and last op of every loop, the layers
-    included.
-    """
+    included."""
     used = _uses(graph)
     storages = []
     for name, positions in used.items():

@@ -23,8 +23,7 @@ class Plan:
 
     `offsets` and `num_bytes` by tensor (an alias has the offset of its target); `peak_bytes` is the size of
     the workspace, `live_bytes` the most bytes that are alive at once (its lower bound), reached at
-    `template.ops[peak_op]`.
-    """
+    `template.ops[peak_op]`."""
 
     template: Template
     sizes: Sizes
@@ -38,8 +37,7 @@ class Plan:
         """Yield the calls of one forward pass, with offsets.
 
         `wanted`: the wanted rows of this pass, at most those of the plan. Chunks keep the planned number of
-        rows, so fewer wanted rows run in fewer chunks.
-        """
+        rows, so fewer wanted rows run in fewer chunks."""
         sizes = self.sizes
         if wanted is not None:
             assert 0 <= wanted <= sizes.wanted, f"{wanted=}, planned for {sizes.wanted}"
@@ -92,8 +90,7 @@ def orders(lifetimes: Lifetimes, num_bytes: Sequence[int]) -> Iterator[list[int]
 
     Longest lives first: x lies at the bottom, and every region stacks its tensors on what outlives it. Then
     by size, by size times life, and by first use. Ties go to the earlier first use, which is the best order
-    for tensors of one size (it colours an interval graph).
-    """
+    for tensors of one size (it colours an interval graph)."""
     storages = lifetimes.storages
     by_start = sorted(range(len(storages)), key=lambda index: (storages[index].first, -num_bytes[index]))
     spans = [storage.last - storage.first + 1 for storage in storages]

@@ -23,8 +23,7 @@ def ceil_div(number: int, divisor: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Values of the symbols: the rows of a pass, and `chunks` by name of a chunk count (missing: 1). No chunk
-    divides a `group` of wanted rows.
-    """
+    divides a `group` of wanted rows."""
 
     length: int
     wanted: int = 0
@@ -48,8 +47,7 @@ class Size:
     """`row_bytes * repeat` bytes for every row of a chunk of `rows`, plus `constant` bytes.
 
     `chunks` names the chunk count that divides the rows; None is for tensors of all rows. `repeat` is the
-    number of tensor rows per row of the pass: top-k for expert rows.
-    """
+    number of tensor rows per row of the pass: top-k for expert rows."""
 
     row_bytes: int = 0
     rows: str = LENGTH

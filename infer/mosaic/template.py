@@ -25,8 +25,7 @@ class Step:
 
     `position` is the op's position in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells.
     `offsets` has the byte offset of every tensor of the op; it is empty without a plan. A tensor with a chunk
-    count starts at its offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes.
-    """
+    count starts at its offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes."""
 
     op: Op
     position: int
@@ -52,8 +51,7 @@ class Template(Graph):
     A tensor that is used inside one iteration of a loop exists once, at chunk size. A tensor that is also
     used outside the loop keeps its place for the whole loop: a slice of rows that one iteration writes must
     survive the others. The same holds for the layers, which are a loop too. Registration ends with the first
-    question about lifetimes or steps; a mistake in a template is an AssertionError.
-    """
+    question about lifetimes or steps; a mistake in a template is an AssertionError."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -75,8 +73,7 @@ class Template(Graph):
     def add_alias(self, name: str, target: str, size: Size | None = None) -> None:
         """Register `name` as a second view that starts where `target` starts; without `size`, as large.
 
-        Both live from the first use of either to the last use of either.
-        """
+        Both live from the first use of either to the last use of either."""
         self._check_new(name)
         assert target in self.tensors, f"{self.name}: {name} is an alias of unknown {target}"
         self.tensors[name] = size or self.tensors[target]

@@ -37,8 +37,7 @@ class TrunkShape:
     """Numbers of a trunk. `ffn` is the width of one expert when `num_experts` is set.
 
     `fused_head`: the workspace of one op that computes tokens and confidences without storing logits; None:
-    logits are stored, in chunks.
-    """
+    logits are stored, in chunks."""
 
     width: int
     num_heads: int
@@ -88,8 +87,7 @@ class _TrunkTemplate:
 def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> Template:
     """Return the template of a whole forward pass, from token ids to tokens and confidences of wanted rows.
 
-    Inputs: `token_ids`, `positions`, `wanted_rows`.
-    """
+    Inputs: `token_ids`, `positions`, `wanted_rows`."""
     names = ["moe" if shape.num_experts else "dense", f"attention {'query' if chunks_queries else 'whole'}"]
     trunk = _TrunkTemplate(shape, ", ".join(names + ["no logits"] * (shape.fused_head is not None)))
     template = trunk.template
@@ -160,8 +158,7 @@ def _add_ffn(trunk: _TrunkTemplate) -> None:
 
 def _add_experts(trunk: _TrunkTemplate) -> None:
     """Routed experts, as in kernels/experts: pairs of a row and an expert are sorted by expert, and the
-    grouped products read and write rows at the places of their pairs, so no row is copied.
-    """
+    grouped products read and write rows at the places of their pairs, so no row is copied."""
     shape, template, k = trunk.shape, trunk.template, trunk.shape.top_k
     trunk.rows(shape.x_bytes, EXPERTS, ffn_in=1)
     trunk.rows(ROUTER_BYTES, EXPERTS, router_logits=shape.num_experts, expert_weights=k)

@@ -25,8 +25,7 @@ MAX_TOP = 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Before:
     """The active blocks [B, W] before a pass decides: their tokens, which are decided, and whose proposals
-    the pass may use; `num_fixed_B` positions hold known tokens.
-    """
+    the pass may use; `num_fixed_B` positions hold known tokens."""
 
     tokens_BW: Tensor
     decided_BW: Tensor

@@ -33,8 +33,7 @@ def request_strict_products(device: torch.device) -> None:
 
 def set_deterministic(model: LoadedModel, value: bool) -> None:
     """Choose between products whose bits depend on the row alone (True) and the fastest ones. UserError
-    IDLM-0456 on a device whose products cannot do the former.
-    """
+    IDLM-0456 on a device whose products cannot do the former."""
     if value and not check_rows_agree(model.device, model.dtype):
         on_gpu = model.device.type == "cuda"
         device = torch.cuda.get_device_name(model.device) if on_gpu else "this CPU"

@@ -66,8 +66,7 @@ class DraftAcceptance:
 
     def observe(self, num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
         """Record drafts of one sequence: tested in order, the first `num_accepted` accepted. Those that are
-        not from masks pass less often, and say nothing of what other modes would accept.
-        """
+        not from masks pass less often, and say nothing of what other modes would accept."""
         self._all.add(num_accepted, num_tested)
         if not from_masks or not num_tested:
             return
@@ -94,8 +93,7 @@ class DraftAcceptance:
 
     def average(self) -> list[float]:
         """By position: the chance of a draft to be accepted once those before it were. Few tests of a
-        position count together with those of all positions.
-        """
+        position count together with those of all positions."""
         if self._is_old:
             self._is_old = False
             tested = sum(drafts.tested for drafts in self._from_masks)
@@ -110,8 +108,7 @@ class DraftAcceptance:
 
     def classes(self, requests: Sequence[tuple[float, float]]) -> dict[tuple[float, ...], int]:
         """How many of the requests have which chances by position. They hardly vary from pass to pass: what
-        was computed of them serves again. `requests`: accepted and tested drafts of each.
-        """
+        was computed of them serves again. `requests`: accepted and tested drafts of each."""
         mean = self._all.acceptance(self._prior[0])
         own_prior, mean_odds = REQUEST_WEIGHT * mean, _log_odds(mean)
         bounds = [

@@ -17,8 +17,7 @@ from idlm.infer.state.sequence_state import SequenceState
 
 ROWS_AT_ONCE = 64
 """Rows of prompts whose logits exist together: their fp64 copies are the largest tensors of such a pass (78
-MB for a vocabulary of 151,936).
-"""
+MB for a vocabulary of 151,936)."""
 
 
 class Logprobs(NamedTuple):
@@ -61,8 +60,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, num_top: int) -> Logpro
 
 def likeliest(logits: Tensor, num: int) -> Tensor:
     """Ids [..., num] of the largest logits [..., V], the lower id first among equal ones. topk promises no
-    order of ties, so it sorts keys without ties: an integer that orders as the fp32 logit does, then the id.
-    """
+    order of ties, so it sorts keys without ties: an integer that orders as the fp32 logit does, then the
+    id."""
     bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: -0 is 0.
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     keys -= torch.arange(logits.shape[-1], device=logits.device)

@@ -52,8 +52,7 @@ class StepResult:
     runner does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token
     ids. `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the
     emitted tokens. `prompt_logprobs`: those of tokens of prompts, in the order of `PromptRows`; None if no
-    request asks. `is_queued`: its kernels were launched one by one where other passes are one graph.
-    """
+    request asks. `is_queued`: its kernels were launched one by one where other passes are one graph."""
 
     counts_BJ: Tensor
     widths: PassRows
@@ -77,8 +76,7 @@ class Step:
 
     def choose_drafts(self, batch: Batch) -> None:
         """Choose the drafts of sequences with grammars, for which the host waits for what earlier passes
-        emitted.
-        """
+        emitted."""
         if batch.grammars is None:
             return
         chosen = batch.grammars.choose_drafts(self.decoder.modes[batch.mode].stride - 1)
@@ -184,8 +182,7 @@ class PassRunner(Protocol):
 
 class Runner:
     """Model and cache of one device, and the accelerators between them. The memory manager plans the
-    transients.
-    """
+    transients."""
 
     def __init__(self, parts: RunnerParts) -> None:
         model = parts.model
@@ -213,8 +210,7 @@ class Runner:
         """Run the model over the rows of `plan`, write the KV of every fed row, and return its wanted rows.
 
         Each layer stores the KV of all rows before any row attends: a sequence may share pages that another
-        one fills in this very pass.
-        """
+        one fills in this very pass."""
         page_size = self.pool.page_size
         block_table_BP = self.pool.block_table(plan.lanes_B, plan.max_slots, plan.canvases.first_slots_B)
         slot_mapping_R = map_slots(

@@ -34,8 +34,7 @@ Point = tuple[float, float]
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """`measured`: seconds of decoding passes by mode and number of sequences, without context. `widths`: rows
-    of a sequence, by mode. `seconds_per_slot`: what attention takes to read the KV of a token.
-    """
+    of a sequence, by mode. `seconds_per_slot`: what attention takes to read the KV of a token."""
 
     measured: Mapping[tuple[int, int], float]
     widths: tuple[int, ...]
@@ -120,8 +119,7 @@ def write_times(path: Path, times: Mapping[tuple[int, int], float]) -> None:
 NUM_KEPT_TIMES = 8
 MAX_TIME_AGE = 24
 """Times of a mode are dropped after this many timed steps without it: under load a GPU slows down by 15 %
-within a second (an H200 at 64 sequences).
-"""
+within a second (an H200 at 64 sequences)."""
 TRIAL_PASSES, MIN_STEPS_BETWEEN_TRIALS = 3, 32
 MAX_AWAITED_STEPS = 16
 """Results of a trial are read at most so many steps later, else it is repeated."""
@@ -133,8 +131,7 @@ MAX_EXPLORATION, MAX_DEBT = 0.006, 4.0
 """What all of these trials may cost together, beside so many passes at once."""
 FIRST_BUDGET, FIRST_DOUBT = 0.06, 0.03
 """The same for all modes together that a warm-up has measured and traffic has not, if they look as fast as
-the best; by e times less for every such share by which they look slower.
-"""
+the best; by e times less for every such share by which they look slower."""
 NARROW_MARGIN = 0.01
 """The narrowest mode, whose tokens are certain, is left for one that looks better by more than this."""
 MAX_FIRST_RATIO = 2.0
@@ -152,8 +149,7 @@ OOM_MEMORY_STEPS = 1000
 class Load:
     """What a step has to do whatever its mode: `num_sequences`, of which `num_decoding` decode (None: all),
     `num_prompt_rows` of the others, and `num_slots` of context in all. `drafts`: accepted and tested drafts
-    of decoding sequences of late (empty: they are average ones).
-    """
+    of decoding sequences of late (empty: they are average ones)."""
 
     num_sequences: int
     num_decoding: int | None = None
@@ -188,8 +184,7 @@ class _Timing:
 
     The first is dropped if it may include compiling or capturing. The shortest of the others counts,
     because disturbances only make a step longer. `correction`: what the mode takes beside the warm-up's time
-    more than the first mode at this size does.
-    """
+    more than the first mode at this size does."""
 
     num_seen: int = 0
     last_chosen: int = 0
@@ -205,8 +200,7 @@ class _Timing:
 class StrideController:
     """Compares modes by expected tokens, from measured acceptance, per measured or estimated second.
 
-    `acceptance`: expected, by position, before any draft was tested. `times` may be set after a warm-up.
-    """
+    `acceptance`: expected, by position, before any draft was tested. `times` may be set after a warm-up."""
 
     def __init__(
         self,
@@ -235,8 +229,7 @@ class StrideController:
         """The mode, by number, for a step of such a load: the fastest, or one that is due for a trial.
 
         After an out-of-memory error, use the narrowest layout so that no request is dropped, and for
-        `OOM_MEMORY_STEPS` only layouts with fewer rows than the step that failed.
-        """
+        `OOM_MEMORY_STEPS` only layouts with fewer rows than the step that failed."""
         self._num_steps += 1
         number = self._choice(load)
         timing = self._timings.get((load.size, number))
@@ -307,8 +300,7 @@ class StrideController:
 
     def _correct(self, mode: int, size: int, timing: _Timing) -> None:
         """Attribute what differs from the warm-up: to the load if its first mode shows it, or one that has
-        run for a while; else to the mode.
-        """
+        run for a while; else to the mode."""
         leads = self._leaders.setdefault(size, mode) == mode
         if leads or timing.num_seen > 2 * NUM_KEPT_TIMES:
             self._drifts[size] = timing.least() / timing.correction
@@ -325,8 +317,7 @@ class StrideController:
 
     def likely_modes(self, num_sequences: int) -> set[int]:
         """The modes that are fastest at so many sequences, by the times known so far, for one or another
-        acceptance.
-        """
+        acceptance."""
         load, numbers = Load(num_sequences=num_sequences), range(len(self._modes))
         seconds = [self.seconds(number, load) for number in numbers]
 
@@ -339,8 +330,7 @@ class StrideController:
 
     def _tokens(self, drafts: Sequence[tuple[float, float]]) -> list[float]:
         """Expected tokens of a sequence and pass by mode, as the decoder computes them: the mean over
-        sequences.
-        """
+        sequences."""
         classes, sums = self._acceptance.classes(drafts), [0.0] * len(self._modes)
         for chances, count in classes.items():
             for number, mode in enumerate(self._modes):
@@ -350,8 +340,7 @@ class StrideController:
 
     def seconds(self, number: int, load: Load) -> float:
         """Time of a step without its prompt rows: measured, or estimated by the warm-up's times, or from
-        steps with similar numbers of rows.
-        """
+        steps with similar numbers of rows."""
         timing = self._timings.get((load.size, number))
         is_old = timing is None or self._num_timed - timing.last_timed > MAX_TIME_AGE
         if timing is not None and timing.ratios and not (is_old and self.times is not None):
@@ -385,8 +374,7 @@ class StrideController:
         """From timed steps, of this size if there are any: proportional to the next one with more rows, and
         at least that of one with fewer. Beyond all of them, `FREE_ROWS` more cost nothing.
 
-        Like a roofline this is optimistic; a mode that looks best is then tried and timed.
-        """
+        Like a roofline this is optimistic; a mode that looks best is then tried and timed."""
         timed = [key for key in self._timings if self._is_timed(*key)]
         own = [key for key in timed if key[0] == size]
         known = sorted((key[0] * self._widths[key[1]], self._timings[key].least()) for key in own or timed)
@@ -400,8 +388,7 @@ class StrideController:
     def _best_or_trial(self, size: int, best: int, ratios: Mapping[int, tuple[float, float]]) -> int:
         """The best mode, or one whose trial goes on or is due. `ratios`: tokens and time of a pass over those
         of the best mode. A trial tests the drafts of its own first pass, and no single disturbed step decides
-        it.
-        """
+        it."""
         since_trial, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
         if since_trial < TRIAL_PASSES and trial_size == size and tried in ratios:
             return tried
@@ -443,6 +430,5 @@ class StrideController:
 
 def _trial_cost(emits: float, takes: float) -> float:
     """Passes of the best mode that are lost to a trial of one that emits and takes so many times as much. The
-    first pass of the wider one of both lacks drafts: it emits what the narrower one does.
-    """
+    first pass of the wider one of both lacks drafts: it emits what the narrower one does."""
     return TRIAL_PASSES * takes + 1 - (TRIAL_PASSES - 1) * emits - 2 * min(1.0, emits)

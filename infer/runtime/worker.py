@@ -173,8 +173,7 @@ class InflightStep:
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprob]]]:
         """Requests, and log-probabilities of tokens of their prompts, from which position on. After
-        `emissions`.
-        """
+        `emissions`."""
         rows, found = self._prompt_rows, []
         if rows is None:
             return []

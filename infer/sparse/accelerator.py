@@ -36,8 +36,7 @@ class EngineSpec:
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
     together (`Routing.capacity`), so that each depends on all of them. `edits_blocks`: the model deletes and
     splits positions (`Semantics.edit_token_ids`). `logit_shift`: a row predicts the next
-    place. `num_slots` of the KV pool, if the user said how many pages it has.
-    """
+    place. `num_slots` of the KV pool, if the user said how many pages it has."""
 
     decoder: str
     decoder_options: Mapping[str, Any]
@@ -74,8 +73,7 @@ class RowSelection:
     longest take it first, then those that need the fewest rows. A sequence whose rows find none waits: it
     drops out of the denoising part of this pass, decides nothing, and its random stream and its answer stay
     those it would have had. Its pass must leave no trace in an accelerator's state: `finish` skips
-    `PassView.waits_B`.
-    """
+    `PassView.waits_B`."""
 
     keep_R: Tensor
     limits_R: Tensor | None = None
@@ -85,13 +83,11 @@ class RowSelection:
 class KVPass:
     """One pass of a kv-side accelerator. `is_sparse_B` (bool): sequences whose block rows see lists of slots
     in layers where `select_kv` returns some. `needs_all_rows_B` (bool): sequences of which no row may be
-    dropped in this pass.
-    """
+    dropped in this pass."""
 
     lists_ascend: ClassVar[bool] = False
     """Whether its lists are int32, contiguous and ascending, -1 behind the last; else they are sorted, which
-    costs a few launches a layer.
-    """
+    costs a few launches a layer."""
 
     def __init__(
         self, view: PassView, *, is_sparse_B: Tensor, needs_all_rows_B: Tensor | None = None
@@ -105,14 +101,12 @@ class KVPass:
         """Return logical slots [B, K, C] before the block, in any order, -1 in unused places; or None if the
         layer is exact for all sequences. C does not depend on what tensors hold.
 
-        `q_RNH` has the rotated queries of the rows still computed. Only lists of `is_sparse_B` are used.
-        """
+        `q_RNH` has the rotated queries of the rows still computed. Only lists of `is_sparse_B` are used."""
         return None
 
     def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock | None:
         """Return where attention leaves each row's softmax sums over the slots before its block; or None.
-        Called in layers with lists, after `select_kv`; sequences that see a list get none.
-        """
+        Called in layers with lists, after `select_kv`; sequences that see a list get none."""
         return None
 
     def finish(self) -> None:
@@ -127,14 +121,12 @@ class RowsPass:
 
     def initial_rows(self) -> RowSelection | None:
         """Return which of the decoder's rows are computed at all; None: all. Other rows see those left out
-        with the keys and values that an earlier pass stored.
-        """
+        with the keys and values that an earlier pass stored."""
         return None
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         """Return the rows that go on from this layer's attention on; None: all. Keys and values of the layer
-        are stored, and `q_RNH` is rotated, for all rows still computed.
-        """
+        are stored, and `q_RNH` is rotated, for all rows still computed."""
         return None
 
     def finish(self) -> None:
@@ -145,8 +137,7 @@ class Accelerator:
     """Base class: each accelerator is one file and registers itself in `ACCELERATORS`.
 
     `Config` is a frozen dataclass of its options, filled from `accelerators.NAME.*`. Subclass `KVAccelerator`
-    or `RowsAccelerator`.
-    """
+    or `RowsAccelerator`."""
 
     name: ClassVar[str]
     Config: ClassVar[type]
@@ -156,8 +147,7 @@ class Accelerator:
     """Options with which it leaves nothing out; contract tests compare it with exact attention."""
     is_static: ClassVar[bool] = False
     """Whether its own code has static shapes and never waits for the device, so that a CUDA graph can hold
-    its passes: no nonzero, no index by booleans, no number read back. The passes themselves are static.
-    """
+    its passes: no nonzero, no index by booleans, no number read back. The passes themselves are static."""
     needs_blocks: ClassVar[bool] = True
     shards: ClassVar[bool] = False
     """Whether it works on the heads of one rank alone, so that tensor parallelism is possible."""
@@ -169,8 +159,7 @@ class Accelerator:
     def decodes_again(self) -> bool:
         """Whether the keys and values of an answer follow from how it was decoded, not from its tokens alone.
         Then the prefix cache shares prompts only, and a sequence that lost its KV decodes its answer once
-        more, to the same tokens.
-        """
+        more, to the same tokens."""
         return False
 
     def problems(self) -> list[str]:
@@ -240,8 +229,7 @@ class RowsAccelerator(Accelerator, ABC):
 
 class BlockMemory:
     """Says which block the state of each lane belongs to: the one that begins at slot `starts_Z`; -1: none.
-    State that belongs to another block than the active one is not used, so state ends with its block.
-    """
+    State that belongs to another block than the active one is not used, so state ends with its block."""
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         self.starts_Z = torch.full((num_lanes,), -1, dtype=torch.int64, device=device)

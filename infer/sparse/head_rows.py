@@ -23,20 +23,18 @@ MARGIN = 2.5
 """The capacity is this many standard deviations above the mean."""
 KEPT_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
 """The same for rows after a drop, which nearly all layers compute: there padding costs more than a wait. The
-margin begins at the first number and grows when more than the share `WAITS` of (sequence, pass) pairs wait.
-"""
+margin begins at the first number and grows when more than the share `WAITS` of (sequence, pass) pairs
+wait."""
 WAITS, GAIN = 0.008, 25.0
 """The share to aim at, and how much each pair beyond it adds to the margin. In a simulation of 32 sequences
-with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %.
-"""
+with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %."""
 STEADY = 0.97
 """A choice stays until less than this share of it is needed: each number of rows takes another graph."""
 MIN_PLACES = 256
 """Places up to which reading its weights takes all the time of the head, so that it computes all places."""
 PARTS = 8
 """The capacity grows by this share of all places: each size in use is a graph of its own. In passes that drop
-rows it grows in finer steps (`HEAD_STEPS`): few of their places need logits.
-"""
+rows it grows in finer steps (`HEAD_STEPS`): few of their places need logits."""
 STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 """Below the first number, rows that are kept are rounded up to a multiple of the second."""
 FED_STEPS, HEAD_STEPS = 4, 2
@@ -73,8 +71,7 @@ class LateCounts:
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
         """Note a finished pass in which some sequences decoded: the rows that they asked for, those that
-        waited included. 0: the decoder does not say.
-        """
+        waited included. 0: the decoder does not say."""
         if num_rows:
             self._asked.append(num_rows / num_sequences)
 

@@ -93,8 +93,7 @@ class SparseKV:
 
     def finish(self) -> tuple[Tensor, DroppedRows | None]:
         """Called after the last layer. Returns the rows [H] that the head computes, and what was dropped
-        (None: no row can be).
-        """
+        (None: no row can be)."""
         rows_H, dropped = self._wanted(self.view.plan)
         for each in (self._kv, self._rows):
             if each is not None:

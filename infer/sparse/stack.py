@@ -117,8 +117,7 @@ class AcceleratorStack:
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
     """Return each accelerator's Config.
 
-    Raises UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options.
-    """
+    Raises UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
     problems: list[str] = []
     configs = {}
     for name, options in given.items():
@@ -140,8 +139,7 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
 def stack_of(configs: Mapping[str, Any], spec: EngineSpec) -> AcceleratorStack:
     """The accelerators of an engine, from the Config of each by name.
 
-    Raises UserError IDLM-0460 with every reason why they do not fit the engine or one another.
-    """
+    Raises UserError IDLM-0460 with every reason why they do not fit the engine or one another."""
     made = [ACCELERATORS.get(name)(config, spec) for name, config in configs.items()]
     reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
     sides: dict[str, list[str]] = {}

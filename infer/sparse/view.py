@@ -25,8 +25,7 @@ NOT_LISTED = -1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLists:
     """What the plan of layers with lists has to know: where each sequence's block starts, which sequences see
-    lists (bool), and the width of lists.
-    """
+    lists (bool), and the width of lists."""
 
     starts_B: Tensor
     listed_B: Tensor
@@ -40,8 +39,7 @@ class PassView:
     (bool): the plan has rows of the sequence's block; `is_mask_BW` (bool): positions where it has masks.
     `needs_all_rows_B` (bool): sequences of which the kv side lets no row be dropped. `waits_B` (bool):
     sequences beyond the capacity so far (`RowSelection`); they decide nothing in this pass, so no state may
-    follow from it. `scale`: of scores.
-    """
+    follow from it. `scale`: of scores."""
 
     NOT_FED: ClassVar[int] = -1
     plan: StepPlan

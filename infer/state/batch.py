@@ -45,8 +45,7 @@ class DroppedRows:
 
     def apply(self, plan: StepPlan) -> StepPlan:
         """The plan as the decoder is to advance by it: sequences that wait do not sample, and have stored
-        only the tokens that the host scheduled.
-        """
+        only the tokens that the host scheduled."""
         active, num_feed_B = plan.active, plan.num_feed_B
         assert active is not None
         if active.num_scheduled_B is not None:
@@ -77,8 +76,8 @@ class WantedRows:
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
     the model's dtype; `weight_VD`: its weight, if `masked_logits` is to multiply with it; `workspace`: as
     there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder takes b bytes
-    each beside the logits; None: one slice. No slice divides a `group` of rows (`FedCanvases.logit_group`).
-    """
+    each beside the logits; None: one slice. No slice divides a `group` of rows
+    (`FedCanvases.logit_group`)."""
 
     def __init__(
         self,
@@ -109,8 +108,7 @@ class WantedRows:
     def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
         """The likeliest token of every row of `is_wanted_X` (bool), ties to the lower id; None where only
         logits tell. `forbidden_S` (int64): ids that have no probability. `entropy`: also return it. For other
-        rows everything is 0, and nothing is computed for many of them in a row.
-        """
+        rows everything is 0, and nothing is computed for many of them in a row."""
         if self._weight_VD is None:
             return None
         return masked_logits(
@@ -126,8 +124,8 @@ class WantedRows:
         """Apply `propose` to the logits of consecutive slices; returns its tensors joined to [X, ...].
 
         The memory plan decides the number of slices; `row_bytes`: what `propose` itself allocates for a row.
-        The logits of a slice are freed before those of the next are computed: `propose` must not keep them.
-        """
+        The logits of a slice are freed before those of the next are computed: `propose` must not keep
+        them."""
         num_groups = len(self) // self.group
         num_chunks = 1 if self._num_chunks is None else self._num_chunks(len(self), row_bytes)
         num_chunks = min(num_chunks, num_groups)
@@ -148,8 +146,8 @@ class WantedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
     """Rows of a pass that may drop some: `fed` are embedded, `kept` are left behind the layers that drop
-    rows, and of these the head computes `head`. Rows of prompts and of clean blocks are among the first two.
-    """
+    rows, and of these the head computes `head`. Rows of prompts and of clean blocks are among the first
+    two."""
 
     fed: int
     kept: int
@@ -185,8 +183,7 @@ class CanvasLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
     """Rows of a pass whose log-probabilities of the prompt's next token are asked for: `counts[b]` rows of
-    request b, from its first one on, which is known token `starts[b]`. `num_top`: as in `Batch`.
-    """
+    request b, from its first one on, which is known token `starts[b]`. `num_top`: as in `Batch`."""
 
     starts: list[int]
     counts: list[int]
@@ -233,8 +230,7 @@ class Schedule:
     @property
     def is_eager(self) -> bool:
         """Whether the whole pass cannot be a graph: it keeps hidden states of prompts or waits for
-        grammars.
-        """
+        grammars."""
         return self.prompt_rows is not None or bool(self.grammars)
 
     @property
@@ -321,8 +317,7 @@ class Batch:
     whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most likely tokens
     to report for every token; None: no log-probabilities. `grammars`: those of the sequences that decode
     (`masks.PassGrammars`); None: there are none. `payload`: what decoders of one kind need beside it:
-    `BlockLimits`, `CanvasLimits`, or None.
-    """
+    `BlockLimits`, `CanvasLimits`, or None."""
 
     lanes_B: Tensor
     num_feed_B: Tensor
@@ -406,8 +401,7 @@ class StepPlan:
     the engine's device. `max_rows` (of one sequence) and `max_slots` are upper bounds known to the host; most
     sequences have no more than `usual_rows`, if that is known, and one that feeds no prompt no more than
     `decoding_rows`, if prompts are to be attended apart from such. `payload`: what decoders of one kind add:
-    `ActiveBlocks`, `FedCanvases`, or None.
-    """
+    `ActiveBlocks`, `FedCanvases`, or None."""
 
     lanes_B: Tensor
     cu_rows_B1: Tensor
@@ -448,8 +442,7 @@ class StepOutcome:
     accepted. `logprobs`: those of the tokens, if the batch asks for them: chosen [B, J], ids and numbers of
     the likeliest [B, J, K]; None: wanted row first_logit_B[b] + j predicted token j of sequence b, and its
     logits tell them. `nonfinite_B`: 1 where tokens were drawn from logits that are not finite, so that they
-    mean nothing; more where only the next drafts were: then nothing can follow the tokens. All int64.
-    """
+    mean nothing; more where only the next drafts were: then nothing can follow the tokens. All int64."""
 
     token_ids_BJ: Tensor
     num_emitted_B: Tensor
@@ -469,8 +462,7 @@ def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype
 
 def to_host(values: Tensor) -> Tensor:
     """A copy on the host, of a GPU's tensor in the order of its stream; it must not be read before that is
-    there.
-    """
+    there."""
     if not values.is_cuda:
         return values
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -479,8 +471,7 @@ def to_host(values: Tensor) -> Tensor:
 
 def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
     """Set these lanes of columns on one device. An assignment, column_Z[lanes] = value, would copy the number
-    to the device and wait for everything that runs there.
-    """
+    to the device and wait for everything that runs there."""
     lanes_B = to_device(lanes, columns_Z[0].device)
     for column_Z in columns_Z:
         column_Z.index_fill_(0, lanes_B, value)

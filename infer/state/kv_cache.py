@@ -28,8 +28,7 @@ class CanvasReuse:
 
     The first pass after tokens were emitted or KV was lost is a refresh, which feeds the whole canvas; so is
     every `interval`-th one from there (None: no further one). Between them at most `num_rows` positions after
-    the known tokens are fed (None: all of them), and `num_before` positions before those.
-    """
+    the known tokens are fed (None: all of them), and `num_before` positions before those."""
 
     num_rows: int | None
     num_before: int
@@ -54,8 +53,7 @@ class KVWritePolicy:
     `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else it
     takes the place of a sequence's decoding rows. `feeds_parts`: a pass may feed some rows of a block and not
     the others. `has_drafts`: drafts are tested, which `tau` relaxes. `max_logprobs`: alternatives of a token
-    at most that a decoder can report which does not append; None: no log-probabilities.
-    """
+    at most that a decoder can report which does not append; None: no log-probabilities."""
 
     kind: KVKind = "append"
     block_size: int = 1
@@ -89,14 +87,12 @@ class KVWritePolicy:
 
     def num_budgeted(self, num_feed: int, num_rows: int) -> int:
         """Rows that count against `max_num_batched_tokens`: known tokens after the first group, and whole
-        canvases.
-        """
+        canvases."""
         return num_rows if self.kind == "none" else max(0, num_feed - self.block_size)
 
     def num_decoding_rows(self, num_rows: int, *, num_known: int, num_passes: int | None) -> int:
         """Decoding rows at most of a sequence with `num_known` known tokens, if it has `num_rows` in any
-        pass. `num_passes`: decoding passes since it last emitted a token; None: the host cannot know.
-        """
+        pass. `num_passes`: decoding passes since it last emitted a token; None: the host cannot know."""
         if self.reuse is None or num_passes is None or self.reuse.refreshes(num_passes):
             return num_rows
         num_left, most = num_rows - num_known, self.reuse.num_rows
@@ -104,15 +100,13 @@ class KVWritePolicy:
 
     def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
         """Decoding rows of a pass at most, if a sequence has at most `num_rows`. A canvas is fed whole as
-        soon as some of the `budget` is left.
-        """
+        soon as some of the `budget` is left."""
         most = num_sequences * num_rows
         return min(most, budget + num_rows) if self.kind == "none" else most
 
     def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
         """Tokens that are certainly stored after a decoding pass which found `num_before` known tokens,
-        `num_computed` of them stored, and left `num_known` known ones.
-        """
+        `num_computed` of them stored, and left `num_known` known ones."""
         assert num_known >= num_before + self.num_lookahead_tokens, f"a pass decoded nothing: {num_known=}"
         if self.kind == "append":
             return num_known - 1
@@ -120,8 +114,7 @@ class KVWritePolicy:
 
     def check(self, params: SamplingParams) -> None:
         """Raise UserError IDLM-0455 for `tau` without drafts, and IDLM-0449 for logprobs that a decoder
-        cannot report.
-        """
+        cannot report."""
         if params.tau > 0 and not self.has_drafts:
             raise UserError(
                 "IDLM-0455",
@@ -161,8 +154,7 @@ class KVCache:
     """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
 
     `shape`: layers of the model, S, K, H. `scales` [2, layers, K]: keys and values are divided by them when
-    they are stored and multiplied by them when they are read; None is 1.
-    """
+    they are stored and multiplied by them when they are read; None is 1."""
 
     def __init__(
         self,
@@ -220,8 +212,7 @@ class CanvasCache(KVCache):
     """One key and one value buffer that all layers share, for passes that compute all KV anew.
 
     Each layer stores the keys and values of all rows before any row attends, and nothing reads them after
-    the layer: the memory of one layer is enough.
-    """
+    the layer: the memory of one layer is enough."""
 
     @staticmethod
     def num_buffers(num_layers: int) -> int:

@@ -22,8 +22,7 @@ from idlm.infer.state.batch import to_device
 @dataclass(slots=True, kw_only=True)
 class PrefixCacheCounts:
     """Counts since the engine was built. `num_tokens`: known tokens looked up for sequences that were
-    admitted or resumed; `num_hit_tokens`: those whose KV was found.
-    """
+    admitted or resumed; `num_hit_tokens`: those whose KV was found."""
 
     num_lookups: int = 0
     num_tokens: int = 0
@@ -46,8 +45,7 @@ class PrefixCache:
     A page's key is sha256 over the key of the page before it and its own token ids: equal keys mean equal
     text from the first token on, whatever prompts an attacker builds. A page is evictable when no lane holds
     it. A lane that holds a page holds all pages before it and releases the last one first, so the page that
-    has been evictable for longest has no children: eviction never cuts off a branch.
-    """
+    has been evictable for longest has no children: eviction never cuts off a branch."""
 
     root = bytes(32)
     """The key before the first page of every text."""
@@ -166,8 +164,7 @@ class PagePool:
     pass writes at or after a lane's KV pointer, so never into them. This holds for passes that were launched
     before the host knew the pointer, and for those of a sequence that turns out to be finished: the device's
     pointer is never behind the host's. Everything else that such passes write is in pages of that lane
-    alone, and the next holder of such a page writes after them.
-    """
+    alone, and the next holder of such a page writes after them."""
 
     def __init__(
         self,
@@ -196,8 +193,7 @@ class PagePool:
 
     def block_table(self, lanes_B: Tensor, num_slots: int, first_slots_B: Tensor | None = None) -> Tensor:
         """Page ids [B, P] of `num_slots` slots of lanes, from `first_slots_B` on, rounded up to whole pages;
-        None: from the first slot on.
-        """
+        None: from the first slot on."""
         table_ZP, num_pages = self.block_table_ZP, self.pages_for(num_slots)
         if first_slots_B is None:
             return table_ZP[lanes_B, :num_pages]
@@ -241,8 +237,7 @@ class PagePool:
     def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
         """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free.
 
-        A lane without pages begins with the `shared` pages of the prefix cache.
-        """
+        A lane without pages begins with the `shared` pages of the prefix cache."""
         owned = self._owned[lane]
         assert not (shared and owned), f"{lane=} has pages"
         missing = self.pages_for(num_slots) - len(owned) - len(shared)
@@ -261,8 +256,7 @@ class PagePool:
 
         If another lane has entered such a page before, the lane takes that one in place of its own: a lane
         that holds a page then also holds the cached pages before it. Passes under way still read the old
-        page, and its next holder writes after them.
-        """
+        page, and its next holder writes after them."""
         assert self.cache is not None
         index = self._num_cached[lane]
         own = self._owned[lane][index]
@@ -277,8 +271,7 @@ class PagePool:
 
     def release(self, lane: int, *, invalidate: bool = False) -> None:
         """Take all pages of a lane back, the last first. `invalidate`: remove them from the prefix cache too,
-        except those that other lanes hold.
-        """
+        except those that other lanes hold."""
         owned = self._owned[lane]
         for page in reversed(owned):
             self._decref(page)

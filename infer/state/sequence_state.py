@@ -22,8 +22,7 @@ class SequenceState:
 
     `num_known_Z` tokens are final (prompt and committed ones, the pending token included); the KV of the
     first `num_computed_Z` of them is in the cache. In decoding exactly one token, the pending one, is
-    known but not computed.
-    """
+    known but not computed."""
 
     def __init__(self, num_lanes: int, max_length: int, device: torch.device) -> None:
         def ints() -> Tensor:
@@ -60,8 +59,7 @@ class SequenceState:
 
         `known` tokens: the prompt and, for a sequence that starts anew, what it had emitted in `steps`
         sampling steps. `ends`: how many tokens each may have in all. `computed`: how many have their KV in
-        the lane's pages already.
-        """
+        the lane's pages already."""
         width = max(len(token_ids) for token_ids in known)
         lanes_B = to_device(lanes, self.device)
         padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
@@ -94,8 +92,7 @@ class SequenceState:
 
     def rewind(self, lane: int, num_computed: int = 0, num_known: int | None = None) -> None:
         """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
-        random stream stay, or only the first `num_known` of its tokens.
-        """
+        random stream stay, or only the first `num_known` of its tokens."""
         # Not an assignment, which would wait for the device (`device.fill_lanes`).
         self.num_computed_Z[lane].fill_(num_computed)
         if num_known is not None:
@@ -111,8 +108,7 @@ class SequenceState:
         own: bool = False,
     ) -> Probs:
         """The distribution of each row under its request's settings; each sequence has X / B consecutive
-        rows. `forbidden_id`, `own`: see `row_probs`.
-        """
+        rows. `forbidden_id`, `own`: see `row_probs`."""
         return row_probs(
             logits_XV,
             self.temperature_Z,
@@ -134,8 +130,7 @@ class SequenceState:
     ) -> None:
         """Append each lane's emitted tokens, advance its KV pointer and its random stream.
 
-        Tokens beyond the table's width are dropped: no sequence may be that long.
-        """
+        Tokens beyond the table's width are dropped: no sequence may be that long."""
         commit(
             self.lanes(),
             self.steps_Z,

@@ -21,8 +21,7 @@ MAX_THREADS = 16
 def compile_ahead(step: StaticStep, shapes: Iterable[PassShape]) -> int:
     """Compile for the current GPU, or load from Triton's cache, what passes of these shapes launch. `step` is
     on the meta device and was made where kernels are `only_compiled`, as here. Returns the number of
-    variants that this process had not compiled yet.
-    """
+    variants that this process had not compiled yet."""
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 

@@ -36,14 +36,12 @@ MAX_CUDA_GRAPHS = 512
 """Graphs kept at a time. The memory manager does not count what a graph itself takes (nodes and results)."""
 MAX_EAGER_PASSES = 32
 """Eager decoding passes of one shape after which its graph is captured even in traffic: they have then taken
-longer than a capture does (a pass of launches, and the graph's creation).
-"""
+longer than a capture does (a pass of launches, and the graph's creation)."""
 TIMED_PASSES = 3
 CAPTURE_PASSES, PASSES_PER_GRAPH, FREE_PADDING = 16, 0.5, 0.03
 """For passes with blocks. A capture takes as long as `CAPTURE_PASSES` passes, so it comes once padding has
 cost as much; without a warm-up, once it has cost `PASSES_PER_GRAPH` for each graph, while there are few.
-Padding below the share `FREE_PADDING` of a pass does not count.
-"""
+Padding below the share `FREE_PADDING` of a pass does not count."""
 MISSED_PASSES = 1.0
 """Padding, in passes, after which a shape is captured when no request waits."""
 
@@ -53,8 +51,7 @@ class StaticStep:
     it; if it `is_warm`, only of one that keeps coming.
 
     Beyond `MAX_CUDA_GRAPHS` a new graph replaces the least recently used one; ranks that run the same passes
-    replace the same ones.
-    """
+    replace the same ones."""
 
     def __init__(self, step: Step, *, spare_lane: int, captures: bool, eager_rows: int = 0) -> None:
         self._step, self._spare_lane, self.captures = step, spare_lane, captures
@@ -104,8 +101,7 @@ class StaticStep:
 
     def clear(self) -> None:
         """Drop all graphs and their memory, and with them their references to NCCL's communicators, which
-        could not end before.
-        """
+        could not end before."""
         self._graphs.clear()
         self._holders.clear()
         self._wasted.clear()
@@ -120,8 +116,7 @@ class StaticStep:
 
     def capture(self, shape: PassShape, *, frees_memory: bool = True) -> None:
         """Capture a shape's graph and keep it. Without `frees_memory`, which takes time, the graph cannot
-        have the memory that earlier passes have freed.
-        """
+        have the memory that earlier passes have freed."""
         if len(self._graphs) >= MAX_CUDA_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         self._holders.clear()
@@ -146,8 +141,7 @@ class StaticStep:
 
     def capture_missed(self) -> bool:
         """Capture the shape that ran eagerly most often, or else the one that would be padded most in the
-        graphs that there are, while no request waits; False: there is none.
-        """
+        graphs that there are, while no request waits; False: there is none."""
         if self._num_eager:
             [(shape, _)] = self._num_eager.most_common(1)
         else:
@@ -298,8 +292,7 @@ def _without_garbage_collection() -> Iterator[None]:
 @dataclass(slots=True, kw_only=True)
 class _Graph:
     """`columns` is what was last written to `columns_3B`. Of a graph that ends with hidden states the plan
-    and the wanted rows (`fed`) are kept, else the `result`.
-    """
+    and the wanted rows (`fed`) are kept, else the `result`."""
 
     graph: torch.cuda.CUDAGraph
     columns_3B: Tensor

@@ -13,8 +13,7 @@ from idlm.infer.state.kv_cache import KVWritePolicy
 
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
 """Numbers of sequences. A sequence may feed a block of rows, and six blocks are enough to make the time of a
-step's matrix products follow the rows: up to 32 sequences padding adds at most a twenty-fifth.
-"""
+step's matrix products follow the rows: up to 32 sequences padding adds at most a twenty-fifth."""
 PROMPT_GRAPHS = (128, 256, 512)
 """Prompt rows of graphs that also decode, captured ahead."""
 PROMPT_BUCKETS = (0, 64, 256, 512, 1024, 2048)
@@ -68,8 +67,7 @@ class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
     and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
     fed. `decides` False: the graph ends with hidden states, because what follows waits for grammars; logits
-    would take memory of each graph's own. See `Batch` for the rest.
-    """
+    would take memory of each graph's own. See `Batch` for the rest."""
 
     mode: int
     num_sequences: int
@@ -110,16 +108,14 @@ class PassShape:
 
 def _holds(name: str, mine: Any, needed: Any) -> bool:
     """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
-    reported than are read.
-    """
+    reported than are read."""
     is_bound = name in BOUNDS or isinstance(mine, BlockLimits)
     return mine == needed or (is_bound and mine is not None and needed is not None and mine >= needed)
 
 
 def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: bool = False) -> PassShape:
     """The smallest shape that the pass fits into; no sequence is longer than `max_length`. `is_warm`: it need
-    not have a graph, so that it has fewer rows of padding.
-    """
+    not have a graph, so that it has fewer rows of padding."""
     policy = decoder.kv_policy
     num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
     if is_warm:
@@ -179,8 +175,7 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     With fused commits that includes clean blocks the host does not know yet: as many as it knows of (the
     device has stored those by now), but at least those of an eighth of the sequences, rounded up. A sequence
     that finds no reserved row stores its block in its own rows and decides nothing in this step; unused rows
-    cost as much as used ones, unless passes drop them: then all sequences may store one.
-    """
+    cost as much as used ones, unless passes drop them: then all sequences may store one."""
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_told = sum(schedule.num_feed) // kv_policy.block_size
@@ -189,8 +184,7 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
 
 def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:
     """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
-    `max_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`.
-    """
+    `max_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`."""
     sizes, size = [1], 1
     while size < most and size * width < max_rows:
         growth = 1.25 if size * width < STREAMED_ROWS else 1.125
@@ -204,7 +198,6 @@ def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:
 
 def max_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
     """Rows beside the decoding ones that a pass lays out at most. The first block of each sequence does not
-    count against the budget.
-    """
+    count against the budget."""
     size = kv_policy.block_size
     return size * bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)

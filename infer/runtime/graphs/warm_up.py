@@ -60,8 +60,7 @@ TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_p
 
 def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
     """Rows of a pass that computes as long as the host takes to launch its kernels one by one, which is
-    `launch_seconds` (None: not measured).
-    """
+    `launch_seconds` (None: not measured)."""
     num_parameters = sum(weight.numel() for weight in model.trunk.parameters())
     if launch_seconds is None:
         launch_seconds = model.spec.num_layers * LAUNCH_SECONDS
@@ -72,8 +71,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     """Capture ahead what `parts` may need, as `warmup` of its settings says, and tell the stride controller
     the times of passes; logs what was done. `on_meta` makes the same step without memory, whose kernels are
     compiled first; None: kernels are compiled as they are launched. Not `is_alone`: a rank of several, whose
-    clock, memory and files decide nothing (`EngineSettings.warms_up`).
-    """
+    clock, memory and files decide nothing (`EngineSettings.warms_up`)."""
     step, settings, device = parts.step, parts.settings, parts.table.device
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
@@ -113,8 +111,7 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
 @dataclass(slots=True, kw_only=True)
 class _Work:
     """A warm-up in progress: the `shapes` to capture, of which the first `num_captured` are; those that are
-    `timed`, and `times` by the same keys.
-    """
+    `timed`, and `times` by the same keys."""
 
     parts: EngineParts
     step: StaticStep
@@ -198,8 +195,7 @@ class _Work:
 
 def _needs_times(parts: EngineParts) -> bool:
     """Whether a stride controller can use the times of passes without sequences. Padding reaches no expert,
-    so with experts such passes take about the same time at every size.
-    """
+    so with experts such passes take about the same time at every size."""
     return parts.stride_controller is not None and parts.model.local.moe is None
 
 
@@ -216,8 +212,7 @@ def _launch_seconds(step: StaticStep, shape: PassShape) -> float:
 
 def set_step_times(parts: EngineParts, times: Mapping[tuple[int, int], float]) -> None:
     """Give the stride controller the times. The shortest pass reads all weights, and keys and values are read
-    as fast.
-    """
+    as fast."""
     controller, model = parts.stride_controller, parts.model
     assert controller is not None
     itemsize = 1 if parts.settings.kv_cache == "fp8" else model.dtype.itemsize
@@ -244,8 +239,7 @@ def timing_key(parts: EngineParts) -> dict[str, Any]:
 
 def shapes_ahead(decoder: Decoder, max_sequences: int, max_length: int, eager_rows: int) -> list[PassShape]:
     """The shapes to capture, those that traffic needs most first (`_rank`). None for decoders of whole
-    canvases, whose rows follow the lengths of requests.
-    """
+    canvases, whose rows follow the lengths of requests."""
     kind = decoder.kv_policy.kind
     if kind == "none":
         return []
@@ -305,8 +299,7 @@ def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) 
 def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
     """First powers of two of sequences, which hold all passes, then passes with prompts, then numbers between
     those powers; each without filters somewhat before, and the largest first, whose memory the others use
-    again; then passes with grammars.
-    """
+    again; then passes with grammars."""
     rank = 1.5 if shape.num_prompt_rows and kind == "append" else min(3, shape.num_sequences.bit_count())
     return (rank if shape.decides else 6) + 1.5 * shape.filters, -shape.all_rows
 
