@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
@@ -160,7 +161,7 @@ class Simulation:
             self.inflight.append(self._run(schedule))
             schedule.launched()
         self._book(self.world.num_inflight_steps if schedule.requests else 0)
-        self.pool.check()
+        check_pages(self.pool)
 
     def abort(self, request: Request) -> None:
         """Take a request out, wherever it is."""
@@ -279,7 +280,7 @@ def simulate(world: World, seed: int, *, num_prompts: int = 40, disturbed: bool 
             simulation.abort(dice.choice(simulation.active))
         if disturbed and dice.random() < 0.01:
             simulation.fail()
-        simulation.pool.check()
+        check_pages(simulation.pool)
     simulation._book(0)
     assert simulation.pool.num_free == world.num_pages, "pages leaked"
     for request in simulation.finished:

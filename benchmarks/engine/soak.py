@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.engine.decoding.harness import random_model
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.engine.pages import check_pages
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import Completion, SamplingParams
@@ -190,9 +191,9 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
                 num_open -= 1
         num_passes += 1
         if num_passes % PASSES_BETWEEN_CHECKS == 0:
-            engine.pool.check()
+            check_pages(engine.pool)
             soaked.num_checks += 1
-    engine.pool.check()
+    check_pages(engine.pool)
     return soaked
 
 
@@ -302,7 +303,7 @@ def survive(make: Callable[[], tuple[Engine, Replay | None]], number: int, *, tw
                     num_raised += 1
                     continue
                 ended += [event.completion for event in events if event.completion is not None]
-    engine.pool.check()
+    check_pages(engine.pool)
     is_alive = len(ended) == SHORT_LOAD and engine.pool.num_free == engine.pool.num_pages
     num_failed = sum(completion.finish_reason == "error" for completion in ended)
     return Survival(num_raised=num_raised, num_failed=num_failed, is_alive=is_alive)

@@ -28,6 +28,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from benchmarks.engine.pages import check_pages
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.errors import UserError
@@ -167,7 +168,7 @@ def run_case(case: Case) -> Outcome:
     start = time.perf_counter()
     sampled = sample(engine, [(PROMPT, NEUTRAL)], case.draws, per_request=PER_REQUEST, at_once=AT_ONCE)
     seconds = time.perf_counter() - start
-    engine.pool.check()
+    check_pages(engine.pool)
     assert engine.pool.num_free == engine.pool.num_pages, f"{engine.pool.num_free=}"
     found = fits(case.toy, sampled)
     return Outcome(

@@ -70,11 +70,6 @@ class PrefixCache:
         return len(self._evictable)
 
     @property
-    def pages(self) -> set[int]:
-        """All pages of the index."""
-        return set(self._by_page)
-
-    @property
     def evictable(self) -> set[int]:
         """Pages of the index that no lane holds."""
         return set(self._evictable)
@@ -143,18 +138,6 @@ class PrefixCache:
         siblings.remove(page)
         if not siblings:
             del self._children[entry.parent]
-
-    def check(self) -> None:
-        """Assert that the tree is connected and that no page is evictable above one that is held."""
-        assert self._by_page == {entry.page: entry for entry in self._by_key.values()}
-        assert sum(map(len, self._children.values())) == len(self._by_page)
-        assert self._evictable.keys() <= self._by_page.keys()
-        order = {page: index for index, page in enumerate(self._evictable)}
-        for entry in self._by_key.values():
-            assert entry.page in self._children[entry.parent]
-            if entry.parent != self.root:
-                parent = self._by_key[entry.parent].page
-                assert parent not in order or order.get(entry.page, len(order)) < order[parent], f"{parent=}"
 
 
 class PagePool:
@@ -291,25 +274,6 @@ class PagePool:
         self._unwritten.clear()
         if self.cache is not None:
             self.cache.clear()
-
-    def check(self) -> None:
-        """Assert the pool equation: every page is free, evictable or held by the lanes in the books."""
-        held = [page for owned in self._owned for page in owned]
-        evictable = set() if self.cache is None else self.cache.evictable
-        pages = [*self._free, *evictable, *set(held)]
-        assert len(pages) == self.num_pages, f"{len(pages)=} {self.num_pages=}"
-        assert len(set(pages)) == self.num_pages, "a page is in two places"
-        holders = [0] * self.num_pages
-        for page in held:
-            holders[page] += 1
-        assert holders == self._num_refs, f"{holders=} {self._num_refs=}"
-        cached = set() if self.cache is None else self.cache.pages
-        for owned, num_cached in zip(self._owned, self._num_cached, strict=True):
-            assert set(owned[:num_cached]) <= cached, f"{owned=} {num_cached=}"
-            assert not cached & set(owned[num_cached:]), f"{owned=} {num_cached=}"
-            assert all(holders[page] == 1 for page in owned[num_cached:]), f"{owned=} {num_cached=}"
-        if self.cache is not None:
-            self.cache.check()
 
     def _incref(self, lane: int, index: int, page: int) -> None:
         """Put a page into the lane's list, at its end or in place of another."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
@@ -116,7 +117,7 @@ def tokens_per_forward(completions: Sequence[Completion]) -> float:
 
 def assert_idle(engine: Engine) -> None:
     """Nothing of any request is left behind."""
-    engine.pool.check()
+    check_pages(engine.pool)
     assert engine.pool.num_free == engine.pool.num_pages
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
@@ -132,7 +133,7 @@ class _Soak:
 
     def _check_books(self) -> None:
         scheduler, pool = self.engine.scheduler, self.engine.pool
-        pool.check()
+        check_pages(pool)
         lanes = [request.lane for request in scheduler.running]
         assert len(set(lanes)) == len(lanes)
         assert sorted([*lanes, *scheduler._free_lanes]) == list(range(self.engine.settings.max_num_seqs))

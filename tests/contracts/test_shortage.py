@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
@@ -73,7 +74,7 @@ def _drain(engine: Engine, shortage: Shortage | None = None) -> dict[str, Comple
         with contextlib.nullcontext() if shortage is None or shortage.is_over else shortage:
             events = engine.step()
         done |= {event.request_id: event.completion for event in events if event.completion is not None}
-        engine.pool.check()
+        check_pages(engine.pool)
     raise AssertionError("the engine never comes to an end")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine.pages import check_pages
 from idlm.infer.decoders.rejection import STRATEGIES
 from tests.law.harness import NEUTRAL, build_engine, fits, misfits, sample
 
@@ -38,7 +39,7 @@ def _check(law_toy: Path, strategy: str, num_draws: int) -> None:
     assert not misfits(found, LEVEL), found
     assert engine.pool.cache is not None
     assert engine.pool.cache.counts.num_hit_tokens > num_draws
-    engine.pool.check()
+    check_pages(engine.pool)
     assert engine.pool.num_free == engine.pool.num_pages
 
 

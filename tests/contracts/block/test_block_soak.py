@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import lane_of
@@ -42,7 +43,7 @@ class BlockSoak(_Soak):
 
     def _check_books(self) -> None:
         scheduler, pool, table = self.engine.scheduler, self.engine.pool, self.engine.table
-        pool.check()
+        check_pages(pool)
         lanes = [lane_of(request) for request in scheduler.running]
         assert sorted([*lanes, *scheduler._free_lanes]) == list(range(self.engine.settings.max_num_seqs))
         assert all(pool.num_owned(lane) == 0 for lane in scheduler._free_lanes)

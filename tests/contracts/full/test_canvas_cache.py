@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full import FullDecoder
@@ -167,7 +168,7 @@ def test_aborts_leave_the_others_alone(family: tuple[str, Path]) -> None:
         engine.add_request(str(number), PROMPTS[number], cases[number][0])
     while engine.has_work:
         events += engine.step()
-        engine.pool.check()
+        check_pages(engine.pool)
     found = {event.request_id: event.completion for event in events if event.completion is not None}
     assert sorted(found) == ["0", "2", "3", "4"]
     for number in (0, 2, 3, 4):

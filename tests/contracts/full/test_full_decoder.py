@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
@@ -121,7 +122,7 @@ def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str,
             for event in engine.step():
                 if event.completion is not None:
                     found[event.request_id] = event.completion
-            engine.pool.check()
+            check_pages(engine.pool)
         for number, (_, tokens, num_passes) in enumerate(cases):
             assert found[str(number)].token_ids == tokens, f"{number=} {static=}"
             assert found[str(number)].num_forwards == num_passes

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES, mixed_logits
@@ -226,7 +227,7 @@ def test_aborts_and_failed_passes_change_no_answer(
                 if num_steps == fails_at:
                     patch.setattr(decoder, "advance", _out_of_memory)
                 events += engine.step()
-            engine.pool.check()
+            check_pages(engine.pool)
         found = {event.request_id: event.completion for event in events if event.completion is not None}
         assert sorted(found) == ["0", "2", "3", "4"]
         for number in (0, 2, 3, 4):

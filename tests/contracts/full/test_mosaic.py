@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic.canvas_ops import CanvasPass
@@ -88,7 +89,7 @@ def run(engine: Engine, *, abort: str | None = None) -> tuple[dict[str, Any], li
         num_steps += 1
         if num_steps == 3 and abort is not None:
             engine.abort(abort)
-        engine.pool.check()
+        check_pages(engine.pool)
     assert_idle(engine)
     return found, [torch.cat(logits)]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
@@ -124,7 +125,7 @@ def _add(engine: Engine) -> None:
 
 def _step(engine: Engine) -> dict[str, Completion]:
     events = engine.step()
-    engine.pool.check()
+    check_pages(engine.pool)
     return {event.request_id: event.completion for event in events if event.completion is not None}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine.pages import check_pages
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.page_pool import PagePool, PrefixCache
@@ -105,15 +106,15 @@ def test_the_longest_unused_goes_first_and_leaves_before_their_parents() -> None
     assert pool.num_free == 6
     assert cache.num_evictable == 4
     assert pool.reserve(2, 3 * PAGE)
-    pool.check()
+    check_pages(pool)
     assert cache.chain(_keys(cache, [1] * 8)) == old[:1], "the page that rested longest, and no other"
     assert cache.chain(_keys(cache, [1] * 4 + [2] * 8)) == new
     assert pool.reserve(2, 6 * PAGE)
     assert not pool.reserve(3, 1)
-    pool.check()
-    assert not cache.pages
+    check_pages(pool)
+    assert not cache._by_page
     pool.release(2)
-    pool.check()
+    check_pages(pool)
 
 
 def test_pages_that_are_held_are_not_counted_as_free() -> None:
@@ -130,7 +131,7 @@ def test_pages_that_are_held_are_not_counted_as_free() -> None:
     assert pool.num_free == 4
     # Pages that rest are free, but not beside themselves.
     assert not pool.reserve(2, 5 * PAGE, pages)
-    pool.check()
+    check_pages(pool)
 
 
 def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
@@ -143,7 +144,7 @@ def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
     for lane in (0, 1, 0, 1):
         place = pool.num_cached(lane)
         pool.commit(lane, keys[place], keys[place - 1] if place else cache.root, is_written=True)
-        pool.check()
+        check_pages(pool)
     assert pool._owned[0][:2] == pool._owned[1][:2]
     assert pool._owned[0][2] != pool._owned[1][2]
     assert pool.num_free == 8 - 4
