@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine.decoding.harness import random_model
+from benchmarks.engine.decoding.pages import check_pages
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.engine.pages import check_pages
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.contracts import Completion, SamplingParams

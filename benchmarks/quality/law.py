@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.errors import UserError

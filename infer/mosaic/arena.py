@@ -17,8 +17,8 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.infer.mosaic.driver import CudaDriver, DriverError
+from idlm.infer.mosaic.lifetimes import ceil_div
 from idlm.infer.mosaic.planner import ALIGNMENT
-from idlm.infer.mosaic.sizes import ceil_div
 from idlm.log import get_logger
 
 MAX_EXTENT_BYTES = 256 << 20

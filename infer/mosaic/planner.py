@@ -1,4 +1,4 @@
-"""The planner: offsets of all storages in one workspace, by first fit.
+"""The planner: offsets of all storages in one workspace, by first fit; and a plan as a table.
 
 Mosaic (section 4.5) takes first fit in place of an integer program, at 0.1 to 4.3 % of its time; the program
 is the oracle of the tests. Departures from the paper: several orders are tried until one reaches the lower
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from idlm.infer.mosaic.lifetimes import Lifetimes
-from idlm.infer.mosaic.sizes import WANTED, Sizes, ceil_div
+from idlm.infer.mosaic.lifetimes import WANTED, Lifetimes, Sizes, ceil_div
 from idlm.infer.mosaic.template import Step, Template
 
 ALIGNMENT = 512
@@ -123,3 +122,51 @@ def plan_template(template: Template, sizes: Sizes) -> Plan:
         live_bytes=bound,
         peak_op=live.index(bound) if live else 0,
     )
+
+
+HEADER = ("tensor", "bytes", "first op", "last op", "offset", "size")
+MIB = 1 << 20
+
+
+def describe_plan(plan: Plan) -> str:
+    """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals.
+
+    The number before an op is its position in the template, counted over the ops as registered."""
+    template, lifetimes, sizes = plan.template, plan.template.lifetimes, plan.sizes
+    rows: list[tuple[str, ...]] = [HEADER]
+    for name, size in template.tensors.items():
+        storage = lifetimes.storages[lifetimes.index_of[name]]
+        formula = f"alias of {template.root(name)}" if name in template.aliases else str(size)
+        first, last = (
+            f"{position} {op.name}{' (layers)' if op.in_layers else ''}"
+            for position, op in ((each, template.ops[each]) for each in (storage.first, storage.last))
+        )
+        rows.append((name, f"{plan.num_bytes[name]:,}", first, last, f"{plan.offsets[name]:,}", formula))
+    chunks = ", ".join(f"K_{name}={count}" for name, count in sorted(sizes.chunks.items()))
+    ratio = plan.peak_bytes / max(1, plan.live_bytes)
+    peak = template.ops[plan.peak_op]
+    alive = ", ".join(lifetimes.storages[index].name for index in lifetimes.alive[plan.peak_op])
+    per_row = plan.peak_bytes / max(1, sizes.length) / 1024
+    return "\n".join(
+        [
+            f"{template.name}: {sizes.length} rows, {sizes.wanted} wanted, "
+            f"{template.num_layers} layers, {chunks or 'no chunks'}",
+            *_table(rows),
+            f"most alive at {plan.peak_op} {peak.name}: {alive}",
+            f"planned {plan.peak_bytes:,} bytes ({plan.peak_bytes / MIB:.1f} MiB, {per_row:.2f} KiB a row), "
+            f"most alive {plan.live_bytes:,}, ratio {ratio:.4f}",
+        ]
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Align columns; those of bytes and offsets to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    right = {HEADER.index("bytes"), HEADER.index("offset")}
+    return [
+        "  ".join(
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from idlm.infer.mosaic.lifetimes import Graph, Lifetimes, Loop, Op, find_lifetimes
-from idlm.infer.mosaic.sizes import LENGTH, Size, Sizes
+from idlm.infer.mosaic.lifetimes import LENGTH, Graph, Lifetimes, Loop, Op, Size, Sizes, find_lifetimes
 
 
 @dataclass(frozen=True, slots=True)

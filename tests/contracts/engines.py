@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine

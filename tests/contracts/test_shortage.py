@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.infer.decoders.rejection import STRATEGIES
 from tests.law.harness import NEUTRAL, build_engine, fits, misfits, sample
 

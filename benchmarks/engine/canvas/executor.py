@@ -69,7 +69,7 @@ class ExecutorArm:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        planned = import_module("idlm.infer.mosaic.canvas")
+        planned = import_module("idlm.infer.mosaic.trunk")
         runner = import_module("idlm.infer.mosaic.canvas_runner")
         self._ops = import_module("idlm.infer.mosaic.canvas_ops")
         config = CONFIGS[model]

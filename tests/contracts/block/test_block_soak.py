@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import lane_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES, mixed_logits

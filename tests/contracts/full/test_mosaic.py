@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic.canvas_ops import CanvasPass
-from idlm.infer.mosaic.lifetimes import relate
+from idlm.infer.mosaic.lifetimes import Sizes, relate
 from idlm.infer.mosaic.planner import Plan, plan_template
-from idlm.infer.mosaic.sizes import Sizes
 from idlm.infer.mosaic.template import Step
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
-from tests.lifetime_ends import ends_with
 from tests.margins import assert_same_rows
+from tests.unit.planning.lifetime_ends import ends_with
 
 ORDERS: list[dict[str, Any]] = [
     {"order": "low_confidence"},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.pages import check_pages
+from benchmarks.engine.decoding.pages import check_pages
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.page_pool import PagePool, PrefixCache

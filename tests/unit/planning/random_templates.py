@@ -11,11 +11,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from idlm.infer.mosaic.lifetimes import Loop, Op
+from idlm.infer.mosaic.lifetimes import LENGTH, WANTED, Loop, Op, Size, Sizes
 from idlm.infer.mosaic.planner import ALIGNMENT, Plan
-from idlm.infer.mosaic.sizes import LENGTH, WANTED, Size, Sizes
 from idlm.infer.mosaic.template import Template
-from tests.lifetime_ends import ends_with
+from tests.unit.planning.lifetime_ends import ends_with
 
 
 class Corrupted(AssertionError):

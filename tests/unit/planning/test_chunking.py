@@ -18,9 +18,8 @@ from idlm.infer.mosaic.chunking import (
     search,
     trunk_forward,
 )
-from idlm.infer.mosaic.lifetimes import Loop
+from idlm.infer.mosaic.lifetimes import K_QUERY, LENGTH, WANTED, Loop, Size, Sizes
 from idlm.infer.mosaic.planner import Plan, plan_template
-from idlm.infer.mosaic.sizes import K_QUERY, LENGTH, WANTED, Size, Sizes
 from idlm.infer.mosaic.template import Template
 from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.random_templates import random_template

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from idlm.infer.mosaic.lifetimes import Loop
+from idlm.infer.mosaic.lifetimes import LENGTH, WANTED, Loop, Size, Sizes
 from idlm.infer.mosaic.planner import plan_template
-from idlm.infer.mosaic.sizes import LENGTH, WANTED, Size, Sizes
 from idlm.infer.mosaic.template import Template
 
 LOOP = Loop(name="loop", rows=LENGTH, chunks="k")

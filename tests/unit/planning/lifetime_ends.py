@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.infer.mosaic.sizes import Sizes
+from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.template import Step, Template
 
 
