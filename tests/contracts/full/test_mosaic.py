@@ -21,7 +21,7 @@ from idlm.infer.mosaic.template import Step
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
 from tests.margins import assert_same_rows
-from tests.unit.planning.lifetime_ends import ends_with
+from tests.unit.planning.random_templates import ends_with
 
 ORDERS: list[dict[str, Any]] = [
     {"order": "low_confidence"},
