@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import warnings
@@ -31,7 +30,7 @@ from idlm.infer.memory.base import (
     runner_of,
 )
 from idlm.infer.models import fp8, moe
-from idlm.infer.models.loader import LoadedModel, load_outline, make_trunk, read_outline, slot_share
+from idlm.infer.models.loader import LoadedModel, load_outline, read_outline, slot_share
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.mosaic.trunk import canvas_shape
@@ -145,32 +144,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         return parts
     from idlm.infer.runtime.graphs.warm_up import warm_up
 
-    on_meta = None
-    if _is_plain(parts) and shards.size == 1:
-        on_meta = functools.partial(_step_on_meta, parts)
-    return dataclasses.replace(parts, ahead=warm_up(parts, is_alone=shards.size == 1, on_meta=on_meta))
-
-
-def _is_plain(parts: EngineParts) -> bool:
-    """Whether `_step_on_meta` knows all that the engine's passes launch."""
-    model, settings = parts.model, parts.settings
-    is_dense = model.spec.moe is None and not settings.is_lossy and not model.trunk.is_adapted
-    appends = parts.decoder.kv_policy.kind == "append" and parts.stack is None
-    return is_dense and appends and not settings.deterministic and model.device.type == "cuda"
-
-
-def _step_on_meta(parts: EngineParts) -> StaticStep:
-    """The step of an engine like `parts` of one layer, on the meta device: its passes launch kernels of the
-    same variants."""
-    model, device = parts.model, torch.device("meta")
-    spec = dataclasses.replace(model.spec, num_layers=1)
-    trunk = make_trunk(spec, device=device, dtype=model.dtype)
-    model = dataclasses.replace(model, trunk=trunk, spec=spec, local=spec, device=device)
-    settings = dataclasses.replace(parts.settings, attention="triton", num_pages=parts.pool.num_pages)
-    # The copy allocates its own state; a decoder made anew would repeat its warnings.
-    step = _assemble(settings, model, None, copy.copy(parts.decoder), ()).step
-    assert isinstance(step, StaticStep), f"{type(step)=}"
-    return step
+    return dataclasses.replace(parts, ahead=warm_up(parts, is_alone=shards.size == 1, assemble=_assemble))
 
 
 def _assemble(

@@ -23,7 +23,7 @@ from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs import warm_up
-from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
+from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, step_on_meta
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.settings import check_options
 from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
@@ -87,7 +87,7 @@ def _decoder(name: str, options: dict[str, Any]) -> Decoder:
 
 
 def _parts(name: str, options: dict[str, Any]) -> EngineParts:
-    """What `_step_on_meta` reads of an engine of Qwen3-8B's shape."""
+    """What `step_on_meta` reads of an engine of Qwen3-8B's shape."""
     config = {**MODELS["qwen3-8b"], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
     spec = FAMILIES.get("Qwen3ForCausalLM").spec({**config, "tie_word_embeddings": False})
     settings = check_options(
@@ -127,7 +127,7 @@ def _check_variants(parts: EngineParts, most: int, compiled: Counter[str]) -> No
     decoder = parts.decoder
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = build._step_on_meta(parts)
+        step = step_on_meta(parts, build._assemble)
     assert not hasattr(decoder, "draft_buffer_Z"), "the engine's own decoder stays as it was"
     prompts = warm_up.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, max_prompt_rows=PROMPT_ROWS)
     compile_ahead(step, [*prompts, *warm_up.compiled_shapes(decoder, *LIMITS)])

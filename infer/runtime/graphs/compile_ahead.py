@@ -7,15 +7,43 @@ are needed, and threads compile those. Compiled kernels stay in Triton's cache o
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from idlm.infer.models.loader import make_trunk
+from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 
 MAX_THREADS = 16
+
+
+def is_plain(parts: EngineParts) -> bool:
+    """Whether `step_on_meta` launches all that the engine's passes launch."""
+    model, settings = parts.model, parts.settings
+    is_dense = model.spec.moe is None and not settings.is_lossy and not model.trunk.is_adapted
+    appends = parts.decoder.kv_policy.kind == "append" and parts.stack is None
+    return is_dense and appends and not settings.deterministic and model.device.type == "cuda"
+
+
+def step_on_meta(parts: EngineParts, assemble: Callable[..., EngineParts]) -> StaticStep:
+    """The step of an engine like `parts` of one layer, on the meta device: its passes launch kernels of the
+    same variants. `assemble`: that of `infer/build.py`."""
+    model, device = parts.model, torch.device("meta")
+    spec = replace(model.spec, num_layers=1)
+    trunk = make_trunk(spec, device=device, dtype=model.dtype)
+    model = replace(model, trunk=trunk, spec=spec, local=spec, device=device)
+    settings = replace(parts.settings, attention="triton", num_pages=parts.pool.num_pages)
+    # The copy allocates its own state; a decoder made anew would repeat its warnings.
+    step = assemble(settings, model, None, copy.copy(parts.decoder), ()).step
+    assert isinstance(step, StaticStep), f"{type(step)=}"
+    return step
 
 
 def compile_ahead(step: StaticStep, shapes: Iterable[PassShape]) -> int:

@@ -22,7 +22,7 @@ from idlm.devices import is_out_of_memory, memory_bytes
 from idlm.infer.decoders.base import Decoder, rows_by_mode
 from idlm.infer.models.loader import LoadedModel, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
-from idlm.infer.runtime.graphs.compile_ahead import compile_ahead
+from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, is_plain, step_on_meta
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_shape import (
     FED_BLOCK_BUCKETS,
@@ -67,11 +67,13 @@ def eager_rows(model: LoadedModel, launch_seconds: float | None = None) -> int:
     return max(MIN_EAGER_ROWS, int(launch_seconds * FLOPS / (2 * num_parameters)))
 
 
-def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticStep] | None = None) -> WarmUp:
-    """Capture ahead what `parts` may need, as `warmup` of its settings says, and tell the stride controller
-    the times of passes; logs what was done. `on_meta` makes the same step without memory, whose kernels are
-    compiled first; None: kernels are compiled as they are launched. Not `is_alone`: a rank of several, whose
-    clock, memory and files decide nothing (`EngineSettings.warms_up`)."""
+def warm_up(
+    parts: EngineParts, *, is_alone: bool, assemble: Callable[..., EngineParts] | None = None
+) -> WarmUp:
+    """Capture ahead what `parts` may need, as `warmup` of its settings says, and give the stride controller
+    the times of passes; logs what was done. `assemble`: that of `infer/build.py`, to compile kernels first;
+    None: they are compiled as they are launched. Not `is_alone`: a rank of several, whose clock, memory and
+    files decide nothing (`EngineSettings.warms_up`)."""
     step, settings, device = parts.step, parts.settings, parts.table.device
     if not settings.warms_up or not isinstance(step, StaticStep) or not step.captures:
         return WarmUp()
@@ -79,8 +81,8 @@ def warm_up(parts: EngineParts, *, is_alone: bool, on_meta: Callable[[], StaticS
     path = cache_file(timing_key(parts)) if _needs_times(parts) else None
     known = read_times(path) if path is not None and is_alone else {}
     work = _Work(parts=parts, step=step, is_alone=is_alone, min_memory=free // 2, times=dict(known))
-    if on_meta is not None:
-        work.compile(on_meta)
+    if assemble is not None and is_alone and is_plain(parts):
+        work.compile(assemble)
     try:
         work.capture()
     except RuntimeError as error:
@@ -123,14 +125,14 @@ class _Work:
     num_captured: int = 0
     end_time: float = math.inf
 
-    def compile(self, on_meta: Callable[[], StaticStep]) -> None:
+    def compile(self, assemble: Callable[..., EngineParts]) -> None:
         """Compile all kernels; every one is needed, so that this has no limit of time."""
         start_time = time.monotonic()
         needed = [*self._prompts(), *compiled_shapes(self.parts.decoder, *self._limits())]
         logger = get_logger(__name__)
         try:
             with only_compiled():
-                num_compiled = compile_ahead(on_meta(), needed)
+                num_compiled = compile_ahead(step_on_meta(self.parts, assemble), needed)
         except Exception as error:
             # A plug-in may read tensors, and the server was ready to start without this.
             logger.warning("warm-up: kernels are compiled by the passes that launch them: %s", error)
