@@ -32,8 +32,8 @@ from idlm.infer.memory.base import (
 from idlm.infer.models import fp8, moe
 from idlm.infer.models.loader import LoadedModel, load_outline, read_outline, slot_share
 from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
-from idlm.infer.mosaic.trunk import canvas_shape
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.deterministic import request_strict_products, set_deterministic
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep

@@ -203,9 +203,9 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     logits. UserError IDLM-0472 for a checkpoint whose passes are not planned."""
     from idlm.contracts import SamplingParams
     from idlm.infer.build import resolve_device
+    from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
     from idlm.infer.mosaic.chunking import plan_forward, trunk_forward
     from idlm.infer.mosaic.planner import describe_plan
-    from idlm.infer.mosaic.trunk import canvas_shape, fused_head, library_bytes, workspace_bytes
     from idlm.kernels.masked_logits import has_fused
 
     outline, _, decoder = _read(config, arguments)

@@ -41,6 +41,7 @@ from idlm.infer.decoders.full_rows import (
     Cache,
     Canvases,
     FedRows,
+    active_canvases,
     canvases_of,
     fed_canvases,
     guided,
@@ -276,9 +277,8 @@ class FullDecoder(Decoder):
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Decide masks by the order; emit the blocks that are clean."""
-        active = plan.payload
-        assert isinstance(active, ActiveCanvases), f"{type(active)=}"
-        lanes_B, is_maskable_BW = batch.lanes_B, active.is_maskable_BW
+        active, lanes_B = active_canvases(plan), batch.lanes_B
+        is_maskable_BW = active.is_maskable_BW
         samples_B = plan.samples_B[: len(lanes_B)]
         num_places, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
         uniforms_BW2 = uniforms(
@@ -289,7 +289,7 @@ class FullDecoder(Decoder):
             lanes_B=lanes_B,
             steps_by_lane=False,
         ).view(-1, width, 2)
-        ids_X, scores_X, bad_X = self._propose(table, batch, active, wanted, uniforms_BW2[:, :, 0])
+        ids_X, scores_X, bad_X = self._propose(table, batch, plan, wanted, uniforms_BW2[:, :, 0])
         flat_X = active.sequence_X * width + active.place_X
 
         def by_place(values_X: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ class FullDecoder(Decoder):
 
         ids_BW, scores_BW = by_place(ids_X), by_place(scores_X)
         is_bad_BW = (by_place(bad_X) > 0) & is_maskable_BW
-        chosen_BW = self._choose(table, batch, active, scores_BW, uniforms_BW2[:, :, 1])
+        chosen_BW = self._choose(table, plan, scores_BW, uniforms_BW2[:, :, 1])
         decided_BW = self.is_decided_ZW[lanes_B, :width] | chosen_BW
         tokens_BW = torch.where(chosen_BW, ids_BW, self.tokens_ZW[lanes_B, :width])
         is_clean_B = samples_B & ~(is_maskable_BW & ~chosen_BW).any(-1)
@@ -320,14 +320,10 @@ class FullDecoder(Decoder):
         )
 
     def _propose(
-        self,
-        table: SequenceState,
-        batch: Batch,
-        active: ActiveCanvases,
-        wanted: WantedRows,
-        uniforms_BW: Tensor,
+        self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows, uniforms_BW: Tensor
     ) -> tuple[Tensor, ...]:
         """Of every wanted row a token, its score, and whether its logits are not finite; the head streams."""
+        active = active_canvases(plan)
         if active.takes_best:
             is_wanted_X = active.is_maskable_BW[active.sequence_X, active.place_X]
             best = wanted.best(self._forbidden_S, is_wanted_X, entropy=self._kind.reads == "entropy")
@@ -373,16 +369,10 @@ class FullDecoder(Decoder):
             scores_Y = scores_Y.masked_fill(torch.isin(ids_Y, self._stop_ids_S), -torch.inf)
         return scores_Y
 
-    def _choose(
-        self,
-        table: SequenceState,
-        batch: Batch,
-        active: ActiveCanvases,
-        scores_BW: Tensor,
-        uniforms_BW: Tensor,
-    ) -> Tensor:
+    def _choose(self, table: SequenceState, plan: StepPlan, scores_BW: Tensor, uniforms_BW: Tensor) -> Tensor:
         """The masks that this pass decides, bool [B, W]. `uniforms_BW`: a second number of each place."""
-        lanes_B, is_maskable_BW, options = batch.lanes_B, active.is_maskable_BW, self.options
+        is_maskable_BW, options = active_canvases(plan).is_maskable_BW, self.options
+        lanes_B = plan.lanes_B[: len(is_maskable_BW)]
         known_B, ends_B = table.num_known_Z[lanes_B], table.ends_Z[lanes_B]
         size_B = self._sizes(known_B, ends_B)
         quota = Quota(

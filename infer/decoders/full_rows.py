@@ -47,6 +47,12 @@ class ActiveCanvases(FedCanvases):
     draw_steps_B: Tensor
 
 
+def active_canvases(plan: StepPlan) -> ActiveCanvases:
+    """The payload of a plan of decoder `full`."""
+    assert isinstance(plan.payload, ActiveCanvases), f"{type(plan.payload)=}"
+    return plan.payload
+
+
 def wanted_places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
     """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
     for, or (a static shape) all places. At least one row."""
@@ -224,8 +230,8 @@ def guided(
     """The plan of `fed` rows with second canvases, which so far equal the first ones: their prompts, which
     end at `prompt_ends_C`, become masks, they get slots after the first canvas, which ends at `ends_C`, and
     every wanted place wants a pair of rows."""
-    active = plan.payload
-    assert plan.is_mask_R is not None and isinstance(active, ActiveCanvases)
+    active = active_canvases(plan)
+    assert plan.is_mask_R is not None
     num_sequences = len(ends_C) // NUM_CANVASES
     is_second_C = torch.arange(len(ends_C), device=ends_C.device) >= num_sequences
     hidden_R = (is_second_C * prompt_ends_C)[fed.sequence_R]

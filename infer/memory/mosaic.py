@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from idlm.errors import UserError
 from idlm.infer.memory.base import CANVAS, MEMORY_MANAGERS, MemoryDemand, MemoryPlan
+from idlm.infer.mosaic.canvas import workspace_bytes
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
 from idlm.infer.mosaic.planner import Plan
-from idlm.infer.mosaic.trunk import workspace_bytes
 
 
 @MEMORY_MANAGERS.register("mosaic")

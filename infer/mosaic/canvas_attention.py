@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from idlm.infer.mosaic.trunk import PIECE_ROWS
+from idlm.infer.mosaic.canvas import PIECE_ROWS
 from idlm.kernels.paged_attention.op import FEW_ROWS
 
 LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

@@ -21,10 +21,10 @@ from torch import Tensor
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer
 from idlm.infer.models.moe import Experts, MoeLayer
 from idlm.infer.mosaic.arena import Arena
+from idlm.infer.mosaic.canvas import PIECE_ROWS, PROPOSAL_BYTES
 from idlm.infer.mosaic.canvas_attention import attend
 from idlm.infer.mosaic.planner import Plan
 from idlm.infer.mosaic.template import Step
-from idlm.infer.mosaic.trunk import PIECE_ROWS, PROPOSAL_BYTES
 from idlm.infer.state.batch import Propose, WantedRows
 from idlm.kernels.experts import add_experts, expert_hidden, expert_outputs, route, sort_pairs
 from idlm.kernels.linear import library_linear

@@ -21,11 +21,12 @@ from idlm.errors import UserError
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel, Outline
 from idlm.infer.mosaic.arena import Arena, open_arena
+from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes
 from idlm.infer.mosaic.canvas_ops import BestRows, CanvasPass, CanvasRows
 from idlm.infer.mosaic.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
 from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import Plan
-from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD, canvas_shape, fused_head, library_bytes
+from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.model_runner import RunnerParts
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan, WantedRows

@@ -43,8 +43,7 @@ def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int 
 def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_steps: int = 120) -> Path:
     """A toy taught for seconds to walk a cycle of tokens, behind masks too: its drafts are often right.
 
-    Each process trains it once.
-    """
+    Each process trains it once."""
     shutil.copytree(_foreseeing_toy(architecture, num_steps), directory, dirs_exist_ok=True)
     return directory
 
@@ -138,8 +137,7 @@ def clear_answers(
 ) -> list[Completion]:
     """The answers of an engine on a CPU that others are compared with; a `NearTie` if rounding decides one.
 
-    Random answers need a seed each. Not for `adaptive` strides, which follow the clock.
-    """
+    Random answers need a seed each. Not for `adaptive` strides, which follow the clock."""
     if isinstance(engine.decoder, BlockDecoder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.decoder, "advance", _Shaking(engine.decoder))
@@ -157,8 +155,7 @@ def answers_and_margins(
     """Answers, and of each: do logits that move by about `MARGIN` leave it as it is?
 
     Greedy answers of decoder `ar` are judged by their logprobs. Others are given twice more, on a CPU, with
-    the same noise on the logits in opposite directions: one of them reverses a tie.
-    """
+    the same noise on the logits in opposite directions: one of them reverses a tie."""
     own = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if engine.decoder.name == "ar" and all(one.temperature == 0 for one in own):
         told = [dataclasses.replace(one, logprobs=max(2, one.logprobs or 0)) for one in own]
@@ -199,8 +196,7 @@ def _decided(completion: Completion) -> tuple[Any, ...]:
 
 class _Shaking:
     """`BlockDecoder.advance`, computed first with logits that are moved by `MARGIN` up or down: each time the
-    pass must decide the same. The state of the lanes is put back every time.
-    """
+    pass must decide the same. The state of the lanes is put back every time."""
 
     def __init__(self, decoder: BlockDecoder) -> None:
         self._decoder, self._advance = decoder, decoder.advance

@@ -120,8 +120,7 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
     """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that
-    decode.
-    """
+    decode."""
     prompts = prompts_of([21, 7, 14, 1, 28], vocab_size=CYCLE)
     expected = answers(_ar(foreseeing, (21, 7, 14, 1, 28), CYCLE, 16))
     for num_lanes in (1, 5):

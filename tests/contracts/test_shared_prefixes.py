@@ -48,8 +48,7 @@ def _engine(checkpoint: Path, decoder: str, **options: object) -> Engine:
 
 def _prompts() -> list[list[int]]:
     """A system prompt of odd length with tails; prompts equal up to exactly 1, 2 and 3 pages, or but for one
-    token; prompts of exactly 1, 2 and 3 pages, and one token longer; one page twice in a row.
-    """
+    token; prompts of exactly 1, 2 and 3 pages, and one token longer; one page twice in a row."""
     [system, text, other] = prompts_of([13, 24, 24], vocab_size=CYCLE)
     prompts = [system + tail for tail in prompts_of([1, 4, 6, 3], seed=1, vocab_size=CYCLE)]
     for num_pages in (1, 2, 3):
@@ -89,8 +88,7 @@ def _uncached(
 @pytest.mark.parametrize(("decoder", "num_inflight_steps"), zip(DECODERS, itertools.cycle((3, 0))))
 def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_inflight_steps: int) -> None:
     """From a cold cache, from a full one (all whole pages of every prompt are in it), and when pages
-    are so few that they are evicted and sequences preempted.
-    """
+    are so few that they are evicted and sequences preempted."""
     prompts, params, expected = _uncached(checkpoint, decoder)
     engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=num_inflight_steps)
     assert _said(engine.generate(prompts, params)) == expected

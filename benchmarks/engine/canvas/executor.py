@@ -69,7 +69,7 @@ class ExecutorArm:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        planned = import_module("idlm.infer.mosaic.trunk")
+        planned = import_module("idlm.infer.mosaic.canvas")
         runner = import_module("idlm.infer.mosaic.canvas_runner")
         self._ops = import_module("idlm.infer.mosaic.canvas_ops")
         config = CONFIGS[model]

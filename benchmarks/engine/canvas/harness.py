@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ from benchmarks.engine.decoding.harness import PAGE_SIZE, fill_randomly
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
 from idlm.infer.decoders.full import FullConfig, FullDecoder
-from idlm.infer.decoders.full_rows import ActiveCanvases
+from idlm.infer.decoders.full_rows import active_canvases
 from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.settings import EngineSettings
-from idlm.infer.state.batch import Batch, WantedRows
+from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.semantics import Semantics
@@ -92,22 +93,17 @@ class Decisions:
         propose, choose = decoder._propose, decoder._choose
 
         def proposed(
-            table: SequenceState,
-            batch: Batch,
-            active: ActiveCanvases,
-            wanted: WantedRows,
-            uniforms_BW: Tensor,
+            table: SequenceState, batch: Any, plan: StepPlan, wanted: WantedRows, uniforms_BW: Tensor
         ) -> tuple[Tensor, ...]:
-            ids_X, *others = propose(table, batch, active, wanted, uniforms_BW)
-            row_X = self._rows(decoder, table, batch)[active.sequence_X]
+            ids_X, *others = propose(table, batch, plan, wanted, uniforms_BW)
+            active = active_canvases(plan)
+            row_X = self._rows(decoder, table, plan)[active.sequence_X]
             self.tokens_SW[row_X, active.place_X] = ids_X
             return ids_X, *others
 
-        def chosen(
-            table: SequenceState, batch: Batch, active: ActiveCanvases, scores_BW: Tensor, numbers_BW: Tensor
-        ) -> Tensor:
-            chosen_BW = choose(table, batch, active, scores_BW, numbers_BW)
-            self.chosen_SW[self._rows(decoder, table, batch), : chosen_BW.shape[1]] = chosen_BW
+        def chosen(table: SequenceState, plan: StepPlan, scores_BW: Tensor, numbers_BW: Tensor) -> Tensor:
+            chosen_BW = choose(table, plan, scores_BW, numbers_BW)
+            self.chosen_SW[self._rows(decoder, table, plan), : chosen_BW.shape[1]] = chosen_BW
             return chosen_BW
 
         decoder._propose, decoder._choose = proposed, chosen  # type: ignore[method-assign, assignment]
@@ -117,14 +113,11 @@ class Decisions:
         propose = decoder._propose
 
         def proposed(
-            table: SequenceState,
-            batch: Batch,
-            active: ActiveCanvases,
-            wanted: WantedRows,
-            uniforms_BW: Tensor,
+            table: SequenceState, batch: Any, plan: StepPlan, wanted: WantedRows, uniforms_BW: Tensor
         ) -> tuple[Tensor, ...]:
-            ids_X, *others = propose(table, batch, active, wanted, uniforms_BW)
-            row_X = self._rows(decoder, table, batch)[active.sequence_X]
+            ids_X, *others = propose(table, batch, plan, wanted, uniforms_BW)
+            active = active_canvases(plan)
+            row_X = self._rows(decoder, table, plan)[active.sequence_X]
             is_open_X = active.is_maskable_BW[active.sequence_X, active.place_X]
             recorded_X = self.tokens_SW[row_X, active.place_X]
             counts_X = self.chosen_SW[row_X, active.place_X] & is_open_X
@@ -132,22 +125,18 @@ class Decisions:
             self.num_replayed += counts_X.sum()
             return recorded_X, *others
 
-        def chosen(
-            table: SequenceState, batch: Batch, active: ActiveCanvases, scores_BW: Tensor, numbers_BW: Tensor
-        ) -> Tensor:
-            recorded_BW = self.chosen_SW[self._rows(decoder, table, batch), : scores_BW.shape[1]]
-            return recorded_BW & active.is_maskable_BW
+        def chosen(table: SequenceState, plan: StepPlan, scores_BW: Tensor, numbers_BW: Tensor) -> Tensor:
+            recorded_BW = self.chosen_SW[self._rows(decoder, table, plan), : scores_BW.shape[1]]
+            return recorded_BW & active_canvases(plan).is_maskable_BW
 
         decoder._propose, decoder._choose = proposed, chosen  # type: ignore[method-assign, assignment]
 
-    def _rows(self, decoder: FullDecoder, table: SequenceState, batch: Batch) -> Tensor:
+    def _rows(self, decoder: FullDecoder, table: SequenceState, plan: StepPlan) -> Tensor:
         """The row of each sequence's pass [B]; the last one for what is not recorded."""
         load, last = self._load, len(self.chosen_SW) - 1
-        known_B = table.num_known_Z[batch.lanes_B]
-        samples_B = batch.samples_B & (known_B < table.ends_Z[batch.lanes_B])
-        block_B = (known_B - load.num_prompt) // load.block
-        row_B = block_B * load.passes + decoder.num_passes_Z[batch.lanes_B]
-        return torch.where(samples_B & (row_B < last), row_B, last)
+        block_B = (table.num_known_Z[plan.lanes_B] - load.num_prompt) // load.block
+        row_B = block_B * load.passes + decoder.num_passes_Z[plan.lanes_B]
+        return torch.where(plan.samples_B & (row_B < last), row_B, last)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -40,8 +40,7 @@ def test_pages_are_swapped_in_front_of_a_block_that_is_being_decided(
     toys: dict[str, Path], name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal prompts, greedy, started three passes apart: the later ones take over the pages of the first,
-    block by block, while lists of the next block are in use. Pages that become free hold NaN at once.
-    """
+    block by block, while lists of the next block are in use. Pages that become free hold NaN at once."""
     prompt, params = PROMPTS[4], greedy(max_tokens=5 * SIZE)
     settings: dict[str, Any] = {"accelerators": {name: THIN[name]}, "page_size": SIZE, "steps": SIZE}
     alone = engine_of(toys, **settings, prefix_cache=False)

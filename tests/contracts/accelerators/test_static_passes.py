@@ -293,8 +293,7 @@ def test_a_clean_block_that_waits_is_not_shared(
 ) -> None:
     """Results are read late, so the device stores blocks that the host has not scheduled; where such a block
     finds no room, the prefix cache must not offer its pages. New prompts go on behind blocks that were just
-    emitted.
-    """
+    emitted."""
     num_unscheduled = 0
     finish = SparseKV.finish
 

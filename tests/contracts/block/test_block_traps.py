@@ -120,8 +120,7 @@ def test_trap_08_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path
 
 def test_trap_15_no_model_of_transformers_runs_in_the_engine() -> None:
     """They infer packings, crop keys, ignore block masks, append to caches. Frequencies are taken, and how
-    chat templates are rendered.
-    """
+    chat templates are rendered."""
     found = []
     for path in sorted((ROOT / "infer").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -153,8 +152,7 @@ def test_trap_16_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> Non
 
 def test_trap_17_confidence_after_top_k_1_is_constant(toy: Path) -> None:
     """As published, a block is then decided at once. Greedy requests, and confidence=model, are judged by the
-    model's own law.
-    """
+    model's own law."""
     prompts, num_blocks = prompts_of([SIZE]), MOST // SIZE
     one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MOST, ignore_eos=True)
     [at_once] = build_engine(toy, "block").generate(prompts, one)
@@ -220,8 +218,8 @@ def test_trap_19_the_mask_is_never_decided(mask_lover: Path, options: dict[str, 
 def test_trap_26_a_mask_in_a_prompt_is_text_and_in_no_answer(toy: Path) -> None:
     """Text may be tokenised to the MASK's id: it is read as a token like another, and none is left over.
 
-    After nothing but MASKs all places are equally confident up to rounding: there, decide from left to right.
-    """
+    After nothing but MASKs all places are equally confident up to rounding: there, decide from left to
+    right."""
     prompts = [[3, MASK_ID], [9, *[MASK_ID] * SIZE], [5, 6, MASK_ID, 7, 8, MASK_ID]]
     mere_masks = [[MASK_ID], [MASK_ID] * SIZE, [MASK_ID] * (SIZE + 1)]
     for strategy, cases in (("low_confidence_dynamic", prompts), ("sequential", [*prompts, *mere_masks])):

@@ -195,8 +195,7 @@ def test_what_may_not_be_drawn_is_not_drawn(
     counts: Counts,
 ) -> None:
     """The mask and, with `forbid_eos`, the stop token would be the likeliest of many rows. Logits of what is
-    forbidden mean nothing, NaN included.
-    """
+    forbidden mean nothing, NaN included."""
     engine = engine_of(llada, {"order": "maskgit_plus", "forbid_eos": forbids}, memory=memory)
     head_VD, likely = head_of(engine), answers(engine)[0][0]
     assert likely not in (MASK_ID, *STOP_IDS)

@@ -62,8 +62,7 @@ def found_by(engine: Engine, cases: list[tuple[SamplingParams, Any, Any]]) -> li
 @pytest.mark.parametrize(("family", "options"), spread(CASES), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In mixed batches, of which the budget feeds a part at a time, in dynamic and in static shapes, and
-    when the host is some passes behind; and alone.
-    """
+    when the host is some passes behind; and alone."""
     kind, directory = family
     slow = slow_canvas(kind, options)
     cases = [expected_of(slow, number) for number in range(len(PROMPTS))]

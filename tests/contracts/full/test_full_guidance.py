@@ -57,8 +57,7 @@ def cases_of(
 
 def case_of(kind: str, options: dict[str, Any], guidance: float, number: int) -> Case:
     """With the first seed or, if none has, the largest part of the guidance without a near tie: a large one
-    makes many confidences 1.
-    """
+    makes many confidences 1."""
     for scale in (guidance / (1 + step / 4) for step in range(20)):
         slow = slow_canvas(kind, {**options, "guidance": scale})
         for seed in range(1 if params_of(number, 0).temperature == 0 else 12):
@@ -81,8 +80,7 @@ def answers_of(engine: Engine, cases: list[Case], **more: Any) -> list[tuple[int
 @pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In mixed batches, of which the budget feeds a part at a time, in dynamic and static shapes, with passes
-    ahead of the host, and in a planned workspace; and alone.
-    """
+    ahead of the host, and in a planned workspace; and alone."""
     kind, directory = family
     cases = cases_of(kind, options)
     expected = [tokens for _, tokens, _ in cases]
@@ -180,8 +178,7 @@ def recorded_plans(engine: Engine) -> list[Any]:
 
 def test_only_guided_requests_have_a_second_canvas(family: tuple[str, Path]) -> None:
     """Nothing is fed, wanted or mixed for others; the second prompt is masked, its answer is that of the
-    first.
-    """
+    first."""
     kind, directory = family
     plain, guided = cases_of(kind, BLOCKS, num=2)[1][0], cases_of(kind, BLOCKS, num=1)[0][0]
     engine = engine_of(directory, BLOCKS)

@@ -48,8 +48,7 @@ def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: lis
 
 def test_masks_and_questions_differ_in_forced_tokens_only(toy: Path, expected: list[Completion]) -> None:
     """Candidates that fit are found by questions, and tested with masks: a mask may forbid other spellings of
-    a text that is certain, and nothing else.
-    """
+    a text that is certain, and nothing else."""
     compiler, num_forced = build_engine(toy, "ar")._parts.grammars(), 0
     for completion, constraint in zip(expected, CONSTRAINTS, strict=True):
         if constraint is None:

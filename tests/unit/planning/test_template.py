@@ -198,13 +198,11 @@ def test_a_mistake_in_a_template_is_found(mistake) -> None:
 
 def test_planning_imports_no_torch_and_no_numpy() -> None:
     modules = (
-        "sizes",
         "lifetimes",
         "template",
         "trunk",
         "planner",
         "chunking",
-        "describe",
     )
     names = ", ".join(f"idlm.infer.mosaic.{name}" for name in modules)
     code = f"import sys, {names}; print([m for m in ('torch', 'numpy', 'scipy') if m in sys.modules])"

@@ -19,8 +19,7 @@ class FirstHalfConfig:
 
 class FirstHalfPass(RowsPass):
     """A block's first pass keeps all rows, so that each has keys and values in all layers; the others keep
-    what is decided and half of the masks, rounded up.
-    """
+    what is decided and half of the masks, rounded up."""
 
     def __init__(self, view: PassView, memory: BlockMemory) -> None:
         super().__init__(view)

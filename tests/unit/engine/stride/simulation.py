@@ -79,8 +79,7 @@ recorded_times = functools.cache(RecordedTimes)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
     """`deviation` of every mode, by at most this, from its recorded times; `noise`: by how much a step may be
-    longer; the fraction `hiccups` of steps takes up to 1.5 times as long.
-    """
+    longer; the fraction `hiccups` of steps takes up to 1.5 times as long."""
 
     deviation: float = 0.0
     noise: float = 0.0
@@ -132,8 +131,7 @@ class Machine:
 @dataclass(slots=True, kw_only=True)
 class Sequences:
     """`number` sequences in mid-answer, each with its draft buffer. `acceptance` of drafts from masks, once
-    those before them were accepted, and `filled` of those from verification rows.
-    """
+    those before them were accepted, and `filled` of those from verification rows."""
 
     machine: Machine
     number: int
@@ -165,8 +163,7 @@ class Sequences:
 @dataclass(slots=True, kw_only=True)
 class Run:
     """A controller at work. Results are told `num_inflight` passes late. `captures`: the first pass of a
-    shape also captures its graph.
-    """
+    shape also captures its graph."""
 
     machine: Machine
     controller: StrideController

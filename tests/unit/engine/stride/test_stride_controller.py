@@ -48,8 +48,7 @@ def run(
     """Modes chosen on the simulated machine, by step.
 
     The fraction `disturbed` of the steps takes up to 1.5 times as long; the fraction `mixed` stores prompts
-    too, so that its time is not observed.
-    """
+    too, so that its time is not observed."""
     dice, chosen = random.Random(0), []
     for _ in range(num_passes):
         number = controller.choose(Load(num_sequences=num_sequences))
