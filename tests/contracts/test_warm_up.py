@@ -159,9 +159,8 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     directory = write_block_toy(tmp_path, shifted=False)
     prompts = prompts_of([5, 9, 14, 3, 8, 21, 6, 11])
     way: dict[str, Any] = {"accelerators": "focus", "max_num_seqs": 8}
-    expected = clear_answers(
-        build_engine(directory, "block", graphs="off", **way), prompts, greedy(max_tokens=24)
-    )
+    plain = build_engine(directory, "block", graphs="off", **way)
+    expected = clear_answers(plain, prompts, greedy(max_tokens=24))
     engine = build_engine(directory, "block", graphs="on", warmup="full", num_inflight_steps=2, **way)
     step, ahead = _step(engine), engine.metrics()["graphs_captured_ahead"]
     assert all(shape.limits.capacity is not None for shape in step._graphs)
