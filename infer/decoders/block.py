@@ -15,7 +15,6 @@ Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lane
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -32,43 +31,25 @@ from idlm.infer.decoders.block_config import (
     check,
     warn_of_unread,
 )
-from idlm.infer.decoders.block_rows import deciding, editable, fed_places, plan_blocks, without_dropped
-from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.decoders.block_rows import deciding, plan_blocks, without_dropped
+from idlm.infer.decoders.block_unmask import UNMASKINGS
 from idlm.infer.runtime.decided_logprobs import MAX_TOP, DecidedScores
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import (
-    RULES,
     BlockLanes,
     BlockShape,
-    Held,
     Limits,
+    PassBlocks,
+    Places,
     Proposed,
     Resizing,
     decide_blocks,
+    places_of,
 )
 from idlm.kernels.sampling import entropy, judged_draws, nonfinite, uniforms
 from idlm.semantics import Semantics
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Positions of the active block, bool [B, W]: `fixed` ones hold known tokens, `decided` ones tokens that
-    are not emitted yet; this pass may decide `is_maskable` ones and rewrite `editable` ones. `opens_B`: the
-    pass only begins a shifted block."""
-
-    fixed_BW: Tensor
-    decided_BW: Tensor
-    is_maskable_BW: Tensor
-    editable_BW: Tensor | None
-    opens_B: Tensor
-
-    @property
-    def masks_BW(self) -> Tensor:
-        """All masks, also those that this pass may not decide."""
-        return ~(self.fixed_BW | self.decided_BW)
 
 
 @DECODERS.register("block")
@@ -184,12 +165,10 @@ class BlockDecoder(Decoder):
             plan = without_dropped(plan, wanted.dropped)
         logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
-        has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES and self._resizing is None
-        decide = self._decide_by_kernel if has_kernel else self._decide
         before = logprobs = None
         if batch.num_top is not None:
             before = self._scores.before(table, plan, self._is_read(table, plan))
-        emitted_BW, num_emitted_B = decide(table, plan, proposed)
+        emitted_BW, num_emitted_B = self._decide(table, plan, proposed)
         if before is not None and (num_top := batch.num_top) is not None:
             logprobs = self._scores.note(before, plan, logits_XV, proposed, num_emitted_B, num_top=num_top)
         none_B = torch.zeros_like(num_emitted_B)
@@ -215,7 +194,8 @@ class BlockDecoder(Decoder):
         active = deciding(plan)
         wanted, is_maskable_BW = active.wanted, active.is_maskable_BW
         if self._resizing is not None:
-            last_B = self._is_last(plan, self._places(table.num_known_Z[plan.lanes_B], plan))
+            lanes_B, masks_BW = plan.lanes_B, self._places(table, plan).masks_BW
+            last_B = self._resizing.is_last(lanes_B, masks_BW, self.blocks.num_passes_Z[lanes_B])
             self._resizing.forbid(logits_XV, last_B[wanted.places_X // self.shape.size])
         probs = table.probs(
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
@@ -249,146 +229,46 @@ class BlockDecoder(Decoder):
     def _is_read(self, table: SequenceState, plan: StepPlan) -> Tensor:
         """Positions whose proposals may be used, bool [B, W]."""
         if self._edits:
-            places = self._places(table.num_known_Z[plan.lanes_B], plan)
+            places = self._places(table, plan)
             assert places.editable_BW is not None
             return places.is_maskable_BW | places.editable_BW
         active = deciding(plan)
         is_maskable_BW, has_logits_BW = active.is_maskable_BW, active.has_logits_BW
         return is_maskable_BW if has_logits_BW is None else is_maskable_BW & has_logits_BW
 
-    def _decide_by_kernel(
-        self, table: SequenceState, plan: StepPlan, proposed: Proposed
-    ) -> tuple[Tensor, Tensor]:
-        """`_decide` and the commit in one launch."""
-        options, active = self.options, deciding(plan)
-        return decide_blocks(
-            table.lanes(),
-            table.steps_Z,
-            self.blocks,
-            self.shape,
-            rule=self.config.strategy,
-            limits=Limits(
-                threshold_Z=options.threshold_Z,
-                edit_threshold_Z=options.edit_threshold_Z,
-                entropy_bound_Z=options.entropy_bound_Z,
-                steps_Z=options.steps_Z,
-                max_clean_passes=self.config.max_edit_passes if self._edits else None,
-                quota_B=self._quota(plan),
-            ),
-            lanes_B=plan.lanes_B,
-            num_feed_B=plan.num_feed_B,
-            samples_B=plan.samples_B,
-            waits_B=_waits(plan),
-            is_maskable_BW=active.is_maskable_BW,
-            has_logits_BW=active.has_logits_BW,
-            proposed=proposed,
-        )
+    def _places(self, table: SequenceState, plan: StepPlan) -> Places:
+        """The positions that this pass may change."""
+        known_B = table.num_known_Z[plan.lanes_B]
+        return places_of(known_B, self.blocks, self.shape, _given(plan), edits=self._edits)
 
     def _decide(self, table: SequenceState, plan: StepPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
         """Decide, edit and commit; returns tokens [B, W], and how many of each sequence are emitted."""
-        lanes_B, size, blocks = plan.lanes_B, self.shape.size, self.blocks
-        known_B = table.num_known_Z[lanes_B]
-        places = self._places(known_B, plan)
-        tokens_BW, proposed_BW = blocks.tokens_ZW[lanes_B], proposed.token_ids_BW
-        chosen_BW = self._strategy.choose(self._masks(plan, proposed, places))
-        chosen_BW = torch.where(places.opens_B[:, None], places.is_maskable_BW, chosen_BW)
-        last_B = torch.zeros_like(plan.samples_B) if self._resizing is None else self._is_last(plan, places)
-        chosen_BW = chosen_BW | (places.is_maskable_BW & last_B[:, None])
-        is_settled_B = plan.samples_B
-        if places.editable_BW is not None:
-            is_sure_BW = proposed.confidence_BW > self.options.edit_threshold_Z[lanes_B, None]
-            edited_BW = places.editable_BW & (proposed_BW != tokens_BW) & is_sure_BW
-            is_settled_B = is_settled_B & self._is_settled(plan, places, edited_BW, last_B)
-            chosen_BW = chosen_BW | edited_BW
-        if self._resizing is None:
-            tokens_BW = torch.where(chosen_BW, proposed_BW, tokens_BW)
-            decided_BW = places.decided_BW | chosen_BW
-        else:
-            new_BW = self._resizing.is_new_ZW[lanes_B]
-            held = Held(tokens_BW=tokens_BW, is_decided_BW=places.decided_BW, is_new_BW=new_BW)
-            held = self._resizing.apply(held, chosen_BW, proposed_BW)
-            tokens_BW, decided_BW = held.tokens_BW, held.is_decided_BW
-        is_clean_B = is_settled_B & (decided_BW | places.fixed_BW).all(-1)
-        if self._resizing is not None:
-            self._resizing.store(lanes_B, plan.samples_B, held, places.masks_BW, is_clean_B)
-        num_passes_B = blocks.num_passes_Z[lanes_B] + (plan.samples_B & ~places.opens_B)
-        if self.shape.reused_part is not None:
-            fed = fed_places(blocks, lanes_B, known_B, plan.num_feed_B, self.shape)
-            part_B = torch.where(plan.samples_B & ~places.opens_B, fed.part_B, blocks.whole_part_Z[lanes_B])
-            blocks.whole_part_Z[lanes_B] = torch.where(is_clean_B, -1, part_B)
-        blocks.tokens_ZW[lanes_B] = tokens_BW
-        blocks.is_decided_ZW[lanes_B] = decided_BW & ~is_clean_B[:, None]
-        blocks.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
-        blocks.num_waits_Z[lanes_B] = torch.where(_waits(plan), blocks.num_waits_Z[lanes_B] + 1, 0)
-        num_fixed_B = known_B % size
-        place_W = torch.arange(size, device=table.device)
-        emitted_BW = tokens_BW.gather(1, (place_W + num_fixed_B[:, None]).clamp(max=size - 1))
-        num_emitted_B = torch.where(is_clean_B, size - num_fixed_B, 0)
-        table.commit(lanes_B, emitted_BW, num_emitted_B, plan.num_feed_B)
-        return emitted_BW, num_emitted_B
-
-    def _masks(self, plan: StepPlan, proposed: Proposed, places: _Places) -> Masks:
-        """The input of strategies."""
-        lanes_B, size, options = plan.lanes_B, self.shape.size, self.options
-        quota_B = self._quota(plan)
-        if quota_B is None:
-            steps_B, num_passes_B = options.steps_Z[lanes_B], self.blocks.num_passes_Z[lanes_B]
-            quota_B = size // steps_B + (num_passes_B < size % steps_B).long()
-        if self._resizing is not None:
-            quota_B = quota_B + (places.is_maskable_BW & self._resizing.is_new_ZW[lanes_B]).sum(-1)
-        return Masks(
-            is_maskable_BW=places.is_maskable_BW,
-            confidence_BW=proposed.confidence_BW,
-            entropy_BW=proposed.entropy_BW,
-            quota_B=quota_B,
-            threshold_B=options.threshold_Z[lanes_B],
-            entropy_bound_B=options.entropy_bound_Z[lanes_B],
+        options = self.options
+        limits = Limits(
+            threshold_Z=options.threshold_Z,
+            edit_threshold_Z=options.edit_threshold_Z,
+            entropy_bound_Z=options.entropy_bound_Z,
+            steps_Z=options.steps_Z,
+            max_clean_passes=self.config.max_edit_passes if self._edits else None,
+            quota_B=self._quota(plan),
+        )
+        return decide_blocks(
+            *(table.lanes(), table.steps_Z, self.blocks, self.shape, _given(plan), proposed),
+            rule=self.config.strategy,
+            choose=self._strategy.choose,
+            limits=limits,
+            resizing=self._resizing,
         )
 
-    def _places(self, known_B: Tensor, plan: StepPlan) -> _Places:
-        """The positions that this pass may change, and why not the others."""
-        active = deciding(plan)
-        place_W = torch.arange(self.shape.size, device=known_B.device)
-        fixed_BW = place_W < (known_B % self.shape.size)[:, None]
-        decided_BW, opens_B = (
-            self.blocks.is_decided_ZW[plan.lanes_B],
-            (plan.num_feed_B > 0) & self.shape.shifted,
-        )
-        is_maskable_BW, editable_BW = active.is_maskable_BW, None
-        if self._edits:
-            editable_BW = editable(decided_BW, known_B, plan.samples_B & ~opens_B, self.shape)
-        if active.has_logits_BW is not None:
-            is_maskable_BW = is_maskable_BW & active.has_logits_BW
-            editable_BW = None if editable_BW is None else editable_BW & active.has_logits_BW
-        return _Places(
-            fixed_BW=fixed_BW,
-            decided_BW=decided_BW,
-            is_maskable_BW=is_maskable_BW,
-            editable_BW=editable_BW,
-            opens_B=opens_B,
-        )
 
-    def _is_last(self, plan: StepPlan, places: _Places) -> Tensor:
-        """Whether this pass must leave a whole block, bool [B]."""
-        assert self._resizing is not None
-        num_passes_B = self.blocks.num_passes_Z[plan.lanes_B]
-        return self._resizing.is_last(plan.lanes_B, places.masks_BW, num_passes_B)
-
-    def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor, last_B: Tensor) -> Tensor:
-        """Whether no more edits are due, bool [B], as in the last pass; counts passes that began without a
-        mask."""
-        lanes_B, blocks = plan.lanes_B, self.blocks
-        began_clean_B = plan.samples_B & ~places.masks_BW.any(-1)
-        num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B
-        is_last_B = ~edited_BW.any(-1) | (num_clean_B >= self.config.max_edit_passes)
-        has_none_B = self.options.edit_threshold_Z[lanes_B] >= NO_EDITS
-        is_settled_B = has_none_B | (began_clean_B & is_last_B) | (plan.samples_B & last_B)
-        blocks.num_clean_passes_Z[lanes_B] = torch.where(is_settled_B, 0, num_clean_B)
-        return is_settled_B
-
-
-def _waits(plan: StepPlan) -> Tensor:
-    """Sequences beyond the capacity in this pass, bool [B]."""
-    waits_B = deciding(plan).waits_B
-    assert waits_B is not None
-    return waits_B
+def _given(plan: StepPlan) -> PassBlocks:
+    active = deciding(plan)
+    assert active.waits_B is not None
+    return PassBlocks(
+        lanes_B=plan.lanes_B,
+        num_feed_B=plan.num_feed_B,
+        samples_B=plan.samples_B,
+        waits_B=active.waits_B,
+        is_maskable_BW=active.is_maskable_BW,
+        has_logits_BW=active.has_logits_BW,
+    )

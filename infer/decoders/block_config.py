@@ -16,10 +16,9 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.infer.state.batch import to_device
+from idlm.kernels.block_step import NO_EDITS
 
 THRESHOLD = 0.9
-NO_EDITS = 1.0
-"""No confidence exceeds this."""
 MODES = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 """`threshold` and `edit_threshold` on LLaDA2.1's model card; the defaults of its code are neither."""
 UNMASKING_OPTIONS = ("threshold", "entropy_bound", "steps")

@@ -12,28 +12,13 @@ Shapes: B sequences, W positions of a block.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from idlm.kernels.block_step import Masks
 from idlm.registry import Registry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
-    """The masks of a block in one pass. `is_maskable_BW` (bool): those that may be decided. `confidence_BW`:
-    the probability of the token drawn for each. `entropy_BW` (nats): of the model's own distribution, if a
-    strategy needs it. `quota_B` int64 >= 1: decide at least as many, if there are as many. `threshold_B` and
-    `entropy_bound_B` (nats), fp64: the requests' own."""
-
-    is_maskable_BW: Tensor
-    confidence_BW: Tensor
-    entropy_BW: Tensor | None
-    quota_B: Tensor
-    threshold_B: Tensor
-    entropy_bound_B: Tensor
 
 
 class Unmasking(ABC):
@@ -110,11 +95,3 @@ class EntropyBounded(Unmasking):
         is_counted_BWW = (rank_BW[:, None, :] <= rank_BW[:, :, None]) & is_maskable_BW[:, None, :]
         sums_BW = torch.where(is_counted_BWW, masks.entropy_BW[:, None, :], 0.0).sum(-1)
         return is_maskable_BW & ((sums_BW < masks.entropy_bound_B[:, None]) | (rank_BW == 0))
-
-
-def first_part(is_maskable_BW: Tensor, part_size: int) -> Tensor:
-    """The maskable positions in the leftmost part that has any; a part is `part_size` positions."""
-    place_W = torch.arange(is_maskable_BW.shape[1], device=is_maskable_BW.device)
-    part_W = place_W // part_size
-    first_B = torch.where(is_maskable_BW, part_W, is_maskable_BW.shape[1]).amin(-1)
-    return is_maskable_BW & (part_W == first_B[:, None])

@@ -1,8 +1,9 @@
-"""The two launches of a block-diffusion pass on a GPU: its rows, and the decisions from its logits.
+"""The rows of a block-diffusion pass, and the decisions from its logits: plain torch, or one launch each on a
+GPU.
 
-In plain torch (infer/decoders/block_rows.py and block.py) each takes about 80 launches, several percent of a
-step of an 8B model at batch 1. Contract in README.md.
-Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows, I columns.
+In plain torch each takes about 80 launches, several percent of a step of an 8B model at batch 1. Contract in
+README.md. Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows, I
+columns.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from idlm.kernels.backend import runs_kernels
+from idlm.kernels.block_step.plain import decide_plainly
+from idlm.kernels.block_step.plain_rows import due_rows, pack_plainly
+from idlm.kernels.block_step.resizing import Resizing
 from idlm.kernels.block_step.types import (
     PASSES_BITS,
     RULES,
     BlockLanes,
     BlockShape,
+    Choose,
     Limits,
     PackedBlocks,
+    PassBlocks,
     Proposed,
     WantedPlaces,
 )
@@ -39,23 +46,67 @@ def pack_blocks(
     lanes_B: Tensor,
     num_feed_B: Tensor,
     samples_B: Tensor,
-    num_rows: int,
-    num_wanted: int,
-    has_room: bool,
+    num_rows: int | None,
+    num_wanted: int | None,
     edits: bool,
 ) -> PackedBlocks:
     """Rows of every sequence: its whole known blocks that are not stored yet, then its active block.
 
-    `has_room`: `num_rows` bounds how many blocks may be denoised next to the stored ones; else it is the
-    exact number of rows. `num_wanted`: room for wanted rows, at least B + W or all that places ask
-    for. `edits`: decided places ask for rows as well. Runs on a GPU or in the interpreter only.
-    """
+    `num_rows`: rows of the pass, which bound how many blocks may be denoised next to the stored ones; None:
+    exactly those that are needed, which the host waits for. `num_wanted`: capacity for wanted rows, of which
+    one block and a first place of each sequence have some in any case; None: for all places. `edits`: decided
+    places want rows as well. No pass is empty, even if the device finds all its sequences complete."""
+    rows, num_sequences, has_room = None, len(lanes_B), num_rows is not None
+    if num_rows is None or not runs_kernels(lanes_B):
+        rows = due_rows(
+            *(lanes, blocks, shape),
+            lanes_B=lanes_B,
+            num_feed_B=num_feed_B,
+            samples_B=samples_B,
+            num_rows=num_rows,
+            edits=edits,
+        )
+    if num_rows is None:
+        assert rows is not None
+        num_rows, num_wanted = torch.stack((rows.cu_rows_B1[-1], rows.is_asked_BW.sum())).tolist()
+        num_rows, num_wanted = max(1, num_rows), max(1, num_wanted)
+    else:
+        num_places, least = num_sequences * shape.size, num_sequences + shape.size
+        num_wanted = num_places if num_wanted is None else min(num_places, max(num_wanted, least))
+    if not runs_kernels(lanes_B):
+        assert rows is not None
+        return pack_plainly(
+            *(lanes, blocks, shape, rows),
+            steps_Z=steps_Z,
+            lanes_B=lanes_B,
+            num_feed_B=num_feed_B,
+            num_rows=num_rows,
+            num_wanted=num_wanted,
+        )
+    columns_B = (lanes_B, num_feed_B, samples_B)
+    sizes = num_rows, num_wanted
+    return _launched(lanes, blocks, shape, steps_Z, columns_B, sizes, has_room=has_room, edits=edits)
+
+
+def _launched(
+    lanes: Lanes,
+    blocks: BlockLanes,
+    shape: BlockShape,
+    steps_Z: Tensor,
+    columns_B: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int],
+    *,
+    has_room: bool,
+    edits: bool,
+) -> PackedBlocks:
+    """One launch. `columns_B`: lanes, tokens to feed, and whether the sequence decodes; `sizes`: rows of the
+    pass and wanted rows. `has_room`: these are bounds."""
     import triton
 
     from idlm.kernels.block_step.kernel import pack_blocks_kernel
 
-    columns_B = (lanes_B, num_feed_B, samples_B)
-    num_sequences, device = len(lanes_B), lanes_B.device
+    num_rows, num_wanted = sizes
+    num_sequences, device = len(columns_B[0]), columns_B[0].device
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
     out = _Outputs.empty(num_sequences, num_rows, num_wanted, shape.size, device)
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
@@ -145,25 +196,28 @@ def decide_blocks(
     table_steps_Z: Tensor,
     blocks: BlockLanes,
     shape: BlockShape,
+    given: PassBlocks,
+    proposed: Proposed,
     *,
     rule: str,
+    choose: Choose,
     limits: Limits,
-    lanes_B: Tensor,
-    num_feed_B: Tensor,
-    samples_B: Tensor,
-    waits_B: Tensor,
-    is_maskable_BW: Tensor,
-    has_logits_BW: Tensor | None,
-    proposed: Proposed,
+    resizing: Resizing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decide masks, edit, and commit blocks that become clean; returns the tokens [B, W] and the number that
-    each sequence emits [B], both int64. `rule`: one of `RULES`. `waits_B` (bool): sequences that found no
-    room in this pass, which is counted. Runs on a GPU or in the interpreter only.
-    """
+    each sequence emits [B], both int64. `rule`: the name of the strategy, which `choose` is in plain torch;
+    the kernel knows those of `RULES`, and no `resizing`."""
+    if resizing is not None or rule not in RULES or not runs_kernels(proposed.token_ids_BW):
+        return decide_plainly(
+            *(lanes, table_steps_Z, blocks, shape, given, proposed),
+            choose=choose,
+            limits=limits,
+            resizing=resizing,
+        )
     from idlm.kernels.block_step.kernel import decide_kernel
 
-    assert rule in RULES, f"{rule=}"
-    num_sequences, entropy_BW = len(lanes_B), proposed.entropy_BW
+    lanes_B, num_feed_B, is_maskable_BW = given.lanes_B, given.num_feed_B, given.is_maskable_BW
+    has_logits_BW, num_sequences, entropy_BW = given.has_logits_BW, len(lanes_B), proposed.entropy_BW
     assert is_maskable_BW.is_contiguous() and proposed.token_ids_BW.is_contiguous(), (
         f"{is_maskable_BW.stride()=}"
     )
@@ -175,7 +229,7 @@ def decide_blocks(
         *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z),
         *(blocks.num_clean_passes_Z, blocks.whole_part_Z, blocks.num_waits_Z),
         *(limits.steps_Z, limits.threshold_Z, limits.entropy_bound_Z, limits.edit_threshold_Z),
-        *(lanes_B, num_feed_B, samples_B, waits_B, is_maskable_BW),
+        *(lanes_B, num_feed_B, given.samples_B, given.waits_B, is_maskable_BW),
         is_maskable_BW if has_logits_BW is None else has_logits_BW,
         proposed.token_ids_BW,
         proposed.confidence_BW,

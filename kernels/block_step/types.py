@@ -5,11 +5,14 @@ Z lanes, B sequences, R rows, W places of a block, X wanted rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+NO_EDITS = 1.0
+"""An edit threshold that no confidence exceeds."""
 PASSES_BITS = 16
 """The step of the random stream is the block's number, followed by this many bits for the pass."""
 RULES = ("sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded")
@@ -140,3 +143,36 @@ class Limits:
     steps_Z: Tensor
     max_clean_passes: int | None = None
     quota_B: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """The masks of a block in one pass. `is_maskable_BW` (bool): those that may be decided. `confidence_BW`:
+    the probability of the token drawn for each. `entropy_BW` (nats): of the model's own distribution, if a
+    strategy needs it. `quota_B` int64 >= 1: decide at least as many, if there are as many. `threshold_B` and
+    `entropy_bound_B` (nats), fp64: the requests' own."""
+
+    is_maskable_BW: Tensor
+    confidence_BW: Tensor
+    entropy_BW: Tensor | None
+    quota_B: Tensor
+    threshold_B: Tensor
+    entropy_bound_B: Tensor
+
+
+Choose = Callable[[Masks], Tensor]
+"""A strategy: the masks to decide, bool [B, W], a subset of those that may be decided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassBlocks:
+    """The sequences of a pass, as it was planned: `num_feed_B` tokens are stored; `samples_B` (bool): it
+    decides something; `waits_B` (bool): sequences beyond the capacity of the pass. Bool [B, W]: masks that
+    may be decided if they have logits, and places that have logits (None: all)."""
+
+    lanes_B: Tensor
+    num_feed_B: Tensor
+    samples_B: Tensor
+    waits_B: Tensor
+    is_maskable_BW: Tensor
+    has_logits_BW: Tensor | None = None

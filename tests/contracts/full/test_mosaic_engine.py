@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.mosaic import canvas_attention, canvas_ops
-from idlm.infer.mosaic import trunk as canvas
+from idlm.infer.mosaic import canvas, canvas_attention, canvas_ops
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.planner import Plan
 from idlm.kernels.experts import steps as expert_steps

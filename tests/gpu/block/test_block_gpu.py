@@ -129,7 +129,7 @@ def test_admission_does_not_wait_for_steps_in_progress(tmp_path: Path, decoder: 
 @pytest.mark.parametrize("hundred", range(10))
 def test_kernels_equal_plain_torch(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
-        expected = run(Case(seed, "cpu"), by_kernel=False)
-        found = run(Case(seed, "cuda"), by_kernel=True)
+        expected = run(Case(seed, "cpu"))
+        found = run(Case(seed, "cuda"))
         for name, value in expected.items():
             assert torch.equal(found[name].cpu(), value), f"{seed=} {name}"

@@ -166,11 +166,10 @@ class Case:
         )
 
 
-def run(case: Case, *, by_kernel: bool) -> dict[str, Tensor]:
+def run(case: Case) -> dict[str, Tensor]:
     """Rows of the pass, its emitted tokens, and all state after it."""
     plan, proposed = case.proposed(case.plan())
-    decide = case.decoder._decide_by_kernel if by_kernel else case.decoder._decide
-    emitted_BW, num_emitted_B = decide(case.table, plan, proposed)
+    emitted_BW, num_emitted_B = case.decoder._decide(case.table, plan, proposed)
     results: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
     active = deciding(plan)
     for part in (active, active.wanted):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.infer.decoders import block_rows
+from idlm.kernels.block_step import op
 from tests.kernels.cases.block_step import Case, run
 
 
 @pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("seed", range(14))
 def test_kernels_equal_plain_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(Case(seed, "cpu"), by_kernel=True)
-    monkeypatch.setattr(block_rows, "runs_kernels", lambda x: False)
-    expected = run(Case(seed, "cpu"), by_kernel=False)
+    found = run(Case(seed, "cpu"))
+    monkeypatch.setattr(op, "runs_kernels", lambda x: False)
+    expected = run(Case(seed, "cpu"))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
