@@ -148,8 +148,7 @@ class BlockDecoder(Decoder):
         self.options.admit(lanes, configs, block_size=self.shape.size)
 
     def rewind(self, lanes: list[int]) -> None:
-        """Begin the blocks anew, with the same outcome: what the parts of a block or an accelerator kept of
-        earlier passes is gone."""
+        """Restart the active blocks after their KV was lost; the answer does not change."""
         lanes_B = to_device(lanes, self.blocks.num_passes_Z.device)
         self.blocks.reset(lanes_B)
         if self._resizing is not None:

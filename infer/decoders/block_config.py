@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.state.batch import to_device
+from idlm.infer.state.batch import set_lanes, to_device
 from idlm.kernels.block_step import NO_EDITS
 
 THRESHOLD = 0.9
@@ -100,14 +100,13 @@ class LaneOptions:
 
     def admit(self, lanes: list[int], configs: Sequence[BlockConfig], *, block_size: int) -> None:
         """Set each lane's options; `block_size` steps if none are given."""
-        lanes_B = to_device(lanes, self.steps_Z.device)
-        for column_Z, values in (
+        set_lanes(
+            to_device(lanes, self.steps_Z.device),
             (self.threshold_Z, [config.sure for config in configs]),
             (self.edit_threshold_Z, [config.sure_edit for config in configs]),
             (self.entropy_bound_Z, [config.entropy_bound for config in configs]),
             (self.steps_Z, [config.steps or block_size for config in configs]),
-        ):
-            column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
+        )
 
 
 def check(config: BlockConfig, block_size: int, *, prefix: str = "decoder.") -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from idlm.errors import UserError
 from idlm.infer.decoders.full_orders import ORDERS, Order
 from idlm.infer.decoders.full_rows import CACHES
-from idlm.infer.state.batch import to_device
+from idlm.infer.state.batch import set_lanes, to_device
 
 MAX_GUIDANCE = 1e4
 """Logits that are mixed in fp32 stay finite."""
@@ -88,19 +88,18 @@ class LaneOptions:
 
     def admit(self, lanes: list[int], configs: Sequence[FullConfig], lengths: Sequence[int]) -> None:
         """Set each lane's options."""
-        lanes_B = to_device(lanes, self.passes_Z.device)
         thresholds = [NO_THRESHOLD if config.threshold is None else config.threshold for config in configs]
         factors = [NO_FACTOR if config.factor is None else config.factor for config in configs]
         passes = [passes_per_block(config, length) for config, length in zip(configs, lengths, strict=True)]
-        for column_Z, values in (
+        set_lanes(
+            to_device(lanes, self.passes_Z.device),
             (self.lengths_Z, lengths),
             (self.passes_Z, passes),
             (self.threshold_Z, thresholds),
             (self.factor_Z, factors),
             (self.order_temperature_Z, [config.order_temperature for config in configs]),
             (self.guidance_Z, [config.guidance for config in configs]),
-        ):
-            column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
+        )
 
 
 def passes_per_block(config: FullConfig, max_tokens: int) -> int:

@@ -27,7 +27,7 @@ from idlm.infer.mosaic.chunking import MIN_CHUNK_ROWS, plan_forward, search, tru
 from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import Plan
 from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
-from idlm.infer.runtime.model_runner import RunnerParts
+from idlm.infer.runtime.model_runner import PassRunner, RunnerParts
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -37,7 +37,7 @@ MAX_PLANS = 256
 """Numbers of rows whose plans are kept."""
 
 
-class CanvasRunner:
+class CanvasRunner(PassRunner):
     """`capacity`: bytes that the workspace may have. `min_rows`: of a chunk."""
 
     def __init__(

@@ -10,10 +10,10 @@ emit.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -154,33 +154,33 @@ class RunnerParts:
     plan: MemoryPlan
 
 
-class PassRunner(Protocol):
+class PassRunner(ABC):
     """Executes passes."""
 
     pool: PagePool
 
     @classmethod
+    @abstractmethod
     def make(cls, parts: RunnerParts) -> PassRunner:
         """The runner of an engine."""
-        ...
 
     @staticmethod
     def resolve(
         settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
     ) -> EngineSettings:
         """The settings as this runner needs them; UserError for what it cannot run. Before weights load."""
-        ...
+        return settings
 
+    @abstractmethod
     def forward(self, plan: StepPlan) -> WantedRows:
         """Run the model over the rows of `plan` and return its wanted rows."""
-        ...
 
     def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
         """Raise UserError for a request whose passes could never run: canvases of so many rows."""
-        ...
+        return
 
 
-class Runner:
+class Runner(PassRunner):
     """Model and cache of one device, and the accelerators between them. The memory manager plans the
     transients."""
 
@@ -197,13 +197,6 @@ class Runner:
     def make(cls, parts: RunnerParts) -> Runner:
         """The runner of an engine."""
         return cls(parts)
-
-    @staticmethod
-    def resolve(
-        settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
-    ) -> EngineSettings:
-        """The settings as they are: this runner runs all of them."""
-        return settings
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> WantedRows:
@@ -273,9 +266,6 @@ class Runner:
         )
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
-
-    def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
-        """Any request that the pool can hold can run."""
 
 
 def _num_chunks(

@@ -63,10 +63,10 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """Rows to go on with, of those still computed: `keep_R` (bool). `limits_R` int64: these rows then see
-    their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
-    Rows of prompts and of clean blocks are kept as they are, and so are blocks of sequences that need all
-    their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
+    """Rows that later layers compute, of those still computed: `keep_R` (bool). `limits_R` int64: these rows
+    then see their own block below these slots only (what lies behind has no keys and values yet); None: all
+    of it. Rows of prompts and of clean blocks are kept as they are, and so are blocks of sequences that need
+    all their rows. `drops_stored`: but of the last block before the active one, rows go as `keep_R` says, and
     what earlier passes stored of them stays.
 
     The host has chosen before the pass how many rows there is room for (`PassRows`). Sequences that waited

@@ -22,9 +22,8 @@ MIN_PASSES = 4
 MARGIN = 2.5
 """The capacity is this many standard deviations above the mean."""
 KEPT_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.5, 0.3, 1.0
-"""The same for rows after a drop, which nearly all layers compute: there padding costs more than a wait. The
-margin begins at the first number and grows when more than the share `WAITS` of (sequence, pass) pairs
-wait."""
+"""Margin for kept rows; padding them costs more than delaying a sequence. It begins at the first number and
+grows when more than the share `WAITS` of (sequence, pass) pairs wait."""
 WAITS, GAIN = 0.008, 25.0
 """The share to aim at, and how much each pair beyond it adds to the margin. In a simulation of 32 sequences
 with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %."""

@@ -128,8 +128,8 @@ class SparseKV:
         return kept.place_H, dropped
 
     def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
-        """Keep the rows that are selected, or must be, up to `capacity` rows (None: all); returns their
-        numbers [I], None for all."""
+        """Drop unselected rows and pack the rest into `capacity` rows (None: all fit); returns their numbers
+        [I], None for all."""
         if kept is None:
             return None
         plan, view, num_left, room = self.plan, self.view, len(self._origin_R), None

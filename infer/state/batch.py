@@ -469,6 +469,12 @@ def to_host(values: Tensor) -> Tensor:
     return on_host.copy_(values, non_blocking=True)
 
 
+def set_lanes(lanes_B: Tensor, *columns: tuple[Tensor, Sequence[Any]]) -> None:
+    """Write the values of these lanes into columns [Z] on one device."""
+    for column_Z, values in columns:
+        column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
+
+
 def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
     """Set these lanes of columns on one device. An assignment, column_Z[lanes] = value, would copy the number
     to the device and wait for everything that runs there."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.infer.state.batch import to_device
+from idlm.infer.state.batch import set_lanes, to_device
 from idlm.kernels.sampling import Probs, row_probs, uniforms
 from idlm.kernels.step_rows import Lanes, commit
 
@@ -64,7 +64,8 @@ class SequenceState:
         lanes_B = to_device(lanes, self.device)
         padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
         self.tokens_ZL[lanes_B, :width] = to_device(padded, self.device)
-        for column_Z, values in (
+        set_lanes(
+            lanes_B,
             (self.num_known_Z, [len(token_ids) for token_ids in known]),
             (self.num_computed_Z, computed or [0] * len(lanes)),
             (self.ends_Z, ends),
@@ -76,8 +77,7 @@ class SequenceState:
             (self.top_p_Z, [params.top_p for params in settings]),
             (self.min_p_Z, [params.min_p for params in settings]),
             (self.tau_Z, [params.tau for params in settings]),
-        ):
-            column_Z[lanes_B] = to_device(values, self.device, dtype=column_Z.dtype)
+        )
 
     def lanes(self, draft_buffer_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:
         """The tensors that planning and committing use, with a decoder's drafts."""

@@ -2,7 +2,7 @@
 
 from idlm.kernels.block_step.op import decide_blocks, pack_blocks
 from idlm.kernels.block_step.plain import Places, places_of
-from idlm.kernels.block_step.resizing import Resizing
+from idlm.kernels.block_step.resizing import Held, Resizing
 from idlm.kernels.block_step.types import (
     NO_EDITS,
     PASSES_BITS,

@@ -276,9 +276,9 @@ def shapes_ahead(decoder: Decoder, max_sequences: int, max_length: int, eager_ro
 
 
 def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
-    """The same of passes that may drop rows, whose rows follow what traffic asks for: for powers of two of
-    sequences capacities that hold it with little padding (`capacities_ahead`). First the largest ones, which
-    hold all passes, then every fourth, then the others; of passes with filters only every fourth."""
+    """Shapes for passes that may drop rows, by number of sequences: for powers of two capacities that hold
+    what traffic needs with little padding (`capacities_ahead`). First the largest ones, then every fourth,
+    then the others; of passes with filters only every fourth."""
     policy, context = decoder.kv_policy, _contexts(max_length)[0]
     sizes = {padded_sequences(max_sequences), *(1 << power for power in range(max_sequences.bit_length()))}
     found = list[tuple[float, int, PassShape]]()
@@ -299,9 +299,8 @@ def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) 
 
 
 def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
-    """First powers of two of sequences, which hold all passes, then passes with prompts, then numbers between
-    those powers; each without filters somewhat before, and the largest first, whose memory the others use
-    again; then passes with grammars."""
+    """Capture order: powers of two of sequences, passes with prompts, sizes in between, grammars; each
+    without filters somewhat before, and the largest first, whose memory the others use again."""
     rank = 1.5 if shape.num_prompt_rows and kind == "append" else min(3, shape.num_sequences.bit_count())
     return (rank if shape.decides else 6) + 1.5 * shape.filters, -shape.all_rows
 
