@@ -159,7 +159,7 @@ def _assemble(
     """Allocate the state of sequences and the KV pool, and join them with model, decoder and scheduler."""
     settings = _with_loads(settings, model.device, decoder.kv_policy)
     sizes = _sizes(settings, model, decoder)
-    stack = _stack(settings, model, decoder, sizes, accelerators) if accelerators else None
+    stack = None if not accelerators else stack_of(accelerators, _spec(settings, model, decoder, sizes))
     device, dtype, num_lanes, max_length = model.device, model.dtype, sizes.num_lanes, sizes.max_length
     _check_lanes(settings, sizes, device)
     with translate_memory_errors(device):
@@ -316,40 +316,23 @@ def _check_mask_row(model: LoadedModel, num_rows: int) -> None:
         )
 
 
-def _stack(
-    settings: EngineSettings,
-    model: LoadedModel,
-    decoder: Decoder,
-    sizes: _Sizes,
-    configs: Mapping[str, Any],
-) -> AcceleratorStack:
-    """The accelerators from their `configs` by name."""
-    kv_policy, local = decoder.kv_policy, model.local
-    stored_rows = max_stored_rows(kv_policy, budget=settings.row_budget, num_sequences=settings.max_sequences)
-    spec = EngineSpec(
-        decoder=decoder.name,
-        decoder_options=dataclasses.asdict(decoder.config),
-        block_size=kv_policy.block_size if kv_policy.kind == "block" else None,
-        num_layers=local.num_layers,
-        num_heads=local.num_heads,
-        num_kv_heads=local.num_kv_heads,
-        head_dim=local.head_dim,
-        dtype=model.dtype,
+def _spec(settings: EngineSettings, model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> EngineSpec:
+    """The engine as accelerators see it."""
+    budget, num_sequences = settings.row_budget, settings.max_sequences
+    stored_rows = max_stored_rows(decoder.kv_policy, budget=budget, num_sequences=num_sequences)
+    return EngineSpec.of(
+        decoder,
+        model,
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
         max_rows=_max_rows(settings, decoder, sizes) + stored_rows,
         page_size=settings.slots_per_page,
-        device=model.device,
+        num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
         tensor_parallel=settings.tensor_parallel,
         deterministic=settings.deterministic,
         graphs=settings.graphs,
-        routes_blocks=local.moe is not None and local.moe.capacity is not None,
-        edits_blocks=bool(model.semantics.edit_token_ids),
-        logit_shift=model.semantics.logit_shift,
-        num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
     )
-    return stack_of(configs, spec)
 
 
 def _max_rows(settings: EngineSettings, decoder: Decoder, sizes: _Sizes) -> int:
