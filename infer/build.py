@@ -56,7 +56,7 @@ from idlm.infer.state.page_pool import PagePool, PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.kernels.paged_attention import problems as attention_problems
-from idlm.kernels.paged_attention.backends import AUTO
+from idlm.kernels.paged_attention.op import AUTO
 from idlm.log import get_logger
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from idlm.infer.mosaic.canvas import PIECE_ROWS
-from idlm.kernels.paged_attention.op import FEW_ROWS
+from idlm.kernels.paged_attention.plain import FEW_ROWS
 
 LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """In order of preference. Torch's own arithmetic is not among them: it stores all scores."""

@@ -4,8 +4,6 @@ B sequences, W places of a block (SIZE, padded to BLOCK_W), P parts of a sum. Su
 nothing depends on the order in which programs run.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

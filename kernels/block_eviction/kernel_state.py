@@ -3,8 +3,6 @@
 B sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ Every program sums the rows of all sequences to find those of its own, so progra
 sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token table.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

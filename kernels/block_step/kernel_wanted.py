@@ -3,8 +3,6 @@
 b some sequences, X wanted rows, W places of a block (SIZE, padded to BLOCK_W).
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

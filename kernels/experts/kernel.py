@@ -5,8 +5,6 @@ program walks all columns from the first to the last: the bits of a row do not d
 Contract in README.md. P pairs of a row and an expert, sorted by expert, T tiles, IN columns, OUT outputs.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

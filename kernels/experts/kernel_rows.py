@@ -5,8 +5,6 @@ R rows, X experts that rows choose from, E experts that are here, C chosen exper
 groups, D width, W rows of a block.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

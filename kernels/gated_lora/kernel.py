@@ -4,8 +4,6 @@ and its launch.
 R rows, E output width, F half of it for a SwiGLU, X ranks of all parts, r rank of one.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import torch

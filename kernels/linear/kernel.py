@@ -8,8 +8,6 @@ depend on the ranges and on nothing else. Contract in README.md.
 R rows, D input width, E output width.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

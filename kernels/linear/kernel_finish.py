@@ -9,8 +9,6 @@ R rows, E output width, X ranks of h: those of gate, then those of up. `place`: 
 each with its mask.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

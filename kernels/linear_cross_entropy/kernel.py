@@ -4,8 +4,6 @@ One program per row. It reads the row once for the statistics and once more for 
 over the logits; the second read mostly hits the L2 cache.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

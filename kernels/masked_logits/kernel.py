@@ -5,8 +5,6 @@ tile by tile; a second kernel combines the ranges of a row. Contract and mathema
 Shapes: X wanted rows, V vocabulary, D width, S ranges (splits) of the vocabulary, F numbers per range.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

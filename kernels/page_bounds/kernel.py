@@ -4,8 +4,6 @@ B sequences, I pieces, R rows, W places, P pages, C pieces of all pages, N query
 H head dim, S physical KV slots.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -7,8 +7,6 @@ tile's blocks, a part the result of one split of them. README.md has the reasons
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

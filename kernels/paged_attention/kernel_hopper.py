@@ -16,8 +16,6 @@ compiles it, and interpreted runs take Triton's walk.
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from triton.experimental import gluon

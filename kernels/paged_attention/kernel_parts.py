@@ -6,8 +6,6 @@ weights, and the maximum that both are relative to. README.md has the reasons, p
 N query heads, K KV heads, G = N / K, H head dim.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

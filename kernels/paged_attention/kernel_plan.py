@@ -6,8 +6,6 @@ have no rows. The layout of the records is in planning.py, the reasons are in RE
 B sequences (number B is the padding after the last row), R rows of this pass, K KV heads.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -3,8 +3,6 @@
 R rows fed this pass, S physical KV slots, K KV heads, H head dim; README.md has the reasons.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from idlm.kernels.backend import INTERPRETED, gpu_of, has_gluon, pdl_options
+from idlm.kernels.backend import FP8, INTERPRETED, gpu_of, has_gluon, pdl_options
 from idlm.kernels.paged_attention.choice import padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
@@ -20,7 +20,6 @@ LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8 = torch.float8_e4m3fn
 
 
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
@@ -41,19 +40,16 @@ def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> 
 
 def run(
     q_RNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
+    caches: tuple[tuple[torch.Tensor, torch.Tensor | None], ...],
     plan: TritonPlan,
     *,
     scale: float,
-    out: torch.Tensor | None = None,
-    k_scale_K: torch.Tensor | None = None,
-    v_scale_K: torch.Tensor | None = None,
-    lists_BKC: torch.Tensor | None = None,
-    before: BeforeBlock | None = None,
+    out: torch.Tensor | None,
+    lists_BKC: torch.Tensor | None,
+    before: BeforeBlock | None,
 ) -> torch.Tensor:
-    """Output [R, N, H] of one layer. `k_scale_K`, `v_scale_K` (float32): factors of an fp8 cache."""
-    rows, shape = plan.rows, plan.shape
+    """See `op.paged_attention`; `caches`: keys and values, each with its scales."""
+    rows, shape, ((k_cache_SKH, k_scale_K), (v_cache_SKH, v_scale_K)) = plan.rows, plan.shape, caches
     num_rows = rows.own_slots_R.shape[0]
     assert q_RNH.shape == (num_rows, shape.num_heads, shape.head_dim), f"{q_RNH.shape=} {shape=}"
     assert q_RNH.dtype == shape.dtype and k_cache_SKH.dtype == (shape.kv_dtype or shape.dtype), f"{shape=}"
@@ -64,55 +60,54 @@ def run(
     assert o_RNH.stride(-1) == 1 and o_RNH.shape == q_RNH.shape, f"{o_RNH.shape=} {o_RNH.stride()=}"
     if num_rows == 0:
         return o_RNH
-    scales = (k_scale_K, v_scale_K)
+    tensors, scales = (q_RNH, k_cache_SKH, v_cache_SKH, o_RNH), (k_scale_K, v_scale_K)
     for walk in plan.walks:
-        _attend(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, walk, scale, scales, lists_BKC, before)
+        _attend(tensors, walk, scale, scales, lists_BKC, before)
         if walk.num_split:
             _combine(o_RNH, walk, v_scale_K, before)
     return o_RNH
 
 
 def _attend(
-    q_RNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
-    o_RNH: torch.Tensor,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     plan: TritonPlan,
     scale: float,
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     lists_BKC: torch.Tensor | None,
     before: BeforeBlock | None,
 ) -> None:
+    """One walk; `tensors`: queries, cached keys and values, output."""
     rows, shape, launch = plan.rows, plan.shape, plan.launch
-    if before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
-        _attend_in_groups(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale)
-        return
-    attend_kernel[(plan.num_items * shape.num_kv_heads,)](
-        q_RNH,
-        k_cache_SKH,
-        v_cache_SKH,
-        o_RNH,
-        plan.items,
-        rows.block_table,
-        rows.limits_R,
-        rows.branch_starts_R,
-        rows.own_slots_R,
-        *scales,
-        lists_BKC,
-        *_buffers(before),
-        plan.partial_o,
-        plan.partial_sums,
-        plan.partial_before,
-        scale * LOG2_E,
+    grid = (plan.num_items * shape.num_kv_heads,)
+    q_RNH, k_cache_SKH, _, o_RNH = tensors
+    read = (*tensors, plan.items, rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R)
+    strides = (
         *q_RNH.stride()[:2],
         *k_cache_SKH.stride()[:2],
         *o_RNH.stride()[:2],
         rows.block_table.stride(0),
-        K=shape.num_kv_heads,
-        G=shape.group,
-        H=shape.head_dim,
-        PAGE=rows.page_size,
-        RECORD=RECORD,
+    )
+    sizes = _sizes(shape) | {"PAGE": rows.page_size}
+    if before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
+        from idlm.kernels.paged_attention import kernel_hopper
+
+        kernel_hopper.attend_kernel[grid](
+            *read,
+            *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
+            *strides,
+            **sizes,
+            WORKER_REGISTERS=kernel_hopper.REGISTERS,
+            num_warps=4,
+            maxnreg=kernel_hopper.REGISTERS,
+            **pdl_options(launch.pdl),
+        )
+        return
+    attend_kernel[grid](
+        *read,
+        *(*scales, lists_BKC, *_buffers(before)),
+        *(plan.partial_o, plan.partial_sums, plan.partial_before, scale * LOG2_E),
+        *strides,
+        **sizes,
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         BLOCK_H=padded_head(shape.head_dim),
@@ -131,6 +126,10 @@ def _attend(
     )
 
 
+def _sizes(shape: HeadShape) -> dict[str, int]:
+    return {"K": shape.num_kv_heads, "G": shape.group, "H": shape.head_dim, "RECORD": RECORD}
+
+
 def has_groups(plan: TritonPlan) -> bool:
     """Whether the walk of two warpgroups is chosen and computes these tiles on this device."""
     shape, launch = plan.shape, plan.launch
@@ -144,34 +143,6 @@ def has_groups(plan: TritonPlan) -> bool:
     )
 
 
-def _attend_in_groups(
-    q_RNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
-    o_RNH: torch.Tensor,
-    plan: TritonPlan,
-    scale: float,
-) -> None:
-    from idlm.kernels.paged_attention import kernel_hopper
-
-    rows, shape, launch = plan.rows, plan.shape, plan.launch
-    kernel_hopper.attend_kernel[(plan.num_items * shape.num_kv_heads,)](
-        *(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan.items),
-        *(rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R),
-        *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
-        *(*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2], rows.block_table.stride(0)),
-        K=shape.num_kv_heads,
-        G=shape.group,
-        H=shape.head_dim,
-        PAGE=rows.page_size,
-        RECORD=RECORD,
-        WORKER_REGISTERS=kernel_hopper.REGISTERS,
-        num_warps=4,
-        maxnreg=kernel_hopper.REGISTERS,
-        **pdl_options(launch.pdl),
-    )
-
-
 def _buffers(before: BeforeBlock | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (None, None) if before is None else (before.highest_RN, before.totals_RN)
 
@@ -182,18 +153,10 @@ def _combine(
     shape, launch = plan.shape, plan.launch
     pieces = triton.cdiv(launch.block_m, launch.combine_rows)
     combine_kernel[(plan.num_split * shape.num_kv_heads, pieces)](
-        o_RNH,
-        plan.tiles,
-        v_scale_K,
-        *_buffers(before),
-        plan.partial_o,
-        plan.partial_sums,
-        plan.partial_before,
+        *(o_RNH, plan.tiles, v_scale_K, *_buffers(before)),
+        *(plan.partial_o, plan.partial_sums, plan.partial_before),
         *o_RNH.stride()[:2],
-        K=shape.num_kv_heads,
-        G=shape.group,
-        H=shape.head_dim,
-        RECORD=RECORD,
+        **_sizes(shape),
         TILE_M=launch.block_m,
         BLOCK_M=launch.combine_rows,
         BLOCK_H=padded_head(shape.head_dim),

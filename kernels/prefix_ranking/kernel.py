@@ -8,8 +8,6 @@ L layers, R rows of a pass, B sequences, W places, S physical KV slots, N query 
 H head dim.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

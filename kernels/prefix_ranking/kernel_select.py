@@ -8,8 +8,6 @@ groups whose maximum reaches it are looked at again. Counts are integers, so the
 L layers, B sequences, K KV heads, S places, C listed ones, Z lanes.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ Rounds step by step where transformers does, so that bf16 equals it: norm, weigh
 products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim, h half of it, S KV slots.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

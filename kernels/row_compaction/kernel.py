@@ -3,8 +3,6 @@
 B sequences, R rows, I rows that are left, W places of a block (SIZE, padded to BLOCK_W).
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ B sequences, R rows that are left, X wanted rows, H rows of the head, W places o
 BLOCK_W).
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

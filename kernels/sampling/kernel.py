@@ -5,8 +5,6 @@ trees, sums over chunks fp64, so a row's numbers depend neither on the other row
 in README.md; the thresholds of top-k, top-p and min-p are found in kernel_probs.py.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ without them.
 Bit i % 32 of word i // 32 says whether token i is allowed. Contract in README.md.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

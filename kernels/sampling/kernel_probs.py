@@ -4,8 +4,6 @@ With top-k, top-p or min-p it also finds the threshold: the chunks' maxima give 
 above it are listed and solved at once, and rows with many such tokens are solved by kernel_search.py.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ They serve rows whose candidates do not fit the list of kernel_probs.py. A sampl
 pivots, so that in 16 bits one pass usually finds the threshold. Logits are ordered by integer keys.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

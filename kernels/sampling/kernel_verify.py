@@ -4,8 +4,6 @@ Tensors with the letter Z are indexed by lane through `lanes_B`. Nothing is writ
 sequence, and its outputs are 0. Contract in README.md.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -9,8 +9,6 @@ shares with its neighbour are masked. So padding is never read. Contract in READ
 B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

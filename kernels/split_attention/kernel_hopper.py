@@ -8,8 +8,6 @@ tests/kernels only compiles it.
 B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from triton._C.libtriton import ir

@@ -5,8 +5,6 @@ B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emi
 columns of the token table, P pages of a block table.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

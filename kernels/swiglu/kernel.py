@@ -1,7 +1,5 @@
 """The Triton kernel of SwiGLU: element by element. R rows, F ffn width."""
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

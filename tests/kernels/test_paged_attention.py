@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from idlm.kernels.paged_attention import (
-    BACKENDS,
     AttentionRows,
     HeadShape,
     paged_attention,
@@ -344,14 +343,6 @@ def test_every_back_end_gives_all_reasons() -> None:
     assert not reasons("triton", deterministic=True)
 
 
-def test_a_refusal_names_the_back_end_and_the_reasons() -> None:
-    case = build([causal(5, 2)], SMALL)
-    with pytest.raises(ValueError, match=r"triton: needs a CUDA device.*"):
-        plan_attention(case.rows, SMALL, backend="triton")
-    with pytest.raises(ValueError, match=r"unknown back end 'flash'.*torch"):
-        plan_attention(case.rows, SMALL, backend="flash")
-
-
 def test_a_deterministic_row_of_a_cpu_has_the_same_bits_alone() -> None:
     case = build([causal(5, 2), cold(9), causal(0, 20), causal(30, 1)], SMALL)
     caches, rows = (case.k_cache_SKH, case.v_cache_SKH), case.rows
@@ -379,12 +370,10 @@ def test_a_deterministic_row_of_a_cpu_has_the_same_bits_alone() -> None:
 
 
 @pytest.mark.sweep
-def test_the_table_of_back_ends_can_be_imported_and_imports_no_library() -> None:
+def test_the_op_can_be_imported_and_imports_no_library() -> None:
     code = (
-        "import sys, importlib; from idlm.kernels.paged_attention import BACKENDS;"
-        "[importlib.import_module(BACKENDS[name]) for name in BACKENDS if name != 'triton'];"
+        "import sys; from idlm.kernels.paged_attention import op, plain;"
         "print([name for name in ('triton', 'flash_attn', 'flashinfer') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert set(BACKENDS) == {"triton", "torch"}

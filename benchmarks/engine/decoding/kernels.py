@@ -3,8 +3,6 @@
 Shapes: Z lanes, B sequences, J drafts, S tests of the trace.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -165,7 +165,7 @@ def test_uniform_rows_need_no_padding_and_block_rows_see_ahead() -> None:
 
 
 def test_many_slots_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idlm.kernels.paged_attention.op.MAX_GATHERED_SLOTS", 50)
+    monkeypatch.setattr("idlm.kernels.paged_attention.plain.MAX_GATHERED_SLOTS", 50)
     case = build([causal(20, 2), causal(30, 5), causal(45, 1), causal(7, 7), causal(60, 20)])
     assert len(plan_attention(case.rows).groups) > 2
     check(case)
