@@ -1,6 +1,6 @@
 """Expected tokens per forward pass from the acceptance rate of each draft position, in closed form.
 
-The accept/residual rule itself is in `kernels/sampling` (`plain.py` on a CPU). `acceptance_J[j]` is the
+The accept/residual rule itself is in `kernels/sampling` (`drafts.py`). `acceptance_J[j]` is the
 probability that draft j+1 is accepted after all before it were; J draft positions."""
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 NUM_NUMBERS = 8
+SMALLEST_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,28 @@ class Tuning:
     group: int = 8
     sample: int = 8192
     step: int = 2048
+
+
+TUNING = Tuning()
+
+
+class Shape:
+    """Sizes of every launch over chunks; a chunk is a constant of the vocabulary."""
+
+    def __init__(self, num_tokens: int, tuning: Tuning) -> None:
+        self.chunk = min(tuning.chunk, max(SMALLEST_CHUNK, _power_of_two(num_tokens)))
+        self.num_chunks = -(-num_tokens // self.chunk)
+        self.chunks = _power_of_two(self.num_chunks)
+        self.tile = min(tuning.tile, self.chunks)
+        self.num_tiles = -(-self.num_chunks // self.tile)
+        # For kernels that hold two rows at once.
+        self.half_tile = max(1, self.tile // 2)
+        self.num_half_tiles = -(-self.num_chunks // self.half_tile)
+
+
+def _power_of_two(number: int) -> int:
+    """The next one from `number` on."""
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

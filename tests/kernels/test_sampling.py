@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.kernels import backend
 from idlm.kernels.sampling import (
     LayoutTables,
     Tuning,
@@ -17,7 +18,6 @@ from idlm.kernels.sampling import (
     emit_and_draft,
     judged_draws,
     nonfinite,
-    op,
     put,
     restrict,
     row_probs,
@@ -87,14 +87,14 @@ def test_nonfinite_rows_are_reported(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_steps(seed: int) -> None:
-    run_steps(random.Random(seed), num_tokens=[2, 11, 37][seed % 3], tuning=op.TUNING)
+    run_steps(random.Random(seed), num_tokens=[2, 11, 37][seed % 3], tuning=Tuning())
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_masks_of_tokens(seed: int) -> None:
     num_tokens = [1, 11, 37, 64][seed % 4]
     check_allowed(random.Random(seed), num_tokens)
-    check_restrict(random.Random(seed), num_tokens, tuning=op.TUNING, num_drafts=seed % 3 + 1)
+    check_restrict(random.Random(seed), num_tokens, tuning=Tuning(), num_drafts=seed % 3 + 1)
 
 
 def one_draft(p_V: torch.Tensor, q_V: torch.Tensor, num_sequences: int) -> dict[str, Any]:
@@ -221,14 +221,13 @@ class Recorder:
 
 def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tuple[Any, tuple, dict]]:
     """Every launch of one step of Qwen3's size, on tensors that are never read."""
-    from idlm.kernels.sampling import kernel, kernel_bits, kernel_verify
-    from idlm.kernels.sampling import kernel_probs as kernel_probs
+    from idlm.kernels.sampling import kernel, kernel_bits, kernel_probs, kernel_verify
 
     launches: list[tuple[Any, tuple, dict]] = []
     for module in (kernel, kernel_bits, kernel_probs, kernel_verify):
         for name in [name for name in dir(module) if name.endswith("_kernel")]:
             patch.setattr(module, name, Recorder(getattr(module, name), launches))
-    patch.setattr(op, "has_kernels", lambda device: True)
+    patch.setattr(backend, "has_kernels", lambda device: True)
     tuning = Tuning()
     ints, floats = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.float64)
     lanes_B, active_B = ints[:1], torch.ones(1, dtype=torch.bool)

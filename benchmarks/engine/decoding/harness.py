@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.models.moe import MoeLayer, check_blocks
 from idlm.infer.runtime.graphs.warm_up import warm_up
 from idlm.infer.settings import EngineSettings
-from idlm.kernels.sampling import op as sampling_op
+from idlm.kernels.sampling import drafts, draws, probs
 from idlm.semantics import Semantics
 
 PAGE_SIZE = 16
@@ -322,13 +324,11 @@ class SteadyEngine:
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
-        original = sampling_op.has_kernels
-        if not self.arm.is_fused:
-            sampling_op.has_kernels = lambda device: False
-        try:
+        plainly = SimpleNamespace(has_kernels=lambda device: False)
+        with contextlib.ExitStack() as stack:
+            for module in () if self.arm.is_fused else (drafts, draws, probs):
+                stack.enter_context(patch.object(module, "backend", plainly))
             yield
-        finally:
-            sampling_op.has_kernels = original
 
 
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_builder.EngineParts:

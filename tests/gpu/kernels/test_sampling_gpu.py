@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import RowProbs, Tuning, draw, plain, row_probs, uniforms
+from idlm.kernels.sampling import RowProbs, Tuning, draw, row_probs, uniforms
+from idlm.kernels.sampling.probs import plain_row_probs
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -40,7 +41,7 @@ TUNINGS = (
 
 def oracle(logits_XV: Tensor, *settings: Tensor) -> Tensor:
     """The fp64 path, which test_sampling.py compares with the definition."""
-    return plain.row_probs(logits_XV, settings, None, filters=True).probs_XV
+    return plain_row_probs(logits_XV, settings, None, filters=True).probs_XV
 
 
 def check_case(draw_from: random.Random) -> None:

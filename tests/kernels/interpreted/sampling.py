@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from idlm.kernels.sampling import RowProbs, Tuning, draw, op, plain, row_probs, uniforms
-from idlm.kernels.sampling.launch import MAX_DRAWS
+from idlm.kernels import backend
+from idlm.kernels.sampling import RowProbs, Tuning, draw, row_probs, uniforms
+from idlm.kernels.sampling.draws import MAX_DRAWS, plain_uniforms
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -31,7 +32,7 @@ CRAMPED = Tuning(chunk=16, tile=2, capacity=16, listed=4, group=4, sample=32, st
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "has_kernels", lambda device: True)
+    monkeypatch.setattr(backend, "has_kernels", lambda device: True)
 
 
 @pytest.mark.sweep_but("1-2-tuning4", "300-3-tuning2")
@@ -143,8 +144,8 @@ def test_uniform_numbers_equal_the_plain_ones() -> None:
     samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
     lanes = torch.tensor([2, 0, 2])
     for num_draws in (7, 2 * MAX_DRAWS + 3):
-        expected = plain.uniforms(seeds, samples, steps, lanes, num_draws)
+        expected = plain_uniforms(seeds, samples, steps, num_draws, lanes_B=lanes)
         assert torch.equal(uniforms(seeds, samples, steps, num_draws, lanes_B=lanes), expected)
-    expected = plain.uniforms(seeds, samples, steps, lanes, 7)
+    expected = plain_uniforms(seeds, samples, steps, 7, lanes_B=lanes)
     of_sequences = uniforms(seeds, samples, steps[lanes], 7, lanes_B=lanes, steps_by_lane=False)
     assert torch.equal(of_sequences, expected)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling.types import PlainProbs, Probs
+from idlm.kernels.sampling.types import PlainProbs, Probs, Shape
 
 
 def probs_reference(
@@ -116,13 +116,11 @@ def dense_probs(probs: Probs) -> Tensor:
     """The probabilities [X, V] (fp64) that `probs` stands for, all in memory; 0 in rows that have none."""
     if isinstance(probs, PlainProbs):
         return probs.probs_XV
-    from idlm.kernels.sampling.launch import chunk_of
-
     num_tokens = probs.logits_XV.shape[1]
     max_X1, scale_X1, threshold_X1, tie_X1, mass_X1 = probs.numbers_XF[:, :5, None].unbind(1)
     logits_XV, ids_V = probs.logits_XV.double(), torch.arange(num_tokens, device=mass_X1.device)
     # A stored row has logits only in chunks that have mass.
-    chunk = chunk_of(num_tokens, probs.tuning)
+    chunk = Shape(num_tokens, probs.tuning).chunk
     is_kept_XV = (probs.masses_XC > 0).repeat_interleave(chunk, dim=1)[:, :num_tokens] & (mass_X1 > 0)
     is_kept_XV &= (logits_XV > threshold_X1) | ((logits_XV == threshold_X1) & (ids_V <= tie_X1))
     power_XV = (logits_XV - max_X1) * scale_X1

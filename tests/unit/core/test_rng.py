@@ -7,7 +7,7 @@ import math
 import torch
 
 from idlm.kernels.sampling import uniforms
-from idlm.kernels.sampling.plain import philox4x32
+from idlm.kernels.sampling.draws import philox4x32
 
 
 def _words(*values: int) -> tuple[torch.Tensor, ...]:

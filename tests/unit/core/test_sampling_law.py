@@ -11,7 +11,7 @@ import torch
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.kernels.sampling import draw
-from idlm.kernels.sampling.plain import row_probs
+from idlm.kernels.sampling.probs import plain_row_probs
 from idlm.kernels.sampling.types import PlainProbs
 from tests.kernels.references.sampling import emitted_reference, residual_reference
 
@@ -29,7 +29,7 @@ def _settings(num_rows: int, temperature: float, top_k: int, top_p: float, min_p
 
 
 def _probs(logits_XV: torch.Tensor, settings: Settings) -> torch.Tensor:
-    return row_probs(logits_XV.double(), settings, None, filters=True).probs_XV
+    return plain_row_probs(logits_XV.double(), settings, None, filters=True).probs_XV
 
 
 def _slow_law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
