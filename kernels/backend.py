@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 HOPPER = (9, 0)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+LOG2_E = 1.4426950408889634
 INTERPRETED_MULTIPROCESSORS = 6
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on a CPU, which it decides when they are imported."""
@@ -22,6 +25,11 @@ _only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
 def runs_kernels(x: Tensor) -> bool:
     """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter."""
     return INTERPRETED or has_kernels(x.device)
+
+
+def computes(x: Tensor) -> bool:
+    """Whether kernels compute ops on this tensor, whose dtype they know."""
+    return runs_kernels(x) and x.dtype in KERNEL_DTYPES
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -83,9 +91,6 @@ def rounds_as_written() -> dict[str, Any]:
 def pdl_options(pdl: bool) -> dict[str, Any]:
     """Arguments of a kernel with or without dependent launch, which the interpreter does not know."""
     return {"PDL": True, "launch_pdl": True} if pdl and not INTERPRETED else {"PDL": False}
-
-
-FP8 = torch.float8_e4m3fn
 
 
 def read_slots(cache_SKH: torch.Tensor, slots_X: torch.Tensor) -> torch.Tensor:

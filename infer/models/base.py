@@ -10,40 +10,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from idlm.kernels.experts.types import Routing
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeSpec:
-    """Experts: feed-forward networks, of which a router chooses a few for each row."""
+class MoeSpec(Routing):
+    """Experts: feed-forward networks, of which a router chooses a few for each row. With a `capacity`, a pass
+    must be fed all rows of a block, or none.
+    """
 
     num_experts: int
-    num_chosen: int
     ffn_width: int
     """Hidden units of one expert; `ModelSpec.ffn_width` is that of the dense layers."""
     dense_layers: Collection[int] = ()
     """Indices of layers without experts."""
     layer_step: int = 1
     """Of the other layers, those whose number, counted from 1, is a multiple of it have experts."""
-    score: Literal["softmax", "sigmoid"]
-    is_normalised: bool
-    """Whether the weights of the chosen experts are divided by their sum."""
-    scaling: float = 1.0
     has_bias: bool = False
     """Whether a bias per expert is added to its score for the choice, but not to its weight."""
-    num_groups: int = 1
-    num_chosen_groups: int = 1
     shared_ffn_width: int = 0
     """Hidden units of an expert that processes every row, without `scaling`; 0: there is none."""
-    capacity: int | None = None
-    """Experts that the rows of a block admit together, of which each chooses (`Routing`); None: all."""
-    block_size: int = 1
-    """Positions of a block, with a `capacity`: a pass must be fed all rows of a block, or none."""
 
     def is_in(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""

@@ -17,7 +17,7 @@ from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, Rows, WeightTarget, empty_weight, target_of
 from idlm.infer.models.shards import ALONE, Shards
-from idlm.kernels.experts import Routing, experts, route
+from idlm.kernels.experts import experts, route
 from idlm.kernels.linear import Linears
 
 
@@ -33,16 +33,6 @@ class Experts(nn.Module):
         super().__init__()
         self.moe, self.shards = moe, shards
         self.here = shards.part(moe.num_experts)
-        self.routing = Routing(
-            num_chosen=moe.num_chosen,
-            score=moe.score,
-            is_normalised=moe.is_normalised,
-            scaling=moe.scaling,
-            num_groups=moe.num_groups,
-            num_chosen_groups=moe.num_chosen_groups,
-            capacity=moe.capacity,
-            block_size=moe.block_size,
-        )
         wide = torch.promote_types(dtype, torch.float32)
         empty = partial(empty_weight, device=device, dtype=dtype)
         is_sigmoid = moe.score == "sigmoid"
@@ -93,7 +83,7 @@ class Experts(nn.Module):
         """The chosen experts of each row and their weights (fp32), both [R, C]."""
         logits_RE = linears.linear(x_RD.to(self.router.dtype), self.router)
         return route(
-            logits_RE, self.routing, bias_X=self.router_bias, slots_R=slot_mapping_R, positions_R=positions_R
+            logits_RE, self.moe, bias_X=self.router_bias, slots_R=slot_mapping_R, positions_R=positions_R
         )
 
     def targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:

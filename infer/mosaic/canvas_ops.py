@@ -219,7 +219,7 @@ def _choose_experts(run: CanvasPass, step: Step) -> None:
     weight_ED = experts.router
     logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
     for rows in pieces(len(logits_mE)):
-        found_mC, found_weights_mC = route(logits_mE[rows], experts.routing, bias_X=experts.router_bias)
+        found_mC, found_weights_mC = route(logits_mE[rows], experts.moe, bias_X=experts.router_bias)
         ids_mC[rows], weights_mC[rows] = found_mC, found_weights_mC
 
 

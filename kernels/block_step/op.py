@@ -8,8 +8,6 @@ columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -108,14 +106,22 @@ def _launched(
     num_rows, num_wanted = sizes
     num_sequences, device = len(columns_B[0]), columns_B[0].device
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
-    out = _Outputs.empty(num_sequences, num_rows, num_wanted, shape.size, device)
+    out = (
+        torch.empty(num_sequences + 1, dtype=torch.int64, device=device),
+        torch.empty(len(INTS), num_sequences, dtype=torch.int64, device=device),
+        torch.empty(3, num_sequences, dtype=torch.bool, device=device),
+        torch.empty(4, num_rows, dtype=torch.int64, device=device),
+        torch.empty(num_rows, dtype=torch.bool, device=device),
+        torch.empty(3, num_wanted, dtype=torch.int64, device=device),
+        torch.empty(num_sequences, shape.size, dtype=torch.int64, device=device),
+        torch.empty(num_sequences, shape.size, dtype=torch.bool, device=device),
+    )
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
         *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
         *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z, blocks.whole_part_Z),
         *(blocks.num_waits_Z, steps_Z),
         *columns_B,
-        *(out.cu_rows_B1, out.ints_IB, out.bools_IB, out.rows_IR, out.is_mask_R),
-        *(out.wanted_IX, out.number_BW, out.is_maskable_BW),
+        *out,
         *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1], shape.mask_token_id),
         **_options(shape),
         FUSES=shape.fuses and not shape.shifted,
@@ -126,69 +132,43 @@ def _launched(
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= FEW_SEQUENCES else 4,
     )
-    return out.packed()
+    return _named(*out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outputs:
-    """What the kernel fills; I some columns."""
-
-    cu_rows_B1: Tensor
-    ints_IB: Tensor
-    bools_IB: Tensor
-    rows_IR: Tensor
-    is_mask_R: Tensor
-    wanted_IX: Tensor
-    number_BW: Tensor
-    is_maskable_BW: Tensor
-
-    @classmethod
-    def empty(
-        cls, num_sequences: int, num_rows: int, num_wanted: int, size: int, device: torch.device
-    ) -> _Outputs:
-        """Not filled."""
-
-        def ints(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int64, device=device)
-
-        def bools(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.bool, device=device)
-
-        return cls(
-            cu_rows_B1=ints(num_sequences + 1),
-            ints_IB=ints(len(INTS), num_sequences),
-            bools_IB=bools(3, num_sequences),
-            rows_IR=ints(4, num_rows),
-            is_mask_R=bools(num_rows),
-            wanted_IX=ints(3, num_wanted),
-            number_BW=ints(num_sequences, size),
-            is_maskable_BW=bools(num_sequences, size),
-        )
-
-    def packed(self) -> PackedBlocks:
-        """By name."""
-        ints = dict(zip(INTS, self.ints_IB, strict=True))
-        return PackedBlocks(
-            cu_rows_B1=self.cu_rows_B1,
-            sequence_R=self.rows_IR[0],
-            token_ids_R=self.rows_IR[1],
-            slots_R=self.rows_IR[2],
-            limits_R=self.rows_IR[3],
-            is_mask_R=self.is_mask_R,
-            wanted=WantedPlaces(
-                rows_X=self.wanted_IX[0],
-                places_X=self.wanted_IX[1],
-                lanes_X=self.wanted_IX[2],
-                number_BW=self.number_BW,
-                first_B=ints.pop("first_B"),
-                num_B=ints.pop("num_B"),
-                waits_B=self.bools_IB[2],
-            ),
-            **ints,
-            samples_B=self.bools_IB[0],
-            advances_B=self.bools_IB[1],
-            is_maskable_BW=self.is_maskable_BW,
-        )
+def _named(
+    cu_rows_B1: Tensor,
+    ints_IB: Tensor,
+    bools_IB: Tensor,
+    rows_IR: Tensor,
+    is_mask_R: Tensor,
+    wanted_IX: Tensor,
+    number_BW: Tensor,
+    is_maskable_BW: Tensor,
+) -> PackedBlocks:
+    """What the kernel has written."""
+    ints = dict(zip(INTS, ints_IB, strict=True))
+    wanted = WantedPlaces(
+        rows_X=wanted_IX[0],
+        places_X=wanted_IX[1],
+        lanes_X=wanted_IX[2],
+        number_BW=number_BW,
+        first_B=ints.pop("first_B"),
+        num_B=ints.pop("num_B"),
+        waits_B=bools_IB[2],
+    )
+    return PackedBlocks(
+        cu_rows_B1=cu_rows_B1,
+        sequence_R=rows_IR[0],
+        token_ids_R=rows_IR[1],
+        slots_R=rows_IR[2],
+        limits_R=rows_IR[3],
+        is_mask_R=is_mask_R,
+        wanted=wanted,
+        samples_B=bools_IB[0],
+        advances_B=bools_IB[1],
+        is_maskable_BW=is_maskable_BW,
+        **ints,
+    )
 
 
 def decide_blocks(

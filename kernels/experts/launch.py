@@ -20,7 +20,6 @@ from idlm.kernels.experts.types import MIN_SUM, Routing
 
 PLAN_PAIRS = 8192
 COMBINE_COLUMNS = 1024
-SHARED_BYTES = 225 * 1024
 ADMIT_WARPS = 8
 
 
@@ -37,10 +36,6 @@ class Tile:
     warps: int = 4
     stages: int = 4
     stacked: bool = False
-
-    def shared_bytes(self, itemsize: int, block_r: int, *, gated: bool) -> int:
-        """Approximate shared memory of the pipeline."""
-        return self.stages * self.block_i * ((2 if gated else 1) * self.block_o + block_r) * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.backend import computes, has_pdl
 from idlm.kernels.experts.types import MIN_SUM, Routing
 from idlm.kernels.linear import library_linear
 from idlm.kernels.swiglu import swiglu
@@ -20,7 +20,6 @@ from idlm.kernels.swiglu import swiglu
 if TYPE_CHECKING:
     from idlm.kernels.experts.launch import Launch
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST_OF_GROUP = 2
 """Number of scores of a group that are added to rank it."""
 
@@ -45,7 +44,7 @@ def route(
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
     assert routing.capacity is None or positions_R is not None, f"{routing=}"
-    if _runs_kernels(logits_RX):
+    if computes(logits_RX):
         from idlm.kernels.experts.launch import run_route
 
         pdl = has_pdl(logits_RX.device) if pdl is None else pdl
@@ -102,7 +101,7 @@ def experts(
     assert x_RD.shape[1] == gate_up_EFD.shape[2] == down_EDF.shape[1], f"{x_RD.shape=} {gate_up_EFD.shape=}"
     assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2], f"{gate_up_EFD.shape=} {down_EDF.shape=}"
     weights = (gate_up_EFD, down_EDF)
-    if _runs_kernels(x_RD):
+    if computes(x_RD):
         from idlm.kernels.experts.launch import run_experts
 
         return run_experts(
@@ -175,7 +174,3 @@ def _admitted(quality_RX: Tensor, routing: Routing, positions_R: Tensor, slots_R
     is_out_RX = torch.ones_like(quality_RX, dtype=torch.bool)
     is_out_RX.scatter_(1, _largest(best_RX, routing.capacity), False)
     return quality_RX.masked_fill(is_out_RX[first_R1[:, 0]], never)
-
-
-def _runs_kernels(x: Tensor) -> bool:
-    return runs_kernels(x) and x.dtype in DTYPES

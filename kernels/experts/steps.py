@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl
-from idlm.kernels.experts.op import _runs_kernels
+from idlm.kernels.backend import computes, has_pdl
 from idlm.kernels.linear import library_linear
 from idlm.kernels.swiglu import swiglu
 
@@ -35,7 +34,7 @@ def sort_pairs(
     """Sort the pairs by expert, stably, into `order_P`; `tiles` (flat, of `tile_bytes`) gets what the
     products need. All int32 and contiguous; `dtype` is that of the rows.
     """
-    if _runs_kernels(torch.empty(0, dtype=dtype, device=experts_RC.device)):
+    if computes(torch.empty(0, dtype=dtype, device=experts_RC.device)):
         from idlm.kernels.experts.launch import choose, num_tiles, plan_tiles
 
         num_rows, num_chosen = experts_RC.shape
@@ -57,7 +56,7 @@ def expert_hidden(
     x_RD: Tensor, gate_up_EFD: Tensor, experts_RC: Tensor, order_P: Tensor, tiles: Tensor, out_PF: Tensor
 ) -> None:
     """silu(gate) * up of every pair's expert. `gate_up_EFD` has the gate's rows first."""
-    if _runs_kernels(x_RD):
+    if computes(x_RD):
         _grouped(x_RD, gate_up_EFD, experts_RC, order_P, tiles, out_PF, gated=True)
         return
     for expert, pairs_S in _pieces(order_P, tiles, len(gate_up_EFD)):
@@ -69,7 +68,7 @@ def expert_outputs(
     hidden_PF: Tensor, down_EDF: Tensor, experts_RC: Tensor, order_P: Tensor, tiles: Tensor, out_PD: Tensor
 ) -> None:
     """The outputs of every pair's expert."""
-    if _runs_kernels(hidden_PF):
+    if computes(hidden_PF):
         _grouped(hidden_PF, down_EDF, experts_RC, order_P, tiles, out_PD, gated=False)
         return
     for expert, pairs_S in _pieces(order_P, tiles, len(down_EDF)):
@@ -82,7 +81,7 @@ def add_experts(y_PD: Tensor, experts_RC: Tensor, weights_RC: Tensor, x_RD: Tens
     A kernel rounds the sum with x once; the plain path rounds the sum first, as the trunk does.
     """
     num_chosen = experts_RC.shape[1]
-    if _runs_kernels(x_RD):
+    if computes(x_RD):
         from idlm.kernels.experts.launch import combine
 
         # Every expert is here: the number only bounds them.

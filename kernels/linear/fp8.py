@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from idlm.kernels.backend import FP8
 from idlm.kernels.library import library_linear
 
-FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 MANTISSA = 0x7FFFFF
 

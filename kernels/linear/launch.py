@@ -32,7 +32,6 @@ GATED_ROWS, GATED_TILES = range(33, 65), range(132, FEW_PROGRAMS + 1)
 """Rows and tiles of 64 outputs (one round of programs) at which our product with SwiGLU takes as long as the
 library's product alone, which saves a launch.
 """
-SHARED_BYTES = 225 * 1024
 MAX_RANKS = 128
 """Maximum rank that one product of tiles of B and h covers."""
 
@@ -64,11 +63,6 @@ class Launch:
     def __post_init__(self) -> None:
         # A power of two, no more than any share has.
         assert self.ahead in (0, 32, 64, 128, QUANTUM.value), f"{self.ahead=}"
-
-    def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
-        """Approximate shared memory of the pipeline."""
-        weights = self.block_e * (2 if gated else 1) * (weight_itemsize or itemsize)
-        return self.stages * self.block_d * (weights + self.block_r * itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +162,6 @@ def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
     """
     is_few = num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MAX_RANKS
     return is_few and not launch.serial and E % launch.block_e == 0
-
-
-def fits(launch: Launch, itemsize: int, weight_itemsize: int, *, gated: bool) -> bool:
-    """Whether the pipeline fits one multiprocessor's shared memory."""
-    return launch.shared_bytes(itemsize, gated=gated, weight_itemsize=weight_itemsize) <= SHARED_BYTES
 
 
 def run(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.backend import computes, has_pdl
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.library import library_linear
 from idlm.kernels.linear.fp8 import Fp8Weight
@@ -21,7 +21,6 @@ from idlm.kernels.swiglu import swiglu
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch, Workspace
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 Weight = Tensor | Fp8Weight
@@ -78,7 +77,7 @@ class Linears:
     def _launch(
         self, x_RD: Tensor, weight_ED: Weight, lora: GatedLora | None, *, gated: bool
     ) -> Launch | None:
-        if not _takes(x_RD):
+        if not computes(x_RD):
             return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace, with_pdl
 
@@ -110,7 +109,7 @@ def linear(
     other stream uses meanwhile; without one it allocates its own.
     """
     assert x_RD.shape[1] == weight_ED.shape[1] and x_RD.stride(1) == 1, f"{x_RD.shape=} {weight_ED.shape=}"
-    if launch is not None and _takes(x_RD):
+    if launch is not None and computes(x_RD):
         from idlm.kernels.linear.launch import run
 
         if out_RE is None:
@@ -139,7 +138,7 @@ def linear_swiglu(
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
     assert lora is None or launch is not None, "without a launch the adapter has a kernel of its own"
-    if launch is not None and _takes(x_RD):
+    if launch is not None and computes(x_RD):
         from idlm.kernels.linear.launch import run
 
         if out_RF is None:
@@ -156,11 +155,6 @@ def _num_outputs(weight_ED: Weight, lora: GatedLora | None, gated: bool) -> int:
     return height // 2 if gated else height
 
 
-def _takes(x_RD: Tensor) -> bool:
-    """Whether our kernel computes this dtype on this device."""
-    return runs_kernels(x_RD) and x_RD.dtype in DTYPES
-
-
 def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:
     """Whether the fixed launches (on a CPU the library) give a row the same bits at every number of rows.
 
@@ -171,7 +165,7 @@ def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, 
 
     def product(num_rows: int) -> Tensor:
         launch = None
-        if _takes(x_RD):
+        if computes(x_RD):
             from idlm.kernels.linear.launch import fixed_launch
 
             launch = fixed_launch(num_rows, E, D, dtype)

@@ -11,10 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import FP8, read_slots, runs_kernels
+from idlm.kernels.backend import FP8, KERNEL_DTYPES, computes, read_slots, runs_kernels
 from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.inference_mode()
@@ -70,7 +68,7 @@ def page_scores(
     The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
     positive and negative parts of queries, which are averaged first.
     """
-    if runs_kernels(q_RNH) and q_RNH.dtype in KERNEL_DTYPES:
+    if computes(q_RNH):
         from idlm.kernels.page_bounds import launch
 
         return launch.page_scores(q_RNH, rows_BW, bounds, starts_B, slots, page=page, num_pages=num_pages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from idlm.kernels.backend import FP8, INTERPRETED, gpu_of, has_gluon, pdl_options
+from idlm.kernels.backend import FP8, INTERPRETED, KERNEL_DTYPES, LOG2_E, gpu_of, has_gluon, pdl_options
 from idlm.kernels.paged_attention.choice import padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
@@ -16,10 +16,8 @@ from idlm.kernels.paged_attention.planning import RECORD, TritonPlan, plan
 from idlm.kernels.paged_attention.types import BeforeBlock, HeadShape
 
 __all__ = ["TritonPlan", "plan", "problems", "run"]
-LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
@@ -27,7 +25,7 @@ def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> 
     found = []
     if gpu_of(device).type != "cuda" and not INTERPRETED:
         found.append(f"needs a CUDA device, got {device.type}")
-    if shape.dtype not in DTYPES:
+    if shape.dtype not in KERNEL_DTYPES:
         found.append(f"computes bfloat16, float16 and float32, got {shape.dtype}")
     if shape.kv_dtype not in (None, shape.dtype, FP8):
         found.append(f"takes a cache of {shape.dtype} or {FP8}, got {shape.kv_dtype}")

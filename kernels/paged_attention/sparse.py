@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from idlm.kernels.backend import gathered
+from idlm.kernels.backend import LOG2_E, gathered
 from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.backend import num_multiprocessors
+from idlm.kernels.backend import FP8, LOG2_E, num_multiprocessors
 from idlm.kernels.prefix_ranking.kernel import share_kernel
 from idlm.kernels.prefix_ranking.kernel_select import select_kernel
-from idlm.kernels.prefix_ranking.plain import LOG2_E
 from idlm.kernels.prefix_ranking.types import GROUP, RankingPass
-
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

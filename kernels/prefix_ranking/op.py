@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import runs_kernels
+from idlm.kernels.backend import computes, runs_kernels
 from idlm.kernels.prefix_ranking import plain
 from idlm.kernels.prefix_ranking.types import GROUP, RankingPass
 
 MAX_SHARE_BYTES = 256 << 20
 """Most memory for the shares of a group of layers, unless one layer needs more."""
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.inference_mode()
@@ -47,7 +46,7 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
     The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is at least
     `max_slots`. Entries from the block on, and those of sequences that do not rank, are undefined.
     """
-    if runs_kernels(ranking.q_LRNH) and ranking.q_LRNH.dtype in KERNEL_DTYPES:
+    if computes(ranking.q_LRNH):
         from idlm.kernels.prefix_ranking import launch
 
         return launch.attention_share(ranking, first_layer, num_layers)

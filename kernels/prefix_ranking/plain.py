@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import read_slots
+from idlm.kernels.backend import LOG2_E, read_slots
 from idlm.kernels.prefix_ranking.types import RankingPass
 
-LOG2_E = 1.4426950408889634
 MAX_NUMBERS = 1 << 26
 """Scores, or elements of keys, in memory at a time."""
 NOT_LISTED = -1

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl, pdl_options, rounds_as_written, runs_kernels
+from idlm.kernels.backend import FP8, has_pdl, pdl_options, rounds_as_written, runs_kernels
 
-FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 FEW_ROWS = 128
 """With more rows a program has four times the heads and the warps: a head then has as many threads, and the

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from idlm.kernels.backend import INTERPRETED, has_gluon
+from idlm.kernels.backend import INTERPRETED, LOG2_E, has_gluon
 from idlm.kernels.split_attention.kernel import (
     backward_kernel,
     finish_kernel,
@@ -22,7 +22,6 @@ from idlm.kernels.split_attention.kernel import (
 )
 from idlm.kernels.split_attention.visibility import TILE_ROWS, Visibility
 
-LOG2_E = 1.4426950408889634
 FINISH_BLOCK = 4096
 PREPARE_ROWS = 64
 

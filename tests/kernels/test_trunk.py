@@ -21,6 +21,7 @@ from tests.margins import assert_same_rows, rows_keep_bits
 
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch
+SHARED_BYTES = 225 * 1024
 
 
 @pytest.mark.parametrize(
@@ -132,11 +133,12 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
 def test_the_tiles_of_a_wide_swiglu_run_at_once(F: int, rows: int) -> None:
     """Qwen3-14B, Qwen3-32B, Llama-70B: a second round of a few programs would take as long as the first."""
     pytest.importorskip("triton")
-    from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
+    from idlm.kernels.linear.launch import few_rows_launch
 
     launch = few_rows_launch(rows, F, 5120, torch.bfloat16, gated=True)
     assert launch is not None and launch.splits == 1
-    at_once = 132 * (SHARED_BYTES // launch.shared_bytes(2, gated=True))
+    pipeline_bytes = launch.stages * launch.block_d * 2 * (2 * launch.block_e + launch.block_r)
+    at_once = 132 * (SHARED_BYTES // pipeline_bytes)
     assert -(-F // launch.block_e) <= at_once
 
 
@@ -153,7 +155,7 @@ def test_columns_are_prefetched_if_that_helps(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(AssertionError, match="ahead"):
             Launch(ahead=wrong)
     x_RD, weight_ED = torch.zeros(7, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
-    monkeypatch.setattr(op, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(op, "computes", lambda x: True)
     for has_pdl, expected in ((True, (True, AHEAD)), (False, (False, 0))):
         monkeypatch.setattr(op, "has_pdl", lambda device, value=has_pdl: value)
         for deterministic in (False, True):
@@ -218,7 +220,7 @@ def linear_constants(launch: Launch, **more: object) -> Mapping[str, object]:
 def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import SHARED_BYTES, fixed_launch
+    from idlm.kernels.linear.launch import fixed_launch
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     launch = fixed_launch(rows, 6144, 4096, torch.bfloat16)
@@ -246,7 +248,7 @@ def assert_asks_ahead(ptx: str, *, gated: bool) -> None:
 def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: bool) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
+    from idlm.kernels.linear.launch import few_rows_launch
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     launch = few_rows_launch(rows, 12288 if gated else 6144, 4096, torch.bfloat16, gated=gated)
@@ -265,7 +267,7 @@ def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: 
 def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
+    from idlm.kernels.linear.launch import few_rows_launch
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     launch = few_rows_launch(rows, 12288, 4096, torch.bfloat16, gated=True)
@@ -288,7 +290,6 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.gated_lora.kernel import WARPS, expand_kernel
-    from idlm.kernels.linear.launch import SHARED_BYTES
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
     from idlm.kernels.swiglu.kernel import swiglu_kernel
