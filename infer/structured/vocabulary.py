@@ -39,6 +39,11 @@ class Vocabulary:
             special |= {idx for idx in range(vocab_size) if read.is_special_token(idx)} - shown.keys()
             for token_id in tokenizer.get_vocab().values():
                 pieces.tokens[token_id] = read.decode_bytes([token_id])
+        # llguidance lets a token without bytes follow wherever a token may that is named.
+        empty = [idx for idx, piece in enumerate(pieces.tokens) if not piece]
+        special.update(empty)
+        for idx in empty:
+            pieces.tokens[idx] = f"<|no_text_{idx}|>".encode()
         pieces.special_token_ids = sorted(special)
         self.tokens = llguidance.LLTokenizer(pieces, n_vocab=vocab_size, eos_token=list(eos_ids))
         pieces.spell_greedily = self.tokens.greedy_tokenize
@@ -46,12 +51,18 @@ class Vocabulary:
 
     def with_ids(self, lark: str) -> str:
         """A Lark grammar with ids in place of names of added tokens that are text; llguidance knows the names
-        of special ones."""
+        of special ones. It forces nothing then: llguidance takes a forced id back by the length of its text,
+        so that wrong tokens would follow a draft that is tested."""
+        has_ids = False
 
         def named(found: re.Match[str]) -> str:
-            return f"<[{self._names[found[0]]}]>" if found[0] in self._names else found[0]
+            nonlocal has_ids
+            name = f"<[{self._names[found[0]]}]>" if found[0] in self._names else found[0]
+            has_ids |= name.startswith("<[")
+            return name
 
-        return LARK.sub(named, lark)
+        text = LARK.sub(named, lark)
+        return f'%llguidance {{"no_forcing": true}}\n{text}' if has_ids else text
 
 
 class _Pieces:

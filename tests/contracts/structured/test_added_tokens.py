@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from idlm.contracts import Constraint, ConstraintKind
 from idlm.infer.server.parsers.hermes import calls_grammar
-from idlm.infer.structured.grammar import GrammarCompiler
+from idlm.infer.structured.grammar import WORD_BITS, GrammarCompiler, compute_bits
 from idlm.text.detokenizer import answer_text
 from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_byte_fallback, save_tagged
@@ -64,6 +66,22 @@ def test_hidden_tokens_are_no_text_but_have_names(compiler: GrammarCompiler) -> 
     assert len(token_ids) == 2
     assert not takes(compiler, "regex", "a<\\|im_start\\|>", token_ids)
     assert takes(compiler, "grammar", 'start: "a" <|im_start|>', token_ids)
+
+
+def test_named_tokens_can_be_tested_as_drafts(compiler: GrammarCompiler) -> None:
+    """Ids without text follow nowhere."""
+    names, end = ["<think>", "x", "</think>", "y"], compiler._tokenizer.eos_token_id
+    token_ids = compiler._tokenizer.convert_tokens_to_ids(names)
+    bits_YW = torch.zeros(len(token_ids) + 1, -(-VOCAB // WORD_BITS), dtype=torch.int32)
+    for text in ('start: <think> "x" </think> "y"', f'start: <[{token_ids[0]}]> "x" </think> "y"'):
+        grammar = compiler.grammar(Constraint(kind="grammar", text=text))
+        for num_tested in range(3):
+            grammar.matcher.compute_ff_tokens()
+            assert grammar.matcher.try_consume_tokens(token_ids[:num_tested]) == num_tested
+            assert grammar.matcher.rollback(num_tested)
+            compute_bits([(grammar, token_ids, 0)], bits_YW)
+            allowed = np.unpackbits(bits_YW.numpy().view(np.uint8), axis=1, bitorder="little")
+            assert [row.nonzero()[0].tolist() for row in allowed] == [[each] for each in (*token_ids, end)]
 
 
 def test_calls_may_be_spelled_in_the_models_way(tmp_path: Path) -> None:
