@@ -11,7 +11,7 @@ import torch
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import Sample, pack_rows
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
@@ -62,13 +62,13 @@ def tiny_config(family: str) -> dict[str, Any]:
 
 def tiny_model(family: str, attention: str = "idlm_sdpa", **fields: Any) -> Any:
     config = tiny_config(family) | fields
-    return create_base(config, attention=attention, dtype=torch.float32, seed=0).eval()
+    return random_model(config, attention=attention, dtype=torch.float32, seed=0).eval()
 
 
 def write_tiny_base(directory: Path) -> Path:
     """A random Qwen3 with 192 rows, of which the task tokenizer leaves some to spare."""
     config = tiny_config("qwen3") | {"vocab_size": 192}
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
+    random_model(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
     save_tokenizer(directory)
     return directory
 

@@ -47,10 +47,10 @@ from idlm.train.model.load import (
     check_fit,
     compile_layers,
     compiles,
-    create_base,
     load_base,
     needed_attention,
     new_config,
+    random_model,
     require_row,
 )
 from idlm.train.model.stand_in import check_architecture
@@ -178,7 +178,7 @@ def prepare_model(
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values.setdefault(name, getattr(tokenizer, name))
     check_architecture(new_config(values), attention=needed_attention(config, attention))
-    return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
+    return random_model(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
 
 
 def describe_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> str | None:

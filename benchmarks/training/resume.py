@@ -275,9 +275,9 @@ def make_base(directory: Path) -> None:
         import torch
 
         from idlm.tasks.tokenizer import save_tokenizer
-        from idlm.train.model.load import create_base
+        from idlm.train.model.load import random_model
 
-        model = create_base(MODEL, attention="idlm_sdpa", dtype=torch.float32, seed=0)
+        model = random_model(MODEL, attention="idlm_sdpa", dtype=torch.float32, seed=0)
         model.save_pretrained(directory)
         save_tokenizer(directory)
         os._exit(0)

@@ -18,10 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from idlm.errors import UserError
 from idlm.files.records import Reader, reading
@@ -52,9 +50,6 @@ BYTES_ALONE = 1 << 21
 """Bytes of packed tokens that this process makes first without `data.workers`: starting others for less is
 slower."""
 SECONDS_BETWEEN_LINES = 10.0
-
-Task = tuple[int, int, str, dict[str, Any], str, tuple[str, ...]]
-"""File, place, origin, record, shape and ignored keys of one record to encode."""
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -106,9 +101,8 @@ def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directo
     for done in _encoded(tasks, encoder, config.workers):
         note_progress()
         if done.error is not None and config.on_bad_record == "error":
-            code, message, fix = done.error
             _remove_parts(directory, num_parts)
-            raise UserError(code, message, fix=fix)
+            raise done.error
         counts.add(done)
         waiting.append(done)
         if counts.num_tokens - num_written >= PART_TOKENS:
@@ -142,7 +136,7 @@ def _remove_parts(directory: Path, num_parts: int) -> None:
         directory.rmdir()
 
 
-def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:
+def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
     """Yield what is to be encoded of each record, or its error where it lacks the shape of the source."""
     shape = first = ""
     for row in reader.rows():
@@ -154,12 +148,18 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:
                 shape, first = detect_shape(row.value, config.shape, origin=origin), origin
             check_shape(row.value, shape, config.shape, origin=origin, first=first)
         except UserError as error:
-            failure = (error.code, error.message, error.fix)
-            yield Encoded(file=row.file, place=row.place, origin=origin, error=failure)
+            # A new one: what was raised holds the record.
+            kept = UserError(error.code, error.message, fix=error.fix)
+            yield Encoded(file=row.file, place=row.place, origin=origin, error=kept)
         else:
-            record = {name: value for name, value in row.value.items() if name in keys_of(shape)}
-            ignored = (*ignored_keys(row.value, shape), *row.unread)
-            yield row.file, row.place, origin, record, shape, ignored
+            yield Encoded(
+                file=row.file,
+                place=row.place,
+                origin=origin,
+                shape=shape,
+                record={name: value for name, value in row.value.items() if name in keys_of(shape)},
+                ignored=(*ignored_keys(row.value, shape), *row.unread),
+            )
 
 
 def _no_samples(config: DataConfig, counts: Counts) -> UserError:
@@ -172,7 +172,7 @@ def _no_samples(config: DataConfig, counts: Counts) -> UserError:
     )
 
 
-def _encoded(tasks: Iterator[Task | Encoded], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
+def _encoded(tasks: Iterator[Encoded], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
     default = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
     num_workers = default if workers is None else workers
     num_alone = BYTES_ALONE if workers is None else 0
@@ -185,9 +185,7 @@ def _encoded(tasks: Iterator[Task | Encoded], encoder: Encoder, workers: int | N
         yield done
 
 
-def _encoded_by_workers(
-    tasks: Iterator[Task | Encoded], encoder: Encoder, num_workers: int
-) -> Iterator[Encoded]:
+def _encoded_by_workers(tasks: Iterator[Encoded], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
     # A fork would copy this process with its threads and GPU context. The fork server is a fresh process that
     # imports what workers need once for all of them.
     context = multiprocessing.get_context("forkserver")
@@ -221,36 +219,29 @@ def _start_worker(encoder: Encoder) -> None:
     _WORKER[:] = [encoder]
 
 
-def _encode_batch(tasks: Sequence[Task | Encoded]) -> list[Encoded]:
+def _encode_batch(tasks: Sequence[Encoded]) -> list[Encoded]:
     return [encode(_WORKER[0], task) for task in tasks]
 
 
-def encode(encoder: Encoder, task: Task | Encoded) -> Encoded:
+def encode(encoder: Encoder, task: Encoded) -> Encoded:
     """Return the packed samples of one record, or its UserError, which names the record."""
-    if isinstance(task, Encoded):
+    if task.error is not None:
         return task
-    file, place, origin, record, shape, ignored = task
-    samples: tuple[np.ndarray, ...] = ()
-    notes: set[str] = set()
-    failure = None
+    origin = task.origin
     try:
-        made, ignored_in_turns = samples_of(record, shape, encoder, origin=origin)
-        samples, notes = tuple(map(pack, made)), {note for sample in made for note in sample.notes}
-        ignored = (*ignored, *sorted(ignored_in_turns))
+        made, ignored_in_turns = samples_of(task.record, task.shape, encoder, origin=origin)
     except UserError as error:
         message = error.message if origin in error.message else f"{origin}: {error.message}"
-        failure = error.code, message, error.fix
+        return replace(task, record={}, ignored=(), error=UserError(error.code, message, fix=error.fix))
     except (TypeError, UnicodeEncodeError) as error:
         # Half of a surrogate pair is valid in JSON and invalid as text.
         message = f"{origin} has text that the tokenizer refuses, such as half of a surrogate pair: {error}"
-        failure = "IDLM-0202", message, "write UTF-8"
-    return Encoded(
-        file=file,
-        place=place,
-        origin=origin,
-        shape=shape,
-        samples=samples,
-        ignored=() if failure else ignored,
-        notes=tuple(sorted(notes)),
-        error=failure,
+        refused = UserError("IDLM-0202", message, fix="write UTF-8")
+        return replace(task, record={}, ignored=(), error=refused)
+    return replace(
+        task,
+        record={},
+        samples=tuple(map(pack, made)),
+        ignored=(*task.ignored, *sorted(ignored_in_turns)),
+        notes=tuple(sorted({note for sample in made for note in sample.notes})),
     )

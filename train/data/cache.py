@@ -42,7 +42,7 @@ NUM_EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The packed samples (see `pack`) of one record, or the code, message and fix of its UserError.
+    """One record, before (`record`) and after it is encoded: its packed samples (see `pack`) or its error.
 
     `place` is the line in file number `file`; `shape` is "" where the record has none. `ignored`: keys of the
     record and of its turns that hold something and are not read. `notes`: what else is to be told of the
@@ -55,7 +55,8 @@ class Encoded:
     samples: tuple[np.ndarray, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    error: tuple[str, str, str] | None = None
+    error: UserError | None = None
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +83,8 @@ class Counts:
             self.ignored[key] = self.ignored.get(key, 0) + 1
         if done.error is not None:
             self.num_skipped += 1
-            self.skipped_examples += [": ".join(done.error[:2])][: NUM_EXAMPLES - len(self.skipped_examples)]
+            example = f"{done.error.code}: {done.error.message}"
+            self.skipped_examples += [example][: NUM_EXAMPLES - len(self.skipped_examples)]
         for note in done.notes:
             self.notes.setdefault(note, [0, done.origin])[0] += 1
         for packed in done.samples:

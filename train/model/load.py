@@ -198,20 +198,6 @@ def _say_whether_tied(model: PreTrainedModel, path: str) -> None:
     )
 
 
-def create_base(
-    config_values: dict[str, Any],
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    seed: int,
-    device: torch.device | None = None,
-) -> PreTrainedModel:
-    """A randomly initialised model from `model.config` (`model_type` and the fields of that family), drawn on
-    `device`: a model of billions takes minutes on a CPU."""
-    config = new_config(config_values)
-    return random_model(config, attention=attention, dtype=dtype, seed=seed, device=device)
-
-
 def new_config(config_values: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration that `model.config` gives; UserError IDLM-0502 where it gives none."""
     from transformers import AutoConfig
@@ -230,17 +216,19 @@ def new_config(config_values: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def random_model(
-    config: PretrainedConfig,
+    config: PretrainedConfig | Mapping[str, Any],
     *,
     attention: str,
     dtype: torch.dtype,
     seed: int = 0,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A model with random weights on `device`; UserError IDLM-0502 where `config` gives none."""
+    """A model with random weights, of a configuration or of the values of `model.config`; UserError IDLM-0502
+    where these give none. It is drawn on `device`: one of billions of weights takes minutes on a CPU."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
+    config = new_config(config) if isinstance(config, Mapping) else config
     torch.manual_seed(seed)
     try:
         with torch.device(device or "cpu"):

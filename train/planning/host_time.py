@@ -20,7 +20,7 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import SampleRows, pack_rows
 from idlm.train.model.attention import choose_attention
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from idlm.train.objectives.base import Asked, Head
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import PRODUCT, ModelWork, Passes, TokenCounts, train_passes
@@ -186,7 +186,7 @@ def _step(
         for name, value in values.items()
     }
     values["vocab_size"] = max(values["vocab_size"], int(batch["input_ids"].max()) + 1)
-    small = create_base(values | {"num_hidden_layers": num_layers}, attention=attention, dtype=dtype, seed=0)
+    small = random_model(values | {"num_hidden_layers": num_layers}, attention=attention, dtype=dtype, seed=0)
     prepare_adapter(config, small, None)
     runner, counts = BodyAndHead(small), objective.counts(batch, stage=stage, want_overlap=False)
     asked = Asked(stage=stage, coefficients=1 / counts.clamp_min(1))

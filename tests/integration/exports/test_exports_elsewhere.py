@@ -21,7 +21,7 @@ from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer, num_token_ids
 from idlm.train import cli
 from idlm.train.checkpoint.export import PROBES
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import tiny_config, write_tiny_base
 
@@ -124,7 +124,7 @@ def test_a_grown_untied_base_with_scaled_positions_is_read_alike(tmp_path: Path)
     save_tokenizer(base)
     changes = {"tie_word_embeddings": False, "vocab_size": num_token_ids(load_tokenizer(base))}
     config = tiny_config("llama") | changes | {"rope_parameters": LLAMA3}
-    model = create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0)
+    model = random_model(config, attention="idlm_sdpa", dtype=torch.float32, seed=0)
     model.save_pretrained(base)
     for path in base.iterdir():
         old.mkdir(exist_ok=True)

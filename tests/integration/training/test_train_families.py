@@ -12,7 +12,7 @@ from idlm.infer.engine import Engine
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.checkpoint.export import _require_bitwise
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import tiny_config
 
@@ -32,7 +32,7 @@ def test_a_family_converts_and_decodes(family: str, tmp_path: Path) -> None:
     base.mkdir()
     save_tokenizer(base)
     config = tiny_config(family) | {"vocab_size": 192} | (MOE if family == "qwen3_moe" else {})
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
+    random_model(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
     assert cli.main(["dry_run=true", *arguments(base, output, **{"train.stages": STAGES})]) == 0
     assert cli.main(arguments(base, output, **{"train.stages": STAGES, "report.enabled": "true"})) == 0
 
@@ -46,7 +46,7 @@ def test_a_family_converts_and_decodes(family: str, tmp_path: Path) -> None:
 
 
 def test_what_a_family_stores_under_other_names_is_read_back(tmp_path: Path) -> None:
-    model = create_base(
+    model = random_model(
         tiny_config("qwen3_moe") | MOE, attention="idlm_documents", dtype=torch.float32, seed=0
     )
     model.save_pretrained(tmp_path)

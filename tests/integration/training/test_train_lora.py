@@ -21,7 +21,7 @@ from idlm.lora import MASK_ROW, WEIGHTS_FILE, base_identity
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.integration.training.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import tiny_config
@@ -35,7 +35,7 @@ def write_base(directory: Path, family: str, *, spare_rows: bool) -> Path:
     directory.mkdir(parents=True)
     num_ids = save_tokenizer(directory)
     config = tiny_config(family) | {"vocab_size": 192 if spare_rows else num_ids}
-    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
+    random_model(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
     return directory
 
 

@@ -24,7 +24,7 @@ from idlm.train.check import PUBLISHED_FILES
 from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
@@ -318,7 +318,7 @@ def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(
 
 def test_a_full_disk_leaves_the_old_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (finished / "manifest.json").read_bytes()
-    model = create_base(tiny_config("llama"), attention="idlm_sdpa", dtype=torch.float32, seed=1)
+    model = random_model(tiny_config("llama"), attention="idlm_sdpa", dtype=torch.float32, seed=1)
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
@@ -363,7 +363,7 @@ def test_a_base_without_a_spare_row_grows_one_and_keeps_its_dtype(tmp_path: Path
     base.mkdir()
     num_ids = save_tokenizer(base)
     config = tiny_config("llama") | {"vocab_size": num_ids}
-    create_base(config, attention="idlm_sdpa", dtype=torch.bfloat16, seed=0).save_pretrained(base)
+    random_model(config, attention="idlm_sdpa", dtype=torch.bfloat16, seed=0).save_pretrained(base)
     stages = "[{stride: 2, steps: 1, clean_weight: 0.2}]"
     assert cli.main(arguments(base, tmp_path / "out", **{"train.stages": stages})) == 0
     rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]

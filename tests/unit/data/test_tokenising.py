@@ -60,9 +60,9 @@ def counting(monkeypatch: pytest.MonkeyPatch, *, fails_at: int | None = None, er
     """The lines that are encoded from now on; `error` is raised at line `fails_at`."""
     lines: list[int] = []
 
-    def encode(encoder: Encoder, task: build.Task) -> build.Encoded:
-        lines.append(task[1])
-        if task[1] == fails_at:
+    def encode(encoder: Encoder, task: build.Encoded) -> build.Encoded:
+        lines.append(task.place)
+        if task.place == fails_at:
             raise error
         return original(encoder, task)
 
@@ -269,12 +269,12 @@ def test_tokenising_for_hours_does_not_trigger_the_default_watchdog(
     clock, seen = Clock(), []
     watchdog = watching(clock)
 
-    def encode(encoder: Encoder, task: build.Task) -> build.Encoded:
+    def encode(encoder: Encoder, task: build.Encoded) -> build.Encoded:
         for _ in range(2):
             clock.now += 75e6 / 2 / TOKENS_PER_SECOND
             seen.append(judged(watchdog))
-        sample = pack(Sample.from_pair([1], [2, 3], origin=task[2]))
-        return build.Encoded(file=task[0], place=task[1], origin=task[2], samples=(sample,))
+        sample = pack(Sample.from_pair([1], [2, 3], origin=task.origin))
+        return dataclasses.replace(task, samples=(sample,))
 
     monkeypatch.setattr(build, "encode", encode)
     read(config_of(tmp_path), encoder)

@@ -11,7 +11,7 @@ from idlm.errors import UserError
 from idlm.train.model import attention as attention_module
 from idlm.train.model import checks as model_module
 from idlm.train.model.checks import check_model
-from idlm.train.model.load import create_base, load_base
+from idlm.train.model.load import load_base, random_model
 from tests.tiny_training import tiny_model
 
 
@@ -37,7 +37,7 @@ def test_attention_that_would_be_another_is_refused(family: str, monkeypatch: py
     values |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     values |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     values |= SPECIAL_ATTENTION[family]
-    model = create_base(values, attention=attention, dtype=torch.float32, seed=0)
+    model = random_model(values, attention=attention, dtype=torch.float32, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -54,7 +54,7 @@ def test_attention_that_would_be_another_is_refused(family: str, monkeypatch: py
 def test_an_architecture_with_attention_of_its_own_is_refused_by_name(family: str, tmp_path: Path) -> None:
     values = {"model_type": family, "vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 2}
     values |= {"num_hidden_layers": 1, "num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None}
-    create_base(values, attention="eager", dtype=torch.float32, seed=0).save_pretrained(tmp_path)
+    random_model(values, attention="eager", dtype=torch.float32, seed=0).save_pretrained(tmp_path)
     attention = "idlm_documents"
     with pytest.raises(UserError, match="IDLM-0505"):
         check_model(load_base(str(tmp_path), attention=attention, dtype=torch.float32), attention=attention)

@@ -13,7 +13,7 @@ from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.checks import check_window, prepare_mask_row
-from idlm.train.model.load import create_base
+from idlm.train.model.load import random_model
 from idlm.train.objectives import base
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.base import Asked
@@ -179,7 +179,7 @@ def test_values_and_gradients_are_those_of_the_plain_loss(
     clean_weight: float | None, is_tied: bool, chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective, stage = tiny_objective(), stage_of(3, clean_weight)
-    model = create_base(
+    model = random_model(
         tiny_config("qwen3") | {"tie_word_embeddings": is_tied},
         attention="idlm_sdpa",
         dtype=torch.float32,
@@ -240,7 +240,7 @@ def test_a_row_without_documents_has_zero_losses_and_gradients() -> None:
 
 def test_a_frozen_head_takes_no_gradient() -> None:
     objective, stage = tiny_objective(), stage_of(3)
-    model = create_base(
+    model = random_model(
         tiny_config("llama") | {"tie_word_embeddings": False},
         attention="idlm_sdpa",
         dtype=torch.float32,
