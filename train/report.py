@@ -17,7 +17,7 @@ from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.fingerprint import run_fingerprint
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.model_card import drafts_table, run_facts, table
-from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
+from idlm.train.checkpoint.resume import REPORT_FILE, RUN_FOLDER, config_text
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.metrics import EVALUATION, clean_weight_warning, describe, read_metrics, training_records
 from idlm.train.planning.estimate import Estimate, estimate_run
@@ -91,55 +91,46 @@ def report_run(
     exports = [path.relative_to(target) for path in exports if path.is_dir()]
     if exports:
         facts["stage checkpoints"] = ", ".join(map(str, exports))
-    data = data_report(config, prepared)
     estimate = estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus)
+    setting = [
+        "## Data",
+        "\n".join(f"- {line}" for line in data_report(config, prepared).lines()),
+        "## Configuration",
+        f"```yaml\n{config_text(config).rstrip()}\n```",
+        "## Environment",
+        f"```json\n{json.dumps(run_fingerprint(), indent=2)}\n```",
+    ]
     samples: SampleReport | None = None
     if sampler is not None and config.report.num_samples > 0:
         free()
         samples = sampler(target, config.report.num_samples)
-    with translate_disk_errors(target / "report.md"):
-        return write_report(
-            target,
-            metrics=metrics,
-            config_yaml=config_text(config),
-            fingerprint=run_fingerprint(),
-            facts=facts,
-            samples=samples,
-            evaluations=[record for record in records if EVALUATION in record],
-            data_lines=data.lines(),
-            estimate=estimate,
-        )
+    with translate_disk_errors(target / REPORT_FILE):
+        return write_report(target, records, facts, samples, setting=setting, estimate=estimate)
 
 
 def write_report(
     directory: Path,
-    *,
-    metrics: Sequence[dict[str, Any]],
-    config_yaml: str,
-    fingerprint: dict[str, Any],
+    records: Sequence[dict[str, Any]],
     facts: dict[str, str],
     samples: SampleReport | None,
-    evaluations: Sequence[dict[str, Any]] = (),
-    data_lines: Sequence[str] = (),
+    *,
+    setting: Sequence[str] = (),
     estimate: Estimate | None = None,
 ) -> Path:
-    """Write `report.md` and its plots into `directory`; `facts` are lines of the summary, `evaluations` the
-    held-out records of `metrics.jsonl`, `estimate` what the run was expected to need.
+    """Write `report.md` and its plots into `directory`; `records`: of `metrics.jsonl`, `facts`: lines of
+    the summary, `setting`: the last sections, `estimate`: what the run was expected to need.
     """
+    metrics = training_records(records)
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
     summary = [*facts.items(), *_measured(metrics, estimate)]
+    evaluations = [record for record in records if EVALUATION in record]
     parts = ["# Training report", table(("what", "value"), summary), *_held_out_parts(evaluations)]
     for title, name in plots:
         parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
     if samples is not None:
         parts += _sample_parts(samples)
-    if data_lines:
-        parts += ["## Data", "\n".join(f"- {line}" for line in data_lines)]
-    parts += ["## Configuration", f"```yaml\n{config_yaml.rstrip()}\n```"]
-    parts += ["## Environment", f"```json\n{json.dumps(fingerprint, indent=2)}\n```"]
-    path = directory / "report.md"
-    replace_text(path, "\n\n".join(parts) + "\n")
-    return path
+    replace_text(directory / REPORT_FILE, "\n\n".join([*parts, *setting]) + "\n")
+    return directory / REPORT_FILE
 
 
 def _measured(metrics: Sequence[dict[str, Any]], estimate: Estimate | None) -> list[tuple[str, str]]:

@@ -51,10 +51,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 
 def write(directory: Path, samples: report.SampleReport | None, metrics: list[dict[str, Any]]) -> str:
-    path = report.write_report(
-        directory, metrics=metrics, config_yaml="", fingerprint={}, facts={}, samples=samples
-    )
-    return path.read_text()
+    return report.write_report(directory, metrics, {}, samples).read_text()
 
 
 def test_plots_draw_the_boundary_at_the_last_step_of_a_stage(
