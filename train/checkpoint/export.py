@@ -26,11 +26,10 @@ from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.all_versions import model_config, write_tokenizer_files
 from idlm.train.checkpoint.base_files import BaseFiles
-from idlm.train.checkpoint.config_json import for_all_versions
 from idlm.train.checkpoint.model_card import model_card
 from idlm.train.checkpoint.resume import STAGE_FOLDER
-from idlm.train.checkpoint.tokenizer_files import write_tokenizer_files
 from idlm.train.distributed.collectives import from_rank_zero
 from idlm.train.distributed.deepspeed import whole_weights
 from idlm.train.model.gated_lora import is_trained, merged, peft_tensors
@@ -186,7 +185,7 @@ def _complete_config(path: Path, dtype: torch.dtype | None, base_config: Mapping
     config["use_cache"] = True
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
-    config = for_all_versions(config, base_config)
+    config = model_config(config, base_config)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig
 
 from idlm.semantics import Semantics
+from idlm.train.checkpoint.all_versions import model_config
 from idlm.train.checkpoint.base_files import BaseFiles
-from idlm.train.checkpoint.config_json import for_all_versions
 from idlm.train.checkpoint.export import export
 from tests.tiny_training import tiny_model
 
@@ -53,7 +53,7 @@ def both_forms(family: str, base: dict[str, Any] | None = None, **fields: Any) -
     """config.json of an export; transformers 5 reads the same from it as without the older keys."""
     config = AutoConfig.for_model(family, **fields)
     written = json.loads(config.to_json_string(use_diff=False))
-    done = for_all_versions(written, base or {})
+    done = model_config(written, base or {})
     again = AutoConfig.for_model(**json.loads(json.dumps(done))).to_dict()
     again["rope_parameters"].pop("type", None)
     assert again["rope_parameters"] == written["rope_parameters"]
@@ -135,7 +135,7 @@ def test_older_keys_of_the_base_are_kept_as_it_has_them() -> None:
 def test_a_nested_config_has_both_forms_and_remote_code_is_not_named() -> None:
     inner = {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     written = {"text_config": inner, "auto_map": {"AutoConfig": "my.Config"}, "custom_pipelines": {}}
-    done = for_all_versions(written, {"text_config": {"rope_theta": 7}})
+    done = model_config(written, {"text_config": {"rope_theta": 7}})
     assert done.keys() == {"text_config"}
     assert done["text_config"]["rope_theta"] == 7 and done["text_config"]["torch_dtype"] == "bfloat16"
 

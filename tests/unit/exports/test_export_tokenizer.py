@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 from idlm.checkpoint import read_json
 from idlm.semantics import Semantics
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.checkpoint import config_json, tokenizer_files
+from idlm.train.checkpoint.all_versions import model_config, tokenizer_config, write_tokenizer_files
 from idlm.train.checkpoint.base_files import BaseFiles, read_tokenizer_files
 from idlm.train.checkpoint.export import PROBES, export
-from idlm.train.checkpoint.tokenizer_files import write_tokenizer_files
 from tests.small_tokenizers import save_byte_level
 from tests.tiny_training import tiny_model
 
@@ -127,6 +126,6 @@ def test_a_saved_family_class_says_whether_texts_begin_with_bos(tmp_path: Path) 
 def test_the_bundled_checkpoints_are_in_words_of_all_versions(name: str) -> None:
     directory = Path(__file__).resolve().parents[3] / "recipes" / "assets" / name
     config, tokenizer = read_json(directory / "config.json"), load_tokenizer(directory)
-    assert config_json.for_all_versions(config, {}) == config and "rope_theta" in config
+    assert model_config(config, {}) == config and "rope_theta" in config
     stored = read_json(directory / "tokenizer_config.json")
-    assert tokenizer_files.for_all_versions(stored, tokenizer) == stored
+    assert tokenizer_config(stored, tokenizer) == stored
