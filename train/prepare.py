@@ -66,20 +66,28 @@ DATA_FILE, BASE_FILE = "data.json", "base.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class RunData:
+    """What a run trains on and is evaluated on; `held_out` is None without `eval.every`. `date`: the day that
+    the chat template writes, None where it writes none.
+    """
+
+    dataset: PackedDataset
+    curriculum: Curriculum
+    held_out: PackedDataset | None
+    date: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(RunData):
     """Everything a run needs, checked and loaded."""
 
     model: PreTrainedModel
     tokenizer: Any
     mask_token_id: int | None
     objective: Objective
-    dataset: PackedDataset
-    curriculum: Curriculum
     attention: str
-    held_out: PackedDataset | None = None
     adapter: AdapterSpec | None = None
     base_identity: str | None = None
-    date: str | None = None
     mask_text: str | None = None
     base: BaseFiles = BaseFiles()
 
@@ -90,8 +98,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     attention = choose_attention(config.model.attention, device, is_16_bit=is_16_bit)
     tokenizer = prepare_tokenizer(config)
     model = prepare_model(config, tokenizer, attention, device).to(device)
-    mask_text = describe_mask(config, model, tokenizer)
-    mask_token_id, mask_row_D = prepare_mask(config, model, tokenizer)
+    mask_token_id, mask_row_D, mask_text = prepare_mask(config, model, tokenizer)
     with gathering_forward(model):
         check_model(model, attention=attention)
     check_fit(config, model, tokenizer, device, num_rows=num_vocabulary_rows(model))
@@ -181,32 +188,25 @@ def prepare_model(
     return random_model(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
 
 
-def describe_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> str | None:
-    """Which token is the mask and why, before rows are added; None for objectives without masks."""
-    if not OBJECTIVES.get(config.objective).places_masks:
-        return None
-    rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
-    return mask_token_text(tokenizer, rows, explicit, has_adapter=config.adapter is not None)
-
-
 def prepare_mask(
     config: TrainConfig, model: PreTrainedModel, tokenizer: Any
-) -> tuple[int | None, torch.Tensor | None]:
-    """The mask token's id, whose embedding row is usable afterwards; None for objectives without masks.
-
-    An adapter does not change the base: the start [D] of an embedding that it needs is returned.
+) -> tuple[int | None, torch.Tensor | None, str | None]:
+    """(mask token id, whose embedding row is usable afterwards; start [D] of an embedding that an adapter
+    trains, since it does not change the base; which token it is and why). None for what there is not.
     """
     if not OBJECTIVES.get(config.objective).places_masks:
-        return None, None
+        return None, None, None
+    num_rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
+    text = mask_token_text(tokenizer, num_rows, explicit, has_adapter=config.adapter is not None)
     if config.adapter is not None:
-        chosen = choose_mask(model, tokenizer, config.model.mask_token_id)
-        require_row(config, chosen[0], num_vocabulary_rows(model))
-        return chosen
-    mask_token_id, has_row = mask_token(tokenizer, num_vocabulary_rows(model), config.model.mask_token_id)
+        mask_token_id, mask_row_D = choose_mask(model, tokenizer, explicit)
+        require_row(config, mask_token_id, num_rows)
+        return mask_token_id, mask_row_D, text
+    mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
     if not has_row:
         grow_vocabulary(model, mask_token_id)
     prepare_mask_row(model, mask_token_id)
-    return mask_token_id, None
+    return mask_token_id, None, text
 
 
 def prepare_adapter(
@@ -223,18 +223,6 @@ def prepare_adapter(
     )
     add_adapter(model, spec, mask_row_D=mask_row_D, seed=config.train.seed, is_gated=config.adapter.gated)
     return spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunData:
-    """What a run trains on and is evaluated on; `held_out` is None without `eval.every`. `date`: the day that
-    the chat template writes, None where it writes none.
-    """
-
-    dataset: PackedDataset
-    curriculum: Curriculum
-    held_out: PackedDataset | None
-    date: str | None
 
 
 def make_objective(
