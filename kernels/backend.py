@@ -55,8 +55,7 @@ def gpu_of(device: torch.device) -> torch.device:
 @cache
 def has_pdl(device: torch.device) -> bool:
     """Whether a kernel can launch before the kernel that it waits for has ended (programmatic dependent
-    launch), which needs a GPU from Hopper on and is unknown to Triton's interpreter.
-    """
+    launch), which needs a GPU from Hopper on and is unknown to Triton's interpreter."""
     device = gpu_of(device)
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= HOPPER
 
@@ -83,8 +82,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def rounds_as_written() -> dict[str, Any]:
     """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
-    fuse both into one operation with one rounding. The interpreter does not know the option.
-    """
+    fuse both into one operation with one rounding. The interpreter does not know the option."""
     return {} if INTERPRETED else {"enable_fp_fusion": False}
 
 

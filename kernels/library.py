@@ -1,7 +1,6 @@
 """Products of rows by torch's library, of which no row reaches another.
 
-R rows, D input width, E output width.
-"""
+R rows, D input width, E output width."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ def library_linear(
     """x W^T (+ bias) by torch, [R, E]; with `out_RE` (contiguous) nothing else is allocated.
 
     A row that is not finite changes no other. On a CPU, 16-bit rows of odd widths are looked at for that, and
-    copied if they have gaps or one is not finite.
-    """
+    copied if they have gaps or one is not finite."""
     if _reads_the_next_row(x_RD):
         x_RD = x_RD.contiguous()
         is_broken_R1 = ~x_RD.isfinite().all(dim=1, keepdim=True)
@@ -32,8 +30,7 @@ def library_linear(
 
 def _reads_the_next_row(x_RD: Tensor) -> bool:
     """Whether the library may fill the last tile of a row with what follows in memory, which it multiplies by
-    zero: a NaN there is NaN here too. oneDNN does so with bfloat16 on AMX.
-    """
+    zero: a NaN there is NaN here too. oneDNN does so with bfloat16 on AMX."""
     return x_RD.device.type == "cpu" and x_RD.itemsize == 2 and x_RD.shape[1] * 2 % TILE_BYTES != 0
 
 

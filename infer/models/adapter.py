@@ -1,7 +1,6 @@
 """Loads a gated LoRA, a PEFT directory with gated=true in its semantics, onto the base it was trained on.
 
-Refuses an adapter that is not gated, another base and other shapes. `idlm.lora` defines the computation.
-"""
+Refuses an adapter that is not gated, another base and other shapes. `idlm.lora` defines the computation."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
     """Check an adapter without loading its weights.
 
     `base` overrides the path in adapter_config.json, `semantics` those of idlm_config.json. Raises UserError
-    IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612 (another base).
-    """
+    IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612 (another base)."""
     verify(directory, required=False)
     spec = AdapterSpec.load(directory)
     meaning = Semantics.load(directory) if semantics is None else semantics
@@ -91,8 +89,7 @@ def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> No
 
 def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
     """Load an adapter that `check_adapter` allows onto a loaded trunk. Raises UserError IDLM-0613 for values
-    that are not finite.
-    """
+    that are not finite."""
     targets = _targets(trunk, adapter, names)
     weights.copy(targets, adapter.files)
     bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]

@@ -2,8 +2,7 @@
 
 A family maps `config.json` to a `ModelSpec` and names its tensors; it has no arithmetic and no state.
 A new one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
-KV heads, H head dim, S physical KV slots.
-"""
+KV heads, H head dim, S physical KV slots."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from idlm.semantics import Semantics
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec(Routing):
     """Experts: feed-forward networks, of which a router chooses a few for each row. With a `capacity`, a pass
-    must be fed all rows of a block, or none.
-    """
+    must be fed all rows of a block, or none."""
 
     num_experts: int
     ffn_width: int
@@ -127,8 +125,7 @@ class KVAccess(Protocol):
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
         """Indices [I] of the rows that continue after the layer stored its keys and values; None: all.
 
-        Rows, and `slot_mapping_R`, then mean those.
-        """
+        Rows, and `slot_mapping_R`, then mean those."""
         ...
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 One error reports all problems of a file. Fields that do not change the forward pass are ignored. Rope types
 must not depend on the length; they are read in the layout of transformers 5 (`rope_parameters`) and in the
-older one (`rope_theta` and `rope_scaling`).
-"""
+older one (`rope_theta` and `rope_scaling`)."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ MUST_BE_NULL = (
 )
 MAX_SIZE, MAX_COUNT = 1 << 20, 1 << 40
 """The largest sizes of an axis, of which a few fit the 63 bits of a tensor's size, and of numbers that are
-compared with the tensors first: layers, experts, the vocabulary.
-"""
+compared with the tensors first: layers, experts, the vocabulary."""
 MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
 SCALED_TYPES = ("linear", "llama3", "yarn")
@@ -127,8 +125,7 @@ def dense_spec(
 ) -> ModelSpec:
     """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults.
 
-    `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base.
-    """
+    `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base."""
     reader = ConfigReader(config)
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
@@ -208,8 +205,7 @@ def _rope(
     rotary_dim: int | None,
 ) -> tuple[tuple[float, ...], float, int]:
     """`rope_inv_freq`, `rope_scaling` and `max_positions` of the spec; nothing, 1 and those given with a
-    problem.
-    """
+    problem."""
     config, problems = reader.config, reader.problems
     given = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     wrong = [key for key, value in given.items() if not (value is None or isinstance(value, dict))]

@@ -34,8 +34,7 @@ Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
 class LowRank(nn.Module):
     """Gated LoRA of a fused projection, with an A and a B per part, zero for a part without adapter.
 
-    The projection's weight is stored before the A, so that one product computes both.
-    """
+    The projection's weight is stored before the A, so that one product computes both."""
 
     def __init__(
         self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scaling: float
@@ -58,8 +57,7 @@ class LowRank(nn.Module):
 class Layer(nn.Module, ABC):
     """Attention and both norms of a layer; a subclass adds the feed-forward part.
 
-    Query, key and value rows are stacked in `qkv`.
-    """
+    Query, key and value rows are stacked in `qkv`."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
@@ -99,8 +97,7 @@ class Layer(nn.Module, ABC):
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
         """Projection `name` of all rows, [R, E]; an adapter changes the rows of the gate only.
 
-        For `o` and `down` each rank computes a summand, the first rank with the bias.
-        """
+        For `o` and `down` each rank computes a summand, the first rank with the bias."""
         weight_ED, bias_E, lora = self.operands(name, gate_R)
         if name not in SUMMED:
             return linears.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora)
@@ -148,8 +145,7 @@ class Layer(nn.Module, ABC):
 class DenseLayer(Layer):
     """A layer with a SwiGLU; gate and up rows are stacked in `gate_up`.
 
-    `fp8.quantise` replaces each of the four matrices by an `Fp8Weight`.
-    """
+    `fp8.quantise` replaces each of the four matrices by an `Fp8Weight`."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
@@ -261,8 +257,7 @@ class DenseTrunk(nn.Module):
 class WeightTarget:
     """Where a checkpoint tensor is copied to.
 
-    The tensor in the file must have `shape`; its slice `part`, with rows in `order`, is copied to `view`.
-    """
+    The tensor in the file must have `shape`; its slice `part`, with rows in `order`, is copied to `view`."""
 
     view: Tensor
     shape: tuple[int, ...]
@@ -307,8 +302,7 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
     Kernels rotate dimension i with i + H/2; a partly rotated head pairs i with i + rotary_dim/2. Queries and
     keys are therefore reordered so that these pairs are H/2 apart, and the other dimensions rotate by 0.
-    Scores are sums over dimensions and do not change.
-    """
+    Scores are sums over dimensions and do not change."""
     if spec.rotary_dim is None:
         return None
     half, rest = spec.rotary_dim // 2, (spec.head_dim - spec.rotary_dim) // 2
@@ -319,8 +313,7 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
     """Targets of one module with all query heads, then all key heads, then all value heads.
 
-    A rank reads all rows and keeps those of its heads.
-    """
+    A rank reads all rows and keeps those of its heads."""
     spec, size = layer.spec, layer.shards.size
     kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rotated, order = sum(kinds[:2]), head_order(spec)

@@ -1,8 +1,7 @@
 """Loads a Hugging Face checkpoint directory into a trunk, without transformers.
 
 `config.json` is read as data: its architecture string selects a family of the registry, and code named in the
-checkpoint is never imported. Weights come from safetensors only and are kept once, in fused form.
-"""
+checkpoint is never imported. Weights come from safetensors only and are kept once, in fused form."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class LoadedModel:
     """A loaded model and the semantics of its checkpoint.
 
     `local` is the spec of this rank's layers. `directory` has the config.json: the checkpoint, or the base of
-    an adapter. `kv_scales`: see `fp8.read_kv_scales`.
-    """
+    an adapter. `kv_scales`: see `fp8.read_kv_scales`."""
 
     trunk: DenseTrunk
     spec: ModelSpec
@@ -67,8 +65,7 @@ def slot_share(model: LoadedModel, itemsize: int) -> float:
 class Outline:
     """A checked checkpoint before its weights are loaded.
 
-    `targets` are on the meta device; `ignored` names the tensors that are deliberately not read.
-    """
+    `targets` are on the meta device; `ignored` names the tensors that are deliberately not read."""
 
     directory: Path
     adapter: Adapter | None
@@ -96,8 +93,7 @@ def load_model(
 
     Reads only this rank's part of weights that are divided among `shards`. `dtype` "auto" is the
     checkpoint's. `semantics` overrides idlm_config.json, `mask_token_id` the id in either, and `base` the
-    path of an adapter's base. Raises UserError (IDLM-0302, 0303, 0600 to 0619) before weights are loaded.
-    """
+    path of an adapter's base. Raises UserError (IDLM-0302, 0303, 0600 to 0619) before weights are loaded."""
     outline = read_outline(
         path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
     )
@@ -138,8 +134,7 @@ def read_outline(
     shards: Shards = ALONE,
 ) -> Outline:
     """The checks of `load_model` before it loads weights, with the same errors. `rope_factor`: see
-    `rope.extended` (None: the checkpoint's own rotation).
-    """
+    `rope.extended` (None: the checkpoint's own rotation)."""
     with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
         directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
@@ -218,8 +213,7 @@ def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> t
 def checkpoint_directory(path: str | Path) -> Path:
     """The directory of a model or adapter, recovered if saving it was interrupted.
 
-    Raises UserError IDLM-0600 if there is none.
-    """
+    Raises UserError IDLM-0600 if there is none."""
     directory = Path(path)
     recover(directory)
     if not directory.exists():

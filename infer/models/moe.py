@@ -2,8 +2,7 @@
 
 The arithmetic is in kernels/experts. Ranks divide the experts by index and the shared expert by hidden units,
 so a layer needs one sum; every rank has the whole router and routes all rows.
-D width, E experts of this rank, F ffn of an expert.
-"""
+D width, E experts of this rank, F ffn of an expert."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from idlm.kernels.linear import Linears
 class Experts(nn.Module):
     """A router and its experts; gate and up rows of an expert are stacked.
 
-    A router with sigmoid scores is kept in fp32, because its scores are close together.
-    """
+    A router with sigmoid scores is kept in fp32, because its scores are close together."""
 
     def __init__(
         self, moe: MoeSpec, width: int, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
@@ -55,8 +53,7 @@ class Experts(nn.Module):
         """The weighted sum of the chosen experts' outputs plus the shared expert's, [R, D].
 
         Sums run in fp32 and in order of experts. Rows with a negative slot are padding and reach no expert.
-        A router with a capacity needs positions.
-        """
+        A router with a capacity needs positions."""
         experts_RC, weights_RC = self.route(x_RD, linears, slot_mapping_R, positions_R)
         shared_RD = None
         if self.shared_gate_up is not None and self.shared_down is not None:
@@ -135,8 +132,7 @@ class MoeTrunk(DenseTrunk):
 
 def check_blocks(moe: MoeSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
     """Raise UserError IDLM-0617 for a decoder whose blocks, or the parts of them that it feeds, are not those
-    that experts are chosen by. `block_size` None: not known here.
-    """
+    that experts are chosen by. `block_size` None: not known here."""
     if moe.capacity is None:
         return
     size = moe.block_size

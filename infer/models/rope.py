@@ -23,8 +23,7 @@ def extended(spec: ModelSpec, config: Mapping[str, Any], factor: float) -> Model
     longest context, d the rotated dimensions and e = 2 * ceil(d / 2 * log_b(trained length / 2 pi)) those
     that went once round in training. Frequencies are fixed here, so keys that are cached stay valid; no
     dimension rotates faster than it did. Departure: lambda is not rounded up. Raises UserError IDLM-0620 for
-    a checkpoint that scales its rotation already.
-    """
+    a checkpoint that scales its rotation already."""
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     rotated = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
@@ -50,8 +49,7 @@ def longest_context(
     config: Mapping[str, Any], parameters: Mapping[str, Any], kind: str, max_positions: int
 ) -> int:
     """The positions of a rotation: recipes for YaRN and linear scaling multiply the length of the training by
-    `factor`, and leave `max_position_embeddings` as it is. Others state the longer length.
-    """
+    `factor`, and leave `max_position_embeddings` as it is. Others state the longer length."""
     factor = parameters.get("factor")
     if kind not in ("linear", "yarn") or not is_number(factor):
         return max_positions

@@ -5,8 +5,7 @@ Attention heads, hidden units of each MLP and experts are divided among ranks (M
 logits gathered.
 All ranks must sample from the same bits. A gather copies bits. An all-reduce computes each element once, on
 one rank and in one order, and then copies it (gloo's ring; NCCL's rings and trees).
-`TensorParallelGroup.compare` checks this from time to time.
-"""
+`TensorParallelGroup.compare` checks this from time to time."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class Shards:
     def local(self, spec: ModelSpec) -> ModelSpec:
         """The spec of one rank's layers; `moe` stays that of the whole model, whose router every rank has.
 
-        Raises UserError IDLM-0423 if `size` does not divide heads, hidden units or experts.
-        """
+        Raises UserError IDLM-0423 if `size` does not divide heads, hidden units or experts."""
         moe = spec.moe
         indivisible = [
             f"{name}={value}"

@@ -1,8 +1,7 @@
 """Finds the safetensors files of a checkpoint and copies their tensors; never opens pickles.
 
 First the headers are checked for names and shapes; then the data is copied one tensor at a time into memory
-that the model already owns.
-"""
+that the model already owns."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ FLOATS = ("F", "BF")
 """First letters of floating-point types in a safetensors header."""
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
 """Called by `copy` after each tensor with the bytes copied and in all. It is a context variable because the
-command line that shows progress is many calls above `copy`.
-"""
+command line that shows progress is many calls above `copy`."""
 
 
 def locate(directory: Path) -> dict[str, Path]:
@@ -76,8 +74,7 @@ def other_format(path: Path) -> str | None:
 def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str]) -> None:
     """Compare names, shapes and types; reads headers only, so targets may be on the meta device.
 
-    Raises UserError IDLM-0603 with all missing, unused, wrong-shaped and integer tensors.
-    """
+    Raises UserError IDLM-0603 with all missing, unused, wrong-shaped and integer tensors."""
     problems = misfits(targets, files, ignored, said_by="config.json")
     if problems:
         raise UserError(
@@ -92,8 +89,7 @@ def misfits(
 ) -> list[str]:
     """Messages about names, shapes and types that do not fit; `said_by` is the file with the shapes.
 
-    Integer tensors are refused: they are codes of quantised weights, which need scales.
-    """
+    Integer tensors are refused: they are codes of quantised weights, which need scales."""
     wrong_shapes, wrong_types = [], []
     for path, names in _by_file(targets, files).items():
         with _opened(path) as file:

@@ -1,8 +1,7 @@
 """The Triton kernels: attention inside a block by KV head, and the choice of its rows.
 
 B sequences, W places of a block (SIZE, padded to BLOCK_W), P parts of a sum. Sums are trees of fixed shape:
-nothing depends on the order in which programs run.
-"""
+nothing depends on the order in which programs run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """How much attention the places of a block get from each other, and which rows go on: two launches for the
 first, one for the second, nothing waits for the device. Contract in README.md.
 
-R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim.
-"""
+R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def block_importance(
 
     `q_RNH` (rotated) is contiguous in H; `rows_BW` int64: the row of each place; `is_query_BW` and
     `is_key_BW` bool: the places that count, queries only where there is a row. The largest score of
-    neighbours counts, neighbours being adjacent keys. Rows and slots of other places are not read.
-    """
+    neighbours counts, neighbours being adjacent keys. Rows and slots of other places are not read."""
     if not runs_kernels(q_RNH) or q_RNH.dtype == torch.float64:
         return plain.block_importance(
             q_RNH, rows_BW, keys, is_query_BW=is_query_BW, is_key_BW=is_key_BW, scale=scale
@@ -66,8 +64,7 @@ def select_places(
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,
     or is not `is_mine_B`, keeps every place that is fed and sees its whole block. `sees_processed`: places
-    that were processed before are seen even right of the last one that goes on.
-    """
+    that were processed before are seen even right of the last one that goes on."""
     if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
         return plain.select_places(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     import triton

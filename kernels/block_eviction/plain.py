@@ -1,7 +1,6 @@
 """The ops in plain torch, in fp32 (fp64 from fp64): what a CPU runs.
 
-R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim.
-"""
+R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def select_places(
 
 def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alpha: float) -> Tensor:
     """Return K of each sequence, int64 [B] (equations 4 and 5, with mean + std of the masks' gains as
-    threshold). `mean_decoded_B` is fp64, so that its multiples round as they do on paper.
-    """
+    threshold). `mean_decoded_B` is fp64, so that its multiples round as they do on paper."""
     size = masked_BW.shape[1]
     count_B1 = masked_BW.sum(dim=1, keepdim=True).clamp(min=1)
     mean_B1 = torch.where(masked_BW, deltas_BW, 0.0).sum(dim=1, keepdim=True) / count_B1
@@ -84,8 +82,7 @@ def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
     """Return which of the maskable positions have the `num_B` largest gains, bool [B, W]; of equal ones the
     left.
 
-    Compares all pairs: a sort is not stable on every device, and W is small.
-    """
+    Compares all pairs: a sort is not stable on every device, and W is small."""
     place_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
     mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
     is_left_WW = place_W[None, :] < place_W[:, None]
@@ -97,8 +94,7 @@ def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
 def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
     """Return the positions that go on, bool [B, W]: the chosen masks, decoded tokens that are fed, the
     predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
-    keys and values yet.
-    """
+    keys and values yet."""
     place_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
     kept_BW = chosen_BW | (fed_BW & ~masked_BW)
     kept_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))

@@ -1,7 +1,6 @@
 """Beginning and end of a pass in plain torch: what a CPU runs. Static shapes, no wait for a device.
 
-B sequences, R rows, W places of a block, Z lanes.
-"""
+B sequences, R rows, W places of a block, Z lanes."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Starte
 
 def _turn(state: BlockState, fed: FedBlocks, mine_B: Tensor, rules: StateRules) -> Tensor:
     """Begin the state of new blocks; all masks of the block before are decided by then. Returns the average
-    number of tokens decoded per pass; 1 before the first pass.
-    """
+    number of tokens decoded per pass; 1 before the first pass."""
     lanes_B, new_B = fed.lanes_B, mine_B & (state.starts_Z[fed.lanes_B] != fed.starts_B)
     num_masks_B, num_passes_B, decoded_B, earlier_B = state.counts_Z4[lanes_B].unbind(dim=1)
     decoded_B = decoded_B + torch.where(new_B & (num_passes_B > 0), num_masks_B, 0)
@@ -67,8 +65,7 @@ def _turn(state: BlockState, fed: FedBlocks, mine_B: Tensor, rules: StateRules) 
 
 def _stays_stored(state: BlockState, fed: FedBlocks) -> tuple[Tensor, Tensor]:
     """Which places [B, W] of the block before the active one are frozen with the tokens that are fed there,
-    and their rows. Where nothing of the active block was decided, that is still the block in work.
-    """
+    and their rows. Where nothing of the active block was decided, that is still the block in work."""
     lanes_B, size = fed.lanes_B, fed.rows_BW.shape[1]
     starts_B = fed.starts_B - size
     rows_BW, _ = find_places(fed.cu_rows_B1, fed.slots_R, None, starts_B, size)

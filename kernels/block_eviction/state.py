@@ -1,8 +1,7 @@
 """What a lane remembers of its block between passes: the beginning and the end of a pass, a launch each.
 Contract in README.md; the references define it.
 
-B sequences, R rows, W places of a block, Z lanes.
-"""
+B sequences, R rows, W places of a block, Z lanes."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from idlm.kernels.block_eviction.types import BlockState, FedBlocks, StartedBloc
 
 def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:
     """Begin the state of new blocks, and find the rows of tokens that are frozen: they are not computed. An
-    edited token thaws.
-    """
+    edited token thaws."""
     if not runs_kernels(fed.slots_R):
         return plain_state.begin_blocks(state, fed, rules)
     import triton
@@ -64,8 +62,7 @@ def finish_blocks(
     waits_B: Tensor,
 ) -> None:
     """Places with a row (`rows_BW`, after all drops) have keys and values in all layers now; decoded ones
-    freeze. Nothing changes for `waits_B` (bool).
-    """
+    freeze. Nothing changes for `waits_B` (bool)."""
     if not runs_kernels(rows_BW):
         plain_state.finish_blocks(state, fed, started, rules, rows_BW=rows_BW, waits_B=waits_B)
         return

@@ -1,7 +1,6 @@
 """Arguments and results of the selection of rows, and what lanes remember between passes.
 
-B sequences, R rows, W places of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes.
-"""
+B sequences, R rows, W places of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ class BlockKeys:
     """The stored keys of each sequence's block, which begins at logical slot `starts_B` (int64).
 
     `keys_SKH`: one layer of a paged cache, bf16, fp16, fp32, fp64, or e4m3 with a scale per head (`scale_K`).
-    Slot s of sequence b is physical slot block_table_BP[b, s // page_size] * page_size + s % page_size.
-    """
+    Slot s of sequence b is physical slot block_table_BP[b, s // page_size] * page_size + s % page_size."""
 
     keys_SKH: Tensor
     scale_K: Tensor | None
@@ -32,8 +30,7 @@ class Candidates:
     int64) and `mean_decoded_B` (fp64 >= 1: decoded tokens per pass).
 
     `is_mine_B`: sequences that may lose rows. `is_mask_BW`: masks that are fed, of which this pass may decide
-    `is_maskable_BW`. `processed_ZW`, by lane: places that have keys and values in all layers.
-    """
+    `is_maskable_BW`. `processed_ZW`, by lane: places that have keys and values in all layers."""
 
     is_mine_B: Tensor
     is_mask_BW: Tensor
@@ -47,8 +44,7 @@ class Candidates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
     """`kept_BW` (bool): places that go on. `ends_B` (int64): how many of a block's first places they see.
-    `budget_B` (int64): K of each sequence.
-    """
+    `budget_B` (int64): K of each sequence."""
 
     kept_BW: Tensor
     ends_B: Tensor
@@ -60,8 +56,7 @@ class BlockState:
     """By lane. Which block the state belongs to, and of the one before it (`starts_Z`, `before_starts_Z`, the
     first slot; -1: none); which places are frozen with which tokens, there and in the block before; which
     have keys and values in all layers. `counts_Z4`: masks at the block's beginning, its passes; decoded
-    tokens and passes of earlier blocks. `is_new_Z`: nothing of the sequence has been computed.
-    """
+    tokens and passes of earlier blocks. `is_new_Z`: nothing of the sequence has been computed."""
 
     starts_Z: Tensor
     before_starts_Z: Tensor
@@ -99,8 +94,7 @@ class FedBlocks:
     """What a pass feeds: `rows_BW` (int64, -1: none) and `is_mask_BW` (bool) of the block that begins at slot
     `starts_B`; all rows of sequence b, of ascending slots without a gap, are cu_rows_B1[b] :
     cu_rows_B1[b + 1], and those before the block end where it begins, or at the end of an earlier block.
-    Lanes of sequences are distinct, but for sequences that feed nothing.
-    """
+    Lanes of sequences are distinct, but for sequences that feed nothing."""
 
     lanes_B: Tensor
     starts_B: Tensor
@@ -115,8 +109,7 @@ class FedBlocks:
 class StateRules:
     """`of_request`: decoded tokens are averaged over all passes of the request. `keeps_stored`: frozen tokens
     of the block before keep what is stored of them; `shifted`: but not its last one. `prefills`: the first
-    pass of a request drops nothing and does not count. `stability`: "off", "plain", "neighbour".
-    """
+    pass of a request drops nothing and does not count. `stability`: "off", "plain", "neighbour"."""
 
     of_request: bool = False
     keeps_stored: bool = False
@@ -130,8 +123,7 @@ class StartedBlocks:
     """`mine_B` (bool): blocks that are fed whole and have masks; rows may be dropped of `evicts_B` (bool).
     `mean_decoded_B` (fp64): tokens decoded per pass, at least 1. `token_ids_BW`: those fed, anything where
     there is no row. `keep_R` (bool): rows that are computed; it says nothing of rows other than those of
-    active blocks and, if stored ones are kept, the last W before them.
-    """
+    active blocks and, if stored ones are kept, the last W before them."""
 
     mine_B: Tensor
     evicts_B: Tensor

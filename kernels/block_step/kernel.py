@@ -1,8 +1,7 @@
 """The Triton kernels of a block-diffusion pass: its rows and its decisions. Small integers, few launches.
 
 Every program sums the rows of all sequences to find those of its own, so programs exchange nothing. B
-sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token table.
-"""
+sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token table."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def sequence_rows(
     HAS_ROOM: tl.constexpr, REUSES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Per sequence: whether it advances, wants to decode and denoises; the number of known tokens that it
-    stores; the first place that it computes of its active block; its first slot and its number of rows.
-    """
+    stores; the first place that it computes of its active block; its first slot and its number of rows."""
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)

@@ -1,7 +1,6 @@
 """Device functions of `pack_blocks_kernel`: which places of blocks ask for a wanted row, and those rows.
 
-b some sequences, X wanted rows, W places of a block (SIZE, padded to BLOCK_W).
-"""
+b some sequences, X wanted rows, W places of a block (SIZE, padded to BLOCK_W)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ GPU.
 
 In plain torch each takes about 80 launches, several percent of a step of an 8B model at batch 1. Contract in
 README.md. Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows, I
-columns.
-"""
+columns."""
 
 from __future__ import annotations
 

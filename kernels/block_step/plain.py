@@ -1,8 +1,7 @@
 """The decisions of a block-diffusion pass in plain torch: on a CPU, and on a GPU where the kernel does not
 know the strategy, or edits resize blocks. Static shapes; nothing waits for the device.
 
-Shapes: B sequences, W places of a block, Z lanes.
-"""
+Shapes: B sequences, W places of a block, Z lanes."""
 
 from __future__ import annotations
 

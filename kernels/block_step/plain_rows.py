@@ -1,8 +1,7 @@
 """The rows of a block-diffusion pass in plain torch, for a CPU. Static shapes; nothing waits for the device.
 
 Of positions of its block that are not fed a row sees what the last pass over them has stored. Shapes: B
-sequences, R rows, W places of a block, X wanted rows, Z lanes.
-"""
+sequences, R rows, W places of a block, X wanted rows, Z lanes."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ Read off public implementations of the released decoder: sgl-project/sglang, pul
 FLX-OSS/FluxServe, `decoders/llada/levenshtein.py`, which count late passes differently; as the former here.
 Departures: the MASK is never predicted; a block that has had the same tokens before is left to these limits,
 where both pick another token for one position.
-Shapes: B sequences, W positions of a block, Z lanes, V vocabulary, X wanted rows.
-"""
+Shapes: B sequences, W positions of a block, Z lanes, V vocabulary, X wanted rows."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class Held:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resizing:
     """`is_new_ZW` (bool): new masks. `num_late_Z` int64: passes over the block that began without an original
-    mask.
-    """
+    mask."""
 
     delete_id: int
     split_id: int
@@ -104,8 +102,7 @@ class Resizing:
         self, lanes_B: Tensor, samples_B: Tensor, held: Held, is_mask_BW: Tensor, is_clean_B: Tensor
     ) -> None:
         """Keep the state of blocks that go on. `samples_B` (bool): those of this pass; `is_mask_BW` (bool):
-        masks before it.
-        """
+        masks before it."""
         late_B = torch.where(samples_B, self.num_late(lanes_B, is_mask_BW), self.num_late_Z[lanes_B])
         self.is_new_ZW[lanes_B] = held.is_new_BW & ~is_clean_B[:, None]
         self.num_late_Z[lanes_B] = torch.where(is_clean_B, 0, late_B)

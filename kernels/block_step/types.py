@@ -1,7 +1,6 @@
 """Arguments and results of the ops of a block-diffusion pass.
 
-Z lanes, B sequences, R rows, W places of a block, X wanted rows.
-"""
+Z lanes, B sequences, R rows, W places of a block, X wanted rows."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class BlockLanes:
     """The active block of each lane: the tokens decided so far (known ones are in the table), which places
     are decided, the number of denoising passes, and how many of these began without a mask (edits only).
     `whole_part_Z`: the part that was being decided when the whole block was last computed; -1: the cache has
-    nothing of this block. `num_waits_Z`: the passes in a row in which the lane found no room.
-    """
+    nothing of this block. `num_waits_Z`: the passes in a row in which the lane found no room."""
 
     tokens_ZW: Tensor
     is_decided_ZW: Tensor
@@ -63,8 +61,7 @@ class BlockShape:
     block's first position, and that pass can denoise nothing else. `fuses`: the pass that stores a block also
     denoises the next one, if it has enough rows. `part`: number of places of a part, in which masks are
     decided together; None: anywhere. `reuses`: a pass computes only the part that is being decided, after one
-    pass over the whole block per part.
-    """
+    pass over the whole block per part."""
 
     size: int
     mask_token_id: int
@@ -86,8 +83,7 @@ class WantedPlaces:
     Wanted row x is row `rows_X[x]` of the pass. It predicts place `places_X[x]` (b * W + w) of a sequence on
     lane `lanes_X[x]`; `number_BW` is its number x, -1 for places without one. Rows behind the last are
     padding: row 0, place 0. `num_B`: the rows that each sequence asked for, from number `first_B` on;
-    `waits_B` (bool): the sequences for which there was no room, so that they have none.
-    """
+    `waits_B` (bool): the sequences for which there was no room, so that they have none."""
 
     rows_X: Tensor
     places_X: Tensor
@@ -101,8 +97,7 @@ class WantedPlaces:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBlocks:
     """Concatenated rows of all sequences, and numbers of each sequence. int64 but for the bools `is_mask_R`,
-    `samples_B`, `advances_B`, `is_maskable_BW`. `draw_steps_B`: step of the random stream.
-    """
+    `samples_B`, `advances_B`, `is_maskable_BW`. `draw_steps_B`: step of the random stream."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
@@ -134,8 +129,7 @@ class Proposed:
 class Limits:
     """Parameters of the rules, per lane: fp64, `steps_Z` int64. `max_clean_passes`: limit of passes for edits
     alone; None: no edits. `quota_B` (int64): the minimum number of decided places, in place of the number
-    that follows from `steps_Z`.
-    """
+    that follows from `steps_Z`."""
 
     threshold_Z: Tensor
     edit_threshold_Z: Tensor

@@ -2,8 +2,7 @@
 
 The weight is the M side of the matrix instruction, as in kernels/linear, so few rows cost few padded ones. A
 program walks all columns from the first to the last: the bits of a row do not depend on tiles or other rows.
-Contract in README.md. P pairs of a row and an expert, sorted by expert, T tiles, IN columns, OUT outputs.
-"""
+Contract in README.md. P pairs of a row and an expert, sorted by expert, T tiles, IN columns, OUT outputs."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def grouped_kernel(
     GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
     gate before up, and the output is silu(gate) * up; STACKED makes both by one product of twice as many
     weight rows. Otherwise `x` is sorted, and the output is stored at its pair's place. ALONE: there is one
-    row, so every pair is a tile and no plan is read.
-    """
+    row, so every pair is a tile and no plan is read."""
     tiles_o = tl.cdiv(OUT, BLOCK_O)
     tile = tl.program_id(0) // tiles_o
     if PDL:

@@ -2,8 +2,7 @@
 
 The order in which they add floats depends on the row alone. Contract in README.md.
 R rows, X experts that rows choose from, E experts that are here, C chosen experts, P = R C pairs, T tiles, G
-groups, D width, W rows of a block.
-"""
+groups, D width, W rows of a block."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ def route_kernel(
 ):
     """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it].
 
-    BY_BLOCK: among those that the first row of its block, of SIZE positions, has admitted.
-    """
+    BY_BLOCK: among those that the first row of its block, of SIZE positions, has admitted."""
     row = tl.program_id(0).to(tl.int64)
     IN_GROUP: tl.constexpr = X // GROUPS
     group, place = tl.arange(0, PAD_G)[:, None], tl.arange(0, PAD_S)[None, :]
@@ -188,8 +186,7 @@ def plan_kernel(
     """One expert: the positions of its pairs in sorted order (stable), and its tiles.
 
     A tile is (expert, first pair, end, 0); the last expert marks unused tiles with expert -1. Every program
-    counts the pairs of all experts, which is cheaper than another kernel.
-    """
+    counts the pairs of all experts, which is cheaper than another kernel."""
     mine = tl.program_id(0)
     o_pair, o_expert = tl.arange(0, BLOCK_P), tl.arange(0, PAD_E)
     if PDL:
@@ -244,8 +241,7 @@ def add_experts_kernel(
     PDL: tl.constexpr,
 ):
     """A block of one row: its experts' outputs times their weights, added in order in fp32, then the shared
-    expert's.
-    """
+    expert's."""
     blocks = tl.cdiv(D, BLOCK_D)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     o_column = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -1,8 +1,7 @@
 """Launches of the kernels of experts: tiles of the grouped products, and their choice by the number of rows.
 
 R rows, X experts that rows choose from, E experts that are here, C chosen experts, P = R C pairs, T tiles, D
-width, F ffn of an expert.
-"""
+width, F ffn of an expert."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Tile:
     """Launch parameters of one product.
 
     `block_o` outputs; with `stacked` (gate and up only) the M side of the instruction is twice as large,
-    which must be a multiple of 64. `block_i` columns per step.
-    """
+    which must be a multiple of 64. `block_i` columns per step."""
 
     block_o: int
     block_i: int
@@ -98,8 +96,7 @@ def run_route(
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """Route with one program per row; returns experts (int32) and weights (fp32), both [R, C]. With a
-    capacity, the first row of each block admits experts before, in another launch.
-    """
+    capacity, the first row of each block admits experts before, in another launch."""
     num_rows, X = logits_RX.shape
     shape = (num_rows, routing.num_chosen)
     experts_RC = torch.empty(shape, dtype=torch.int32, device=logits_RX.device)
@@ -145,8 +142,7 @@ def run_route(
 
 def _admit(given: tuple[Tensor, ...], routing: Routing, shared: dict[str, Any]) -> Tensor:
     """Whether each block admits each expert, int8 [R, X], in the row of the block's first row; the other rows
-    are not written.
-    """
+    are not written."""
     (num_rows, X), device = given[0].shape, given[0].device
     admitted_RX = torch.empty(num_rows, X, dtype=torch.int8, device=device)
     admit_kernel[(num_rows,)](
@@ -233,8 +229,7 @@ def plan_tiles(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Tiles [T, 4] and the pairs sorted by expert [P], int32, in `out` if given; None for one row, whose
-    experts all differ.
-    """
+    experts all differ."""
     if len(experts_RC) == 1:
         return None
     num_pairs = experts_RC.numel()

@@ -2,8 +2,7 @@
 README.md.
 
 R rows, E experts that are here, X experts that rows choose from, C chosen experts, G groups, S rows of one
-expert, D width, F ffn of an expert.
-"""
+expert, D width, F ffn of an expert."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def route(
     dtype of the logits, as the published routers do. Among equal scores, the lower number is chosen.
     A row whose slot is negative is padding: its experts are -1, its weights unspecified, and its block does
     not see it. `positions_R` (integers), needed with a capacity: the rows of a block follow one another, from
-    a position that `block_size` divides on.
-    """
+    a position that `block_size` divides on."""
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
     assert routing.capacity is None or positions_R is not None, f"{routing=}"
@@ -95,8 +93,7 @@ def experts(
 
     This rank holds the experts from `first` on: `gate_up_EFD` [E, 2F, D] with the gate's rows first,
     `down_EDF` [E, D, F]. The others, of `num_choices` in all, add nothing. Rows whose experts are -1
-    (padding) give 0, whatever they hold. No row has an expert twice. `launch` None: chosen by rule.
-    """
+    (padding) give 0, whatever they hold. No row has an expert twice. `launch` None: chosen by rule."""
     assert x_RD.stride(1) == 1 and gate_up_EFD.stride(2) == down_EDF.stride(2) == 1, "columns not contiguous"
     assert x_RD.shape[1] == gate_up_EFD.shape[2] == down_EDF.shape[1], f"{x_RD.shape=} {gate_up_EFD.shape=}"
     assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2], f"{gate_up_EFD.shape=} {down_EDF.shape=}"
@@ -147,8 +144,7 @@ def plain_experts(
 
 def _largest(scores: Tensor, num: int) -> Tensor:
     """Numbers of the `num` largest scores of each row, lower numbers first among equal ones, as in the
-    kernel. topk does not promise an order of ties.
-    """
+    kernel. topk does not promise an order of ties."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :num]
 
 

@@ -6,8 +6,7 @@ Each step reads what the ones before it wrote. All experts are here, no row is p
 expert. On a GPU they are the kernels of `experts`; elsewhere torch ops with the same bits as its plain path,
 on at most `PIECE_ROWS` rows at a time, so that what torch allocates does not grow with the rows.
 R rows, C chosen experts of a row, P = R C pairs (pair p belongs to row p // C), E experts, T tiles, D width,
-F ffn of an expert, S pairs of one expert.
-"""
+F ffn of an expert, S pairs of one expert."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def sort_pairs(
     experts_RC: Tensor, order_P: Tensor, tiles: Tensor, *, num_experts: int, dtype: torch.dtype
 ) -> None:
     """Sort the pairs by expert, stably, into `order_P`; `tiles` (flat, of `tile_bytes`) gets what the
-    products need. All int32 and contiguous; `dtype` is that of the rows.
-    """
+    products need. All int32 and contiguous; `dtype` is that of the rows."""
     if computes(torch.empty(0, dtype=dtype, device=experts_RC.device)):
         from idlm.kernels.experts.launch import choose, num_tiles, plan_tiles
 
@@ -78,8 +76,7 @@ def expert_outputs(
 def add_experts(y_PD: Tensor, experts_RC: Tensor, weights_RC: Tensor, x_RD: Tensor) -> None:
     """Add the weighted sum of each row's pairs to `x_RD`, IN PLACE; summed in fp32, in order of experts.
 
-    A kernel rounds the sum with x once; the plain path rounds the sum first, as the trunk does.
-    """
+    A kernel rounds the sum with x once; the plain path rounds the sum first, as the trunk does."""
     num_chosen = experts_RC.shape[1]
     if computes(x_RD):
         from idlm.kernels.experts.launch import combine

@@ -15,8 +15,7 @@ class Routing:
     `capacity`: the rows of a block, `block_size` consecutive positions of one sequence, first admit so many
     experts together, those whose largest score (bias included) among these rows is highest, and choose among
     them (LLaDA2.2; sgl-project/sglang, pull requests 31743 and 31768); None: every row chooses among all. Not
-    with groups.
-    """
+    with groups."""
 
     num_chosen: int
     score: Literal["softmax", "sigmoid"]

@@ -1,8 +1,7 @@
 """The Triton kernel of gated LoRA's second half: adds B h to MASK rows, and computes a SwiGLU that follows;
 and its launch.
 
-R rows, E output width, F half of it for a SwiGLU, X ranks of all parts, r rank of one.
-"""
+R rows, E output width, F half of it for a SwiGLU, X ranks of all parts, r rank of one."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ def expand_kernel(
     """y += scaling * B h of the MASK rows of one tile; no other row is read or written.
 
     GATED: y is not written, but silu(gate) * up of all rows goes to `out_RF`; the parts are gate and up.
-    IS_WIDE: there are more ranks than `BLOCK_K`.
-    """
+    IS_WIDE: there are more ranks than `BLOCK_K`."""
     tiles_r = tl.cdiv(R, BLOCK_R)
     row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
     tile = tl.program_id(0) // tiles_r

@@ -1,7 +1,6 @@
 """Gated LoRA of a fused projection: y += scaling * B h in MASK rows, where h = A x. Contract in README.md.
 
-R rows, E output width, F half of it for a SwiGLU, r rank, P parts of the projection, X ranks of all (P r).
-"""
+R rows, E output width, F half of it for a SwiGLU, r rank, P parts of the projection, X ranks of all (P r)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ MAX_PARTS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedLora:
     """Gated LoRA of a projection, the end of whose weight holds the A of all parts; `sizes` as in
-    `expand_add`.
-    """
+    `expand_add`."""
 
     b_Er: Tensor
     is_mask_R: Tensor
@@ -40,8 +38,7 @@ def expand_add(
     """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows keep their bits. Returns `y_RE`.
 
     `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`; `h_RX` holds A x
-    of each part in turn, with any content in other rows.
-    """
+    of each part in turn, with any content in other rows."""
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
     if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.kernel import run_expand

@@ -3,8 +3,7 @@
 Only weights are fp8: they are widened to the dtype of the activations, and products and sums are unchanged.
 Scales are powers of two, so a dequantised weight has four significant bits, bf16 and fp32 hold it exactly,
 and kernel and library compute with the same weights. A finer scale would not make e4m3 more precise. R rows,
-D input width, E output width.
-"""
+D input width, E output width."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Fp8Weight:
         """x W^T (+ bias), [R, E], by the library, with a temporary copy of the weight in the dtype of x.
 
         Scaling outputs by powers of two gives the same bits as scaling weights at a fraction of the traffic,
-        but unscaled outputs may exceed the range of fp16.
-        """
+        but unscaled outputs may exceed the range of fp16."""
         if x_RD.dtype == torch.float16:
             return library_linear(x_RD, self.widened(x_RD.dtype), bias_E=bias_E)
         scale_E = self.scale_E.to(x_RD.dtype)
@@ -53,8 +51,7 @@ class Fp8Weight:
 
 def quantise_fp8(weight_ED: Tensor) -> Fp8Weight:
     """Round to e4m3, with the largest value of every output channel in the top octave of the range; a zero
-    channel stays zero. Needs a temporary fp32 copy of the weight.
-    """
+    channel stays zero. Needs a temporary fp32 copy of the weight."""
     scaled_ED = weight_ED.to(torch.float32, copy=True)
     largest_E = torch.maximum(scaled_ED.amax(dim=1), -scaled_ED.amin(dim=1))
     scale_E = torch.where(largest_E > 0, _power_of_two_above(largest_E / LARGEST), 1.0)

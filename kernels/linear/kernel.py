@@ -5,8 +5,7 @@ of columns; its product starts from zero, and products of splits are added in th
 program computes all of them (SERIAL) or several do and the last to finish adds them up. So the bits of a row
 depend on the ranges and on nothing else. Contract in README.md.
 
-R rows, D input width, E output width.
-"""
+R rows, D input width, E output width."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def _first_column(split, splits, D):
 def _ask_ahead(p_row, AHEAD: tl.constexpr):
     """Prefetch the first AHEAD columns of every row into the L2 cache, without waiting.
 
-    A bulk request per row would need one request for 256 bytes, but a warp issues those one by one.
-    """
+    A bulk request per row would need one request for 256 bytes, but a warp issues those one by one."""
     STEP: tl.constexpr = SECTOR_BITS // p_row.dtype.element_ty.primitive_bitwidth
     p = p_row[:, None] + tl.arange(0, AHEAD // STEP)[None, :] * STEP
     tl.inline_asm_elementwise(
@@ -134,8 +132,7 @@ def linear_kernel(
 
     MANY: every split has its own program, or waits for the programs of h. GATED: `w_ED` has 2E rows, gate
     before up, and the output is silu(gate) * up. LORA (only if GATED): the A of gate and of up follow these
-    rows, `rank` rows each; their tiles come first in the grid. There is one tile of rows.
-    """
+    rows, `rank` rows each; their tiles come first in the grid. There is one tile of rows."""
     SLOTS: tl.constexpr = 2 if GATED else 1
     tiles_r = tl.cdiv(R, BLOCK_R)
     programs = splits if MANY else 1

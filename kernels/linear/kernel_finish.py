@@ -6,8 +6,7 @@ all output tiles, and the last program of an output tile waits for them after it
 the order of their ids and a tile of h never waits, so the wait ends.
 
 R rows, E output width, X ranks of h: those of gate, then those of up. `place`: outputs and rows of a tile,
-each with its mask.
-"""
+each with its mask."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def finish(
 @triton.jit
 def _late(x):
     """The same value, computed here: an operand goes to shared memory, and is waited for, where it is
-    computed.
-    """
+    computed."""
     if not IN_INTERPRETER:
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;",
@@ -148,8 +146,7 @@ def finish_with_lora(
     PRECISION: tl.constexpr,
 ):
     """`finish` of a SwiGLU with scaling * B h added to MASK rows of gate and up; or, where `is_h`, the store
-    of a tile of h. `count`: of the tile's counter when its last split was added to it.
-    """
+    of a tile of h. `count`: of the tile's counter when its last split was added to it."""
     dtype = y_RE.dtype.element_ty
     e, m_e, row, m_row = place
     is_mask_R, h_RX, b_Er, rank, scaling, stride_b = adapter

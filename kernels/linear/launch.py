@@ -1,7 +1,6 @@
 """The launch of the skinny linear: its parameters, workspace, and fixed parameters for deterministic mode.
 
-R rows, D input width, E output width (F of a SwiGLU, whose weight has 2F rows).
-"""
+R rows, D input width, E output width (F of a SwiGLU, whose weight has 2F rows)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from idlm.kernels.linear.kernel import QUANTUM, linear_kernel
 
 FIXED_PROGRAMS = 384
 """Programs that splitting aims at in deterministic mode: three for each of an H200's 132 multiprocessors.
-A constant, so that the same weights give the same bits on every device.
-"""
+A constant, so that the same weights give the same bits on every device."""
 FIXED_ROWS = (16, 32, 64, 128)
 FEW_ROWS = 32
 """With more rows a decoding step is faster with cuBLAS on an H200 (measured at 60 rows)."""
@@ -30,8 +28,7 @@ AHEAD = 128
 """Columns that are prefetched while the previous kernel ends; more cost as much time as they save (H200)."""
 GATED_ROWS, GATED_TILES = range(33, 65), range(132, FEW_PROGRAMS + 1)
 """Rows and tiles of 64 outputs (one round of programs) at which our product with SwiGLU takes as long as the
-library's product alone, which saves a launch.
-"""
+library's product alone, which saves a launch."""
 MAX_RANKS = 128
 """Maximum rank that one product of tiles of B and h covers."""
 
@@ -40,8 +37,7 @@ MAX_RANKS = 128
 class Launch:
     """Launch parameters.
 
-    The bits of a row depend on `splits` and the matrix instruction only.
-    """
+    The bits of a row depend on `splits` and the matrix instruction only."""
 
     block_e: int = 64
     """Outputs of a tile: the M side of the instruction, 64 or a multiple for Hopper's wgmma."""
@@ -113,8 +109,7 @@ def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bo
     """The launch of deterministic mode: its splits depend on the weight's shape, never on the rows.
 
     More rows than the largest of `FIXED_ROWS` become several such tiles, each of which adds its shares
-    itself: there are then enough tiles to fill the device.
-    """
+    itself: there are then enough tiles to fill the device."""
     aim = max(1, FIXED_PROGRAMS // triton.cdiv(E, 64))
     splits = min(1 << (aim.bit_length() - 1), max(1, triton.cdiv(D, QUANTUM.value) // 2))
     if dtype.itemsize > 2:
@@ -134,8 +129,7 @@ def few_rows_launch(
     num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False, is_fp8: bool = False
 ) -> Launch | None:
     """The fastest launch of a decoding step, None if the library is faster. `is_fp8`: the weight is fp8,
-    which the library would widen first, at several times the cost of reading it.
-    """
+    which the library would widen first, at several times the cost of reading it."""
     if is_fp8 and dtype.itemsize == 2 and FEW_ROWS < num_rows <= FIXED_ROWS[-1]:
         return fixed_launch(num_rows, E, D, dtype, gated=gated)
     tiles = triton.cdiv(E, 64)
@@ -158,8 +152,7 @@ def few_rows_launch(
 def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
     """Whether the launch of a SwiGLU can add a gated LoRA in its epilogue.
 
-    A plain linear never does: there the separate kernel is as fast on an H200.
-    """
+    A plain linear never does: there the separate kernel is as fast on an H200."""
     is_few = num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MAX_RANKS
     return is_few and not launch.serial and E % launch.block_e == 0
 

@@ -1,8 +1,7 @@
 """Linear layers: our kernel where it is faster than the library, or always if deterministic; the library
 elsewhere. Contract in README.md.
 
-R rows, D input width, E output width, F half of it for a SwiGLU, X ranks of an adapter.
-"""
+R rows, D input width, E output width, F half of it for a SwiGLU, X ranks of an adapter."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ Weight = Tensor | Fp8Weight
 
 class Linears:
     """Linear layers of one stream, whose split products share a workspace. `deterministic`: the bits of a row
-    do not depend on the number of rows (needs a GPU).
-    """
+    do not depend on the number of rows (needs a GPU)."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -39,8 +37,7 @@ class Linears:
         self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
     ) -> Tensor:
         """x W^T (+ bias), [R, E]. `lora`, whose A are the last rows of the weight, is added to MASK rows and
-        changes no bit of the others.
-        """
+        changes no bit of the others."""
         launch = self._launch(x_RD, weight_ED, lora, gated=False)
         y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
         if lora is None:
@@ -106,8 +103,7 @@ def linear(
     """x W^T (+ bias), rounded: [R, E] in the dtype of `x_RD`.
 
     Without a launch, or on a CPU, the library computes it. A launch with splits needs a workspace that no
-    other stream uses meanwhile; without one it allocates its own.
-    """
+    other stream uses meanwhile; without one it allocates its own."""
     assert x_RD.shape[1] == weight_ED.shape[1] and x_RD.stride(1) == 1, f"{x_RD.shape=} {weight_ED.shape=}"
     if launch is not None and computes(x_RD):
         from idlm.kernels.linear.launch import run
@@ -135,8 +131,7 @@ def linear_swiglu(
     """silu(gate) * up, [R, F]. Rows 0..F of the weight belong to gate, F..2F to up; with `lora` the rows of
     its A follow (zeros in the bias), which needs a launch for which `adds_lora` holds.
 
-    Rounded as torch rounds the separate ops: both products, the silu, the result.
-    """
+    Rounded as torch rounds the separate ops: both products, the silu, the result."""
     assert lora is None or launch is not None, "without a launch the adapter has a kernel of its own"
     if launch is not None and computes(x_RD):
         from idlm.kernels.linear.launch import run
@@ -158,8 +153,7 @@ def _num_outputs(weight_ED: Weight, lora: GatedLora | None, gated: bool) -> int:
 def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:
     """Whether the fixed launches (on a CPU the library) give a row the same bits at every number of rows.
 
-    Deterministic mode relies on it; run it once at engine start. Waits for the device.
-    """
+    Deterministic mode relies on it; run it once at engine start. Waits for the device."""
     generator = torch.Generator().manual_seed(0)
     x_RD, weight_ED = (torch.randn(n, D, generator=generator).to(device, dtype) for n in (300, E))
 

@@ -1,8 +1,7 @@
 """Softmax statistics, logit gradients (in place) and overlaps of rows, on a GPU. Contract in README.md.
 
 One program per row. It reads the row once for the statistics and once more for the gradient, which it writes
-over the logits; the second read mostly hits the L2 cache.
-"""
+over the logits; the second read mostly hits the L2 cache."""
 
 from __future__ import annotations
 
@@ -157,8 +156,7 @@ def _scale_kernel(p_values, p_factor, num_values, TILE: tl.constexpr):
 def rows_inplace(logits_MV: Tensor, labels_M: Tensor, coefficients_M: Tensor | None, nll_M: Tensor) -> None:
     """Write `nll_M` (fp32); with coefficients, overwrite `logits_MV` by the gradient of the weighted loss.
 
-    Rows of `logits_MV` are contiguous, `row_stride` apart. A label outside [0, V) gives a NaN loss.
-    """
+    Rows of `logits_MV` are contiguous, `row_stride` apart. A label outside [0, V) gives a NaN loss."""
     num_rows, num_tokens = logits_MV.shape
     assert logits_MV.stride(1) == 1, f"{logits_MV.stride()=}"
     assert labels_M.is_contiguous() and nll_M.is_contiguous()
@@ -206,8 +204,7 @@ def distilled_rows_inplace(
     share: float,
 ) -> None:
     """Write `loss_M` and `nll_M` (fp32); with coefficients, overwrite `draft_MV` by the gradient of the
-    weighted loss. Rows are contiguous; a label outside [0, V) gives NaN.
-    """
+    weighted loss. Rows are contiguous; a label outside [0, V) gives NaN."""
     num_rows, num_tokens = draft_MV.shape
     assert draft_MV.stride(1) == verify_MV.stride(1) == 1, f"{draft_MV.stride()=} {verify_MV.stride()=}"
     assert labels_M.is_contiguous() and loss_M.is_contiguous() and nll_M.is_contiguous()

@@ -2,8 +2,7 @@
 
 The coefficient of every row is known beforehand, so one pass over the chunks gives loss and gradients with
 the three products of an unfused loss and no recomputation. Contract, memory and rounding in README.md. M
-rows, m rows of a chunk, D width, V vocabulary.
-"""
+rows, m rows of a chunk, D width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def linear_cross_entropy(
 
     Both are fp32 (fp64 for fp64 hidden). `labels_M` int64 in [0, V): elsewhere a CPU raises and a GPU gives a
     NaN loss. Under autocast the products run in its dtype, with gradients of an fp32 weight summed in fp32.
-    The result can be differentiated once.
-    """
+    The result can be differentiated once."""
     return _loss(hidden_MD, weight_VD, labels_M, coefficients_M, bias_V, max_logits_bytes, None)
 
 
@@ -55,8 +53,7 @@ def linear_distillation(
 
     q is the distribution of a row of `draft_MD`, p, a constant, that of the row of `verify_MD` [M, D].
     `divergence` is "kl", sum_v p (log p - log q), or "overlap", 1 - sum_v min(p, q), the expected rate of
-    rejection of a sampled draft.
-    """
+    rejection of a sampled draft."""
     assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
     assert divergence in DIVERGENCES and 0 <= share <= 1, f"{divergence=} {share=}"
     teacher = _Teacher(verify_MD.detach(), divergence, share)
@@ -183,8 +180,7 @@ class _Pass:
 
     def allocate_gradients(self, hidden: bool, weight: bool, bias: bool) -> None:
         """Allocate gradients, uninitialised: the first chunk writes, later ones add; without rows they are
-        zero.
-        """
+        zero."""
         allocate = torch.empty_like if len(self.hidden_MD) else torch.zeros_like
         grad_bias = None
         if bias:
@@ -200,8 +196,7 @@ class _Pass:
         self, labels_M: Tensor, coefficients_M: Tensor | None, teacher: _Teacher | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and nll [M], the same without a teacher; with coefficients it also fills the allocated
-        gradients.
-        """
+        gradients."""
         nll_M = torch.empty(len(self.hidden_MD), dtype=self.loss_dtype, device=self.hidden_MD.device)
         loss_M = nll_M if teacher is None else torch.empty_like(nll_M)
         verify = None

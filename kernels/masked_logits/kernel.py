@@ -2,8 +2,7 @@
 
 No logits and no gathered rows are stored. A program multiplies a tile of rows with a range of the vocabulary,
 tile by tile; a second kernel combines the ranges of a row. Contract and mathematics in README.md.
-Shapes: X wanted rows, V vocabulary, D width, S ranges (splits) of the vocabulary, F numbers per range.
-"""
+Shapes: X wanted rows, V vocabulary, D width, S ranges (splits) of the vocabulary, F numbers per range."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def parts_kernel(
 
     A tile without a wanted row (all -1) ends at once and stores nothing. FORBIDDEN: number of ids at
     `p_forbidden`. `weight`: a pointer, or (TMA) a tensor descriptor of tiles [TILE_TOKENS, BLOCK_D].
-    FLAT: one pipeline for all tiles, so that a tile is loaded while the one before it is reduced.
-    """
+    FLAT: one pipeline for all tiles, so that a tile is loaded while the one before it is reduced."""
     row_tiles = tl.cdiv(num_rows, BLOCK_X)
     # Programs that run at the same time share GROUP tiles of rows and few ranges of the weight (L2 cache).
     first_row_tile = tl.program_id(0) // (GROUP * splits) * GROUP

@@ -1,7 +1,6 @@
 """Launch parameters and launches of the fused kernel. Nothing here waits for the device.
 
-Shapes: X wanted rows, V vocabulary, D width, S ranges of the vocabulary, F numbers per range.
-"""
+Shapes: X wanted rows, V vocabulary, D width, S ranges of the vocabulary, F numbers per range."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ COMBINED = 1024
 class Launch:
     """A program computes tiles of `block_x` rows, `block_d` columns at a time, with `stages` buffers; `group`
     tiles of rows run side by side. `tma`: the weight is read by tensor descriptors where its layout permits.
-    `flat`: the next tile of the vocabulary is loaded while one is reduced.
-    """
+    `flat`: the next tile of the vocabulary is loaded while one is reduced."""
 
     block_x: int
     block_d: int
@@ -61,8 +59,7 @@ def most_splits(num_rows: int, num_fields: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def range_tiles(row_tiles: int, token_tiles: int, most_splits: int, num_programs: int) -> int:
     """Tiles of a range of the vocabulary, so that the last round of programs leaves few multiprocessors idle:
-    the longest ranges of all that take at most 1 % more rounds of tiles than the best.
-    """
+    the longest ranges of all that take at most 1 % more rounds of tiles than the best."""
     rounds = {}
     for tiles in range(-(-token_tiles // most_splits), token_tiles + 1):
         programs = row_tiles * -(-token_tiles // tiles)

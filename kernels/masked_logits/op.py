@@ -2,8 +2,7 @@
 
 Two routes with the same results: chunks of rows through the library's product, and one fused kernel that
 stores neither logits nor gathered rows. Contract in README.md.
-Shapes: R rows of the pass, X wanted rows, Y rows of a chunk, V vocabulary, D width, S forbidden ids.
-"""
+Shapes: R rows of the pass, X wanted rows, Y rows of a chunk, V vocabulary, D width, S forbidden ids."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def masked_logits(
     argmax, ties to the lower id. `forbidden_S`: ids (int64) that have no probability. `entropy`: also return
     it. `route`: "fused" (see `has_fused`) or "chunks"; None: the default. Chunks take `max_bytes`, whatever X
     is. `workspace` (fp32, flat): where the fused route keeps its numbers, of `WORKSPACE_BYTES` + X *
-    `WORKSPACE_ROW_BYTES` bytes.
-    """
+    `WORKSPACE_ROW_BYTES` bytes."""
     assert hidden_RD.dtype == weight_VD.dtype and hidden_RD.shape[1] == weight_VD.shape[1], (
         f"{hidden_RD.dtype=} {weight_VD.dtype=} {hidden_RD.shape=} {weight_VD.shape=}"
     )

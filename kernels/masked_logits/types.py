@@ -18,8 +18,7 @@ class Proposals:
 
     `own_X`: its probability under the model's own distribution (temperature 1). `is_nonfinite_X` (bool): the
     row has no distribution (a logit is NaN or +inf, or all are -inf); its other values are 0. `entropy_X`:
-    nats at temperature 1, None unless requested. For row -1 everything is 0.
-    """
+    nats at temperature 1, None unless requested. For row -1 everything is 0."""
 
     token_X: Tensor
     own_X: Tensor

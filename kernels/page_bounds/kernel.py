@@ -1,8 +1,7 @@
 """The Triton kernels of bounds of keys, and of the scores of pages by them.
 
 B sequences, I pieces, R rows, W places, P pages, C pieces of all pages, N query heads, K KV heads, G = N / K,
-H head dim, S physical KV slots.
-"""
+H head dim, S physical KV slots."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def score_kernel(
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Scores of TILES tiles of pages of one sequence and KV head. SIZE: slots of a piece; PAGE: of a page of
-    the engine; PIECES: pieces of a page that is scored.
-    """
+    the engine; PIECES: pieces of a page that is scored."""
     sequence, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(starts_B + sequence).to(tl.int32)
     first_page = tl.program_id(0) * (TILES * BLOCK_P)

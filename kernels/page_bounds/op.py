@@ -1,8 +1,7 @@
 """Bounds of the keys of pieces of pages, and the scores of pages by them. Contract in README.md.
 
 B sequences, I pieces, F slots of a piece, R rows, W places of a block, P pages, C pieces of all pages,
-N query heads, K KV heads, G = N / K, H head dim, S physical KV slots.
-"""
+N query heads, K KV heads, G = N / K, H head dim, S physical KV slots."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def write_bounds(
     slots: PagedSlots,
 ) -> None:
     """Write the bounds of pieces over their slots below `ends_B`; those whose first stored slot is not below
-    it are left alone. fp8 keys are multiplied by `k_scale_K`. Nothing waits for the device.
-    """
+    it are left alone. fp8 keys are multiplied by `k_scale_K`. Nothing waits for the device."""
     if runs_kernels(keys_SKH) and bounds.least_CKH.dtype in KERNEL_DTYPES:
         from idlm.kernels.page_bounds import launch
 
@@ -66,8 +64,7 @@ def page_scores(
     KV head. Pieces from `starts_B` on do not count; pages from there on have any score.
 
     The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
-    positive and negative parts of queries, which are averaged first.
-    """
+    positive and negative parts of queries, which are averaged first."""
     if computes(q_RNH):
         from idlm.kernels.page_bounds import launch
 

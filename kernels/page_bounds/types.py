@@ -1,8 +1,7 @@
 """Arguments of the ops on bounds of keys.
 
 B sequences, I pieces, R rows, W places of a block, P pages of the engine, C pieces that exist, S physical KV
-slots, K KV heads, H head dim.
-"""
+slots, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class PagedSlots:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """Least and largest key per channel [C + 1, K, H] of pieces of `size` slots, which divides the pages of
-    the engine. The last piece takes what is to be dropped.
-    """
+    the engine. The last piece takes what is to be dropped."""
 
     least_CKH: Tensor
     largest_CKH: Tensor
@@ -39,8 +37,7 @@ class Bounds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
     """Pieces of which a pass stores keys: `slots_I` (int64) is the first slot that it stores, of sequence
-    `sequences_I`; where not `is_piece_I` (bool) there is none.
-    """
+    `sequences_I`; where not `is_piece_I` (bool) there is none."""
 
     sequences_I: Tensor
     slots_I: Tensor

@@ -19,13 +19,11 @@ WHOLE_SLOTS = 2048
 """A walk of so many slots by one program takes about 20 us; a second kernel takes 2 us in every layer."""
 SHORT_BLOCK_TILES, TWO_PROGRAM_TILES = 2, 8
 """Tiles for each multiprocessor from which short blocks are loaded ahead, and from which two programs run at
-a time: 8 % and 11 % less time at 64 and 256 sequences of 1,024 slots (README.md).
-"""
+a time: 8 % and 11 % less time at 64 and 256 sequences of 1,024 slots (README.md)."""
 APART_BLOCKS = 64
 """Blocks of slots for each multiprocessor from which sequences that decode walk apart from prompts. A tile of
 128 packed rows takes 0.4 us longer for a block than one of 16, and another launch takes 5 us: 15.8 and 9.9 ms
-in 36 layers at 256 sequences (one H200). The host knows twice to four times the slots that there are.
-"""
+in 36 layers at 256 sequences (one H200). The host knows twice to four times the slots that there are."""
 FEW_ROWS = 16
 """With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
@@ -85,8 +83,7 @@ def choose_launch(
     """Choose tile and pipeline by the heads, the rows of a sequence (those that most have, if they are known)
     and of all (None: there is one sequence), and the number of slots.
 
-    `deterministic`: everything that affects the bits of a row is the same for every batch.
-    """
+    `deterministic`: everything that affects the bits of a row is the same for every batch."""
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
     block_n = _slots_of_block(block_h, is_wide=(is_wide := shape.dtype == torch.float32))
@@ -143,8 +140,7 @@ def walks_apart(
     multiprocessors: int,
 ) -> bool:
     """Whether a second launch is worth it in a pass whose sequences suit `narrow`, but for at least one of
-    many rows, which suits `wide`.
-    """
+    many rows, which suits `wide`."""
     num_blocks = (num_sequences - 1) * shape.num_kv_heads * triton.cdiv(max_slots, wide.block_n)
     return narrow.block_m < wide.block_m and num_blocks >= APART_BLOCKS * multiprocessors
 
@@ -159,8 +155,7 @@ def _slots_of_block(block_h: int, *, is_wide: bool) -> int:
 def even_programs(num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
     """Programs per multiprocessor that end first, of the tiles of all KV heads, with `num_blocks` each.
 
-    One runs at a time: more of them divide the tiles more evenly, and each begins with a wait.
-    """
+    One runs at a time: more of them divide the tiles more evenly, and each begins with a wait."""
 
     def blocks_in_turn(programs: int) -> int:
         items = items_of_tile(programs, num_tiles, num_blocks, multiprocessors)

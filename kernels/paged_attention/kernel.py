@@ -4,8 +4,7 @@ A tile is up to ROWS rows of one sequence times the G query heads of one KV head
 of the matrix products, so that keys and values are read once for all of them. An item is a share of a
 tile's blocks, a part the result of one split of them. README.md has the reasons, planning.py the records.
 
-R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
-"""
+R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def attend_kernel(
     """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
     EARLY: the sum may launch as soon as this kernel has, else after its loop. NUM_LISTED: width of the lists,
-    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block.
-    """
+    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block."""
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)

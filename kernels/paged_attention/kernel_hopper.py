@@ -13,8 +13,7 @@ values: 225 KiB, so one program a multiprocessor. Barriers of a place in the rin
 
 Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels
 compiles it, and interpreted runs take Triton's walk.
-R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
-"""
+R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def _store(
 ):  # fmt: skip
     """The output of a tile with one item, else a part: `kernel_parts.store_part` says what one holds.
 
-    Stored from the layout of the product: another one would pass through memory that the other group uses.
-    """
+    Stored from the layout of the product: another one would pass through memory that the other group uses."""
     o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head = outputs
     row, count, kv_head, num_items, my_part = where
     H: gl.constexpr = acc.shape[1]

@@ -3,8 +3,7 @@
 A part is the result of a share of a tile's walk, for each packed row: the weighted sum of values, the sum of
 weights, and the maximum that both are relative to. README.md has the reasons, planning.py the records.
 
-N query heads, K KV heads, G = N / K, H head dim.
-"""
+N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ NOTHING: tl.constexpr = tl.constexpr(-1e30)
 def add_split(acc, total, highest, o, o_total, o_highest):
     """Add one more split to a running sum; splits in which a row sees nothing change no bit of it.
 
-    fma is explicit because the compiler could choose differently in the two kernels that do this.
-    """
+    fma is explicit because the compiler could choose differently in the two kernels that do this."""
     new_highest = tl.maximum(highest, o_highest)
     shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest)
     acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), o * weight[:, None])
@@ -41,8 +39,7 @@ def _in_half(acc, total, highest):
 
     float16 keeps 11 bits of the largest value of a row, and the bfloat16 output keeps 8. The range of the
     power keeps parts of different size comparable in float32; a part above 2^76 is infinite, and below 2^-64
-    it is 0.
-    """
+    it is 0."""
     largest = tl.max(tl.abs(acc), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -40), 60)
     shrink = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -195,8 +192,7 @@ def combine_kernel(
     """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items.
 
     PARTS: how many parts are added at once; 1 adds them in order, as fixed splits need. BEFORE: also add the
-    sums before the block.
-    """
+    sums before the block."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, record = tl.program_id(0) % K, tiles + tl.program_id(0) // K * RECORD

@@ -3,8 +3,7 @@
 Both run one program per entry of lists whose lengths the host bounds; nothing is read back. Unused entries
 have no rows. The layout of the records is in planning.py, the reasons are in README.md.
 
-B sequences (number B is the padding after the last row), R rows of this pass, K KV heads.
-"""
+B sequences (number B is the padding after the last row), R rows of this pass, K KV heads."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def tile_kernel(
     Sequences with fewer than `least_rows` or more than `most_rows` rows have no tile here; the padding has
     tiles where there is no maximum.
     FIXED: the walk skips no block, so that the position of a block in it does not depend on the rows.
-    NUM_LISTED: width of the lists, 0: none; `num_steps` halve the rows of any sequence to one.
-    """
+    NUM_LISTED: width of the lists, 0: none; `num_steps` halve the rows of any sequence to one."""
     tile = tl.program_id(0)
     sequences = tl.arange(0, BLOCK_B)
     starts = tl.load(cu_rows + sequences, mask=sequences <= num_sequences, other=0)
@@ -144,8 +142,7 @@ def tile_kernel(
 def num_splits(blocks, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
     """Number of splits that start below a block; the inverse of `kernel.split_start`, rounded up.
 
-    The exponent of a float32 is its logarithm rounded down.
-    """
+    The exponent of a float32 is its logarithm rounded down."""
     units = (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
     octaves = tl.maximum((units - 1) // OCTAVE, 1).to(tl.float32)
     octave = (octaves.to(tl.int32, bitcast=True) >> 23) - 127
@@ -170,8 +167,7 @@ def item_kernel(
     SPLIT_BLOCKS 0: items share a tile's blocks, and each writes one part. Otherwise items share its splits,
     each of which is a part, except those of the first item, which adds them itself, as the beginning of the
     sum. A tile with one item (a short one, or one without room for parts) writes no part. At most half as
-    many tiles as `num_programs` have several items.
-    """
+    many tiles as `num_programs` have several items."""
     item = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_TILES)
     records = tiles + numbers * RECORD

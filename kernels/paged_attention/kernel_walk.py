@@ -1,7 +1,6 @@
 """The blocks of a walk: their slots, what rows see of them, and the loop over them.
 
-R rows fed this pass, S physical KV slots, K KV heads, H head dim; README.md has the reasons.
-"""
+R rows fed this pass, S physical KV slots, K KV heads, H head dim; README.md has the reasons."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ def with_slots_before(scores, slots, row_ends, total, highest, scale_log2):
 def sums_before(before, total, highest, is_whole, row_ends):
     """Sums before the block of a share: all of it if it ends ahead of the block, else what was kept.
 
-    Rows before the block, which see its slots too, have none.
-    """
+    Rows before the block, which see its slots too, have none."""
     total, highest = tl.where(is_whole, total, before[0]), tl.where(is_whole, highest, before[1])
     return tl.where(row_ends > 0, total, 0.0), tl.where(row_ends > 0, highest, NOTHING)
 
@@ -126,8 +124,7 @@ def walk_blocks(
 ):
     """The walk block by block: sum of values, sum of weights, maximum, and the sums before the block.
 
-    With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up.
-    """
+    With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up."""
     slots, pages = first
     start, stop, low = share
     walk, ends, bounds, before_ends = step

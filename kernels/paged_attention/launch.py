@@ -1,7 +1,6 @@
 """The Triton back end: the launches of a layer; planning.py has the plan of a step, and the records.
 
-B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
-"""
+B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Paged attention: `plan_attention` once per step, `paged_attention` once per layer.
 
 A back end is a module with `problems` (every reason why it cannot run), `plan` and `run`; its plan names it.
-R rows fed this pass, S physical KV slots, N query heads, K KV heads, C listed slots, H head dim.
-"""
+R rows fed this pass, S physical KV slots, N query heads, K KV heads, C listed slots, H head dim."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def _module(backend: str) -> ModuleType:
 def problems(name: str, shape: HeadShape, *, device: torch.device, deterministic: bool = False) -> list[str]:
     """Every reason why back end `name` cannot compute such heads; empty when it can.
 
-    `deterministic`: a row's result must not depend on the rest of the batch, bit for bit.
-    """
+    `deterministic`: a row's result must not depend on the rest of the batch, bit for bit."""
     try:
         module = _module(name)
     except ImportError as error:
@@ -60,8 +58,7 @@ def plan_attention(
     launch: Any = None,
 ) -> Plan:
     """Plan one step by a back end without `problems`. Only "triton" needs `shape`; `launch`: its launch
-    parameters (`choice.Launch`).
-    """
+    parameters (`choice.Launch`)."""
     return _module(backend).plan(rows, shape, deterministic=deterministic, launch=launch)
 
 
@@ -84,8 +81,7 @@ def paged_attention(
     values of an fp8 cache; lossy, which the caller must report. `lists_BKC` (int32, contiguous): logical
     slots below the block that the rows of listed sequences see per KV head, each once, ascending, -1 behind
     the last; given exactly if the plan's rows have `listed_B`. `before`: where to leave the sums over the
-    slots before the block, for plans whose rows have `starts_B`.
-    """
+    slots before the block, for plans whose rows have `starts_B`."""
     rows = plan.rows
     num_tokens, num_kv_heads = q_RNH.shape[0], k_cache_SKH.shape[1]
     assert (lists_BKC is None) == (rows.listed_B is None), (

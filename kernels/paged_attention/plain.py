@@ -2,8 +2,7 @@
 
 `problems`, `plan` and `run` make this module a back end (op.py). Contract and formula in README.md.
 b sequences of a group, m rows and s slots they are padded to; R rows fed this pass, B sequences, P pages,
-S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
-"""
+S physical KV slots, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def plan(
 ) -> AttentionPlan:
     """Group the sequences and build indices and masks, of the rows that belong to sequences.
 
-    One host synchronisation reads their number, and another the sizes unless every sequence is small.
-    """
+    One host synchronisation reads their number, and another the sizes unless every sequence is small."""
     given, num_rows = rows, int(rows.cu_rows[-1])
     names = ("own_slots_R", "limits_R", "branch_starts_R")
     rows = replace(rows, **{name: getattr(rows, name)[:num_rows] for name in names})
@@ -201,8 +199,7 @@ def run(
     before: BeforeBlock | None,
 ) -> torch.Tensor:
     """See `op.paged_attention`; `caches`: keys and values, each with its scales. Rows after the last sequence
-    are not read and become 0.
-    """
+    are not read and become 0."""
     if before is not None:
         sums_before(q_RNH, caches[0], plan.blocks, scale, before)
     padded = [_attend(q_RNH, caches, group, scale) for group in plan.groups]

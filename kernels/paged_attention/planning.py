@@ -10,8 +10,7 @@ number that split 0 would have. Of a tile that sees lists, 3 and 17 are the numb
 and 18 is what turns places of its walk behind them into slots; 19 is the first slot of the block, 0 if the
 tile sees lists. 20 to 23 of the n-th record belong to the n-th tile with several items: 20 number of rows (0:
 there is none), 21 first row, 22 first part, 23 number of parts.
-B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
-"""
+B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class TritonPlan:
     """As `partial_sums`, over the slots before the block; None if the rows have no `starts_B`."""
     others: TritonPlan | None = None
     """Of sequences with more rows than the tiles of this plan are for, and of the padding; None: there are no
-    others.
-    """
+    others."""
 
     @property
     def walks(self) -> tuple[TritonPlan, ...]:
@@ -217,8 +215,7 @@ def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int)
 
 def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> tuple[int, int, int]:
     """Maximum number of items of the tiles, the number of parts to allocate, and the maximum number of tiles
-    with several items: each has two shares of the programs, which are rounded down.
-    """
+    with several items: each has two shares of the programs, which are rounded down."""
     if launch.split_slots:
         most_splits = num_tiles * max(1, most_fixed_splits(launch, max_slots))
     else:

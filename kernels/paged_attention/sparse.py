@@ -2,8 +2,7 @@
 README.md.
 
 B sequences, b those with listed rows, R rows, W positions of a block, X = C listed slots + O own, P pages, S
-physical KV slots, s slots before a block, m rows of it, N query heads, K KV heads, G = N / K, H head dim.
-"""
+physical KV slots, s slots before a block, m rows of it, N query heads, K KV heads, G = N / K, H head dim."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def attend_lists(
     scale: float,
 ) -> torch.Tensor:
     """Output [b, W, N, H] (q's dtype) of the rows that see lists; `caches`: keys and values, each with its
-    scales. Computed in fp32 (fp64 of fp64). A slot that no row sees may hold NaN.
-    """
+    scales. Computed in fp32 (fp64 of fp64). A slot that no row sees may hold NaN."""
     assert rows.starts_B is not None
     num_kv_heads = caches[0][0].shape[1]
     slots_bKC = lists_BKC[listed.sequences_b].long()

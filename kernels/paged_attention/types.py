@@ -1,8 +1,7 @@
 """Input of attention in one pass: which rows belong to which sequence and which slots each row sees.
 
 B sequences, R rows fed this pass, P KV pages of the longest sequence, N query heads, K KV heads, H head dim,
-W positions of a block, C listed slots.
-"""
+W positions of a block, C listed slots."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ class AttentionRows:
 
     Row `r` sees `[0, limits_R[r])` and `[branch_starts_R[r], own_slots_R[r]]`, and at least one slot in all.
     In layers with lists, a row of a listed sequence whose own slot is not before the sequence's block sees
-    the list of its KV head and `[starts_B[b], limits_R[r])` instead.
-    """
+    the list of its KV head and `[starts_B[b], limits_R[r])` instead."""
 
     cu_rows: torch.Tensor
     """[B + 1]; rows of sequence b are `cu_rows[b]:cu_rows[b + 1]`, which may be empty."""
@@ -56,8 +54,7 @@ class BeforeBlock:
     For row r of the block of sequence b (own slot >= starts_B[b]) that sees no list, and query head n, over
     the slots below both starts_B[b] and limits_R[r]: the share of slot s is
     `exp2(scale * log2(e) * <q[r, n], k[s]> - highest_RN[r, n]) / totals_RN[r, n]`.
-    Other rows, and rows without such slots, get -inf and 0.
-    """
+    Other rows, and rows without such slots, get -inf and 0."""
 
     highest_RN: torch.Tensor
     """float32; maximum of `scale * log2(e) * <q, k>`."""

@@ -5,8 +5,7 @@ queries runs along the columns of a product, which a thread mostly holds itself.
 sequences that rank are numbered, and the programs of a KV head divide them into equal ranges.
 
 L layers, R rows of a pass, B sequences, W places, S physical KV slots, N query heads, K KV heads, G = N / K,
-H head dim.
-"""
+H head dim."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def _queries(
     BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Queries [BLOCK_M, BLOCK_H] of one part of a block, and what to subtract from their scores so that
-    exp2 gives shares of the mean: +inf for queries that there are not.
-    """
+    exp2 gives shares of the mean: +inf for queries that there are not."""
     o_place, o_m, o_column = (
         tl.arange(0, BLOCK_W),
         part * BLOCK_M + tl.arange(0, BLOCK_M),
@@ -73,8 +71,7 @@ def share_kernel(
     """Shares of the slots before the blocks of sequences that rank; nothing else is written.
 
     PARTS: parts of BLOCK_M queries, whose sums are added up in memory, in order. IS_NARROW: places of a
-    layer's keys fit 32 bits.
-    """
+    layer's keys fit 32 bits."""
     kv_head, worker = tl.program_id(0) % K, (tl.program_id(0) // K).to(tl.int64)
     num_workers = tl.num_programs(0) // K
     o_sequence = tl.arange(0, BLOCK_B)

@@ -5,8 +5,7 @@ the order of the scores) by histograms of 256 bins until the C largest are known
 before: the C-th largest maximum of a group of places is a lower bound of the C-th largest score, so that only
 groups whose maximum reaches it are looked at again. Counts are integers, so the order of sums is no matter.
 
-L layers, B sequences, K KV heads, S places, C listed ones, Z lanes.
-"""
+L layers, B sequences, K KV heads, S places, C listed ones, Z lanes."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def _candidates(scores, ids, tile, num, group_bits, count, TILE: tl.constexpr):
 def _store_taken(target, most, o_value, b_key, m_valid, interval, need, counts):
     """Store the values whose keys are above the interval, and the first `need` of those in it, behind those
     stored before; the first `most` of all. `counts`: how many of both there were before; returns them with
-    those of this tile.
-    """
+    those of this tile."""
     low, high = interval
     num_above, num_in = counts
     m_above = m_valid & (b_key > high)
@@ -114,8 +112,7 @@ def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def _largest_groups(maxima, ids, num_groups, most, low, high, TILE: tl.constexpr):
     """List the groups that may have one of the `most` largest scores, ascending; returns their number, and
-    the least key that one of these scores can have.
-    """
+    the least key that one of these scores can have."""
     interval_low, interval_high, need, num = low, high, most, num_groups
     # A lower bound is enough: it may be met by an eighth more groups than are needed.
     while (num - need > most // 8) & (interval_low < interval_high):
@@ -156,8 +153,7 @@ def _interval(scores, ids, num, group_bits, count, most, low, high, TILE: tl.con
 @triton.jit
 def _taken(target, room, scores, ids, num, group_bits, count, low, high, need, TILE: tl.constexpr):
     """Store the candidates above an interval and the first `need` of those in it; returns their number, which
-    may be above the `room` that there is for them.
-    """
+    may be above the `room` that there is for them."""
     num_above, num_in = 0, 0
     for tile in range(tl.cdiv(num << group_bits, TILE)):
         o_place, b_key, m_valid = _candidates(scores, ids, tile, num, group_bits, count, TILE)
@@ -174,8 +170,7 @@ def select_kernel(
     K: tl.constexpr, GROUP_BITS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The list of one layer, sequence and KV head. A group has 2 ** GROUP_BITS places; `scratch` has two
-    numbers for each.
-    """
+    numbers for each."""
     kv_head, sequence = tl.program_id(0) % K, tl.program_id(0) // K % num_sequences
     layer = (tl.program_id(0) // K // num_sequences).to(tl.int64)
     if tl.load(is_selected_B + sequence) == 0:

@@ -1,8 +1,7 @@
 """Launch parameters and launches of both kernels. Nothing here waits for the device.
 
 L sparse layers, B sequences, W places, K KV heads, G query heads of a KV head, S slots or other places,
-C listed places, Z lanes.
-"""
+C listed places, Z lanes."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Launch:
     """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
     loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
     while others wait for products. The selection reads `read` scores together, and then looks at `tile`
-    candidates together.
-    """
+    candidates together."""
 
     block_n: int = 64
     max_queries: int = 256

@@ -1,8 +1,7 @@
 """Lists of the slots before a block that its queries attend to most, for all sparse layers at once.
 
 Contract and reasons in README.md. L sparse layers, B sequences, K KV heads, S slots of a sequence, C listed
-slots, Z lanes.
-"""
+slots, Z lanes."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def rank_prefix(ranking: RankingPass, lanes_B: Tensor, slots_LZKC: Tensor) -> No
     """Write the lists of sequences that rank into `slots_LZKC[:, lanes_B]` (int32); others stay.
 
     A list has the C slots before the block with the largest `attention_share`, ascending, then -1. Of
-    equal shares the lower slot is taken. Nothing waits for the device, and no shape depends on contents.
-    """
+    equal shares the lower slot is taken. Nothing waits for the device, and no shape depends on contents."""
     num_layers, num_sequences = len(ranking.q_LRNH), len(ranking.starts_B)
     assert len(slots_LZKC) == num_layers and slots_LZKC.dtype == torch.int32, f"{slots_LZKC.shape=}"
     most = layers_at_once(num_layers, num_sequences, ranking.num_kv_heads, ranking.max_slots)
@@ -44,8 +42,7 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
     """Mean attention [L, B, K, S] of a block's queries to the slots before it (fp32; fp64 of fp64).
 
     The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is at least
-    `max_slots`. Entries from the block on, and those of sequences that do not rank, are undefined.
-    """
+    `max_slots`. Entries from the block on, and those of sequences that do not rank, are undefined."""
     if computes(ranking.q_LRNH):
         from idlm.kernels.prefix_ranking import launch
 
@@ -58,8 +55,7 @@ def select_largest(
 ) -> None:
     """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
     `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
-    taken; NaN counts as the largest. Scores may be negative.
-    """
+    taken; NaN counts as the largest. Scores may be negative."""
     if runs_kernels(scores_LBKS) and scores_LBKS.dtype == torch.float32:
         from idlm.kernels.prefix_ranking import launch
 

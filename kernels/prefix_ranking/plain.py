@@ -1,8 +1,7 @@
 """Shares and lists in plain torch, for CPUs and for fp64.
 
 No shape depends on what a tensor holds. L layers, B sequences, b some of them, W places of a block, S slots,
-N query heads, K KV heads, G = N / K, H head dim, C listed slots.
-"""
+N query heads, K KV heads, G = N / K, H head dim, C listed slots."""
 
 from __future__ import annotations
 

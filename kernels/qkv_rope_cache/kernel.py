@@ -1,8 +1,7 @@
 """The Triton kernel between the fused projection and attention: one program per row and group of heads.
 
 Rounds step by step where transformers does, so that bf16 equals it: norm, weight, cos and sin, both
-products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim, h half of it, S KV slots.
-"""
+products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim, h half of it, S KV slots."""
 
 from __future__ import annotations
 

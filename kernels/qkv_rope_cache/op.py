@@ -1,8 +1,7 @@
 """QK norm, rotary embedding and KV write. Contract in README.md.
 
 R rows, J fused heads (N + 2K), Y rotated heads (N + K), N query heads, K KV heads, H head dim, h half of it,
-S physical KV slots.
-"""
+S physical KV slots."""
 
 from __future__ import annotations
 
@@ -17,15 +16,13 @@ from idlm.kernels.backend import FP8, has_pdl, pdl_options, rounds_as_written, r
 LARGEST_FP8 = 448.0
 FEW_ROWS = 128
 """With more rows a program has four times the heads and the warps: a head then has as many threads, and the
-sum of its norm the same order.
-"""
+sum of its norm the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
-    `scaling` a factor of cos and sin. `tables`: rounded cos and sin [R, 1, h] if no kernel computes them.
-    """
+    `scaling` a factor of cos and sin. `tables`: rounded cos and sin [R, 1, h] if no kernel computes them."""
 
     positions_R: Tensor
     inv_freq_h: Tensor
@@ -68,8 +65,7 @@ def qkv_rope_cache(
 
     `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. Scales (fp32,
     both or none) belong to e4m3 caches, which store value / scale. The last three are launch parameters
-    (None: chosen by the number of rows, and pdl if the device supports it).
-    """
+    (None: chosen by the number of rows, and pdl if the device supports it)."""
     num_kv_heads = k_cache_SKH.shape[1]
     num_heads = qkv_RJH.shape[1] - 2 * num_kv_heads
     assert num_heads > 0 and qkv_RJH.shape[2] % 2 == 0, f"{qkv_RJH.shape=} {k_cache_SKH.shape=}"
@@ -142,8 +138,7 @@ def plain_qkv_rope_cache(
 def rotate_heads(x_RYH: Tensor, *, rope: Rope, norm_YH: Tensor | None = None, norm_eps: float = 1e-6) -> None:
     """Norm and rotate all heads of queries, or of keys, IN PLACE; bits equal those of `qkv_rope_cache`.
 
-    `x_RYH` [R, Y, H] with contiguous heads; `norm_YH` has a row per head.
-    """
+    `x_RYH` [R, Y, H] with contiguous heads; `norm_YH` has a row per head."""
     assert x_RYH.shape[2] % 2 == 0 and x_RYH.stride(2) == 1, f"{x_RYH.shape=} {x_RYH.stride()=}"
     if not runs_kernels(x_RYH):
         assert rope.tables is not None, f"{rope.positions_R.device=} {x_RYH.device=}"

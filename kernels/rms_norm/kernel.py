@@ -1,7 +1,6 @@
 """The Triton kernel of residual addition and RMSNorm: one program per row, each element read once.
 
-R rows, D width.
-"""
+R rows, D width."""
 
 from __future__ import annotations
 

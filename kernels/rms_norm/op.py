@@ -22,8 +22,7 @@ def add_rms_norm(
 
     Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
     normed row, its product with the weight. `out_RD` receives the normed rows; it may be `x_RD` itself.
-    `warps` and `pdl` (None: if the device supports it) are launch parameters.
-    """
+    `warps` and `pdl` (None: if the device supports it) are launch parameters."""
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
     if runs_kernels(x_RD):

@@ -1,7 +1,6 @@
 """The Triton kernels of compaction: how many rows each sequence goes on with, where they go, and a gather.
 
-B sequences, R rows, I rows that are left, W places of a block (SIZE, padded to BLOCK_W).
-"""
+B sequences, R rows, I rows that are left, W places of a block (SIZE, padded to BLOCK_W)."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def count_kernel(
     BLOCK_W: tl.constexpr,
 ):
     """One program: which sequences wait, how many rows before its block each sequence goes on with, and
-    where its rows begin.
-    """
+    where its rows begin."""
     CHUNK: tl.constexpr = 16
     b = tl.arange(0, BLOCK_B)
     m_b = b < B

@@ -1,8 +1,7 @@
 """Rows that go on, packed again in two launches, and what is aligned with them gathered in one. Nothing waits
 for the device. Contract in README.md.
 
-B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head.
-"""
+B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def compact_rows(
     mapping -1, origin `num_origins` and no mask.
 
     With `room`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
-    all rows that are left; what does not fit is cut off.
-    """
+    all rows that are left; what does not fit is cut off."""
     if not runs_kernels(rows.slots_R):
         return plain.compact_rows(rows, drop, num_left=num_left, num_origins=num_origins, room=room)
     import triton
@@ -108,8 +106,7 @@ def keep_wanted(
 
     Those of sequence b are `rows_X[first_B[b] : first_B[b] + num_B[b]]`, at most `size`; a sequence of
     `waits_B` has none. `origin_R` ascends: the number of each row that is left among the rows that wanted
-    rows are of. With `num_head` the head has room for so many rows; None: for all, where they were.
-    """
+    rows are of. With `num_head` the head has room for so many rows; None: for all, where they were."""
     packs, num_head = num_head is not None, len(rows_X) if num_head is None else num_head
     if not runs_kernels(rows_X):
         given = rows_X, first_B, num_B, waits_B, origin_R
@@ -153,8 +150,7 @@ def find_places(
 ) -> tuple[Tensor, Tensor]:
     """The row at each place of the blocks of `size` places that begin at slots `starts_B`, int64 [B, W], -1:
     none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence have
-    ascending slots without a gap.
-    """
+    ascending slots without a gap."""
     if not runs_kernels(slots_R):
         return plain.find_places(cu_rows_B1, slots_R, is_mask_R, starts_B, size)
     import triton
@@ -178,8 +174,7 @@ def spread_places(
     kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """`Drop.keep_R` and `Drop.limits_R` [num_rows] of places that go on (bool) and see the first `ends_B`
-    places of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`.
-    """
+    places of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
         return plain.spread_places(kept_BW, ends_B, starts_B, rows_BW, num_rows)
     import triton
@@ -205,8 +200,7 @@ def gather_rows(
     """`[tensor[numbers_I] for tensor in tensors]`, contiguous, in one launch; up to `MAX_GATHERED` tensors.
     `out`: where they go.
 
-    Each is [R, ...] of any dtype, its rows contiguous; they may have gaps between them.
-    """
+    Each is [R, ...] of any dtype, its rows contiguous; they may have gaps between them."""
     assert len(tensors) <= MAX_GATHERED, f"{len(tensors)=}"
     if not runs_kernels(numbers_I):
         found = [tensor[numbers_I] for tensor in tensors]

@@ -1,7 +1,6 @@
 """The ops in plain torch: what a CPU runs. Static shapes; nothing waits for the device.
 
-B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head.
-"""
+B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) 
 
 def take_room(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
     """Where the rows of each sequence end if sequences take room for `needs_B` rows each, those of the
-    highest priority first, then in order; and which find none (bool): one that does not and all after it.
-    """
+    highest priority first, then in order; and which find none (bool): one that does not and all after it."""
     order_B = priority_B.argsort(descending=True, stable=True)
     ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
     return ends_B, (needs_B > 0) & (ends_B > capacity)
@@ -150,8 +148,7 @@ def take_room(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tu
 
 def flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
     """Numbers [num_left] of the flagged rows in order, R after the last; those beyond `num_left` are left
-    out.
-    """
+    out."""
     num_rows, device = len(is_flagged_R), is_flagged_R.device
     # Rows that are left out go to one more place, which is cut off.
     place_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)

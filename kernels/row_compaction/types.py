@@ -1,7 +1,6 @@
 """Arguments and results of compaction.
 
-B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head.
-"""
+B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ class PackedRows:
 
     A sequence's rows are in the order of their slots: those before the block that it works on, then rows of
     the block. `mapping_R`: the physical slot of each row, -1 for none. `origin_R`: a number that each row
-    keeps.
-    """
+    keeps."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
@@ -39,8 +37,7 @@ class Drop:
     `drops_stored`: it is read at the last W rows before a block, too. `limits_R` int64: block rows of other
     sequences see no slot from there on; None: nothing changes. `scheduled_B` int64: the first rows of a
     sequence, of those that go on, that the host scheduled; None: all before its block. `waits_B` (bool):
-    sequences that found no room earlier in this pass.
-    """
+    sequences that found no room earlier in this pass."""
 
     rows_BW: Tensor
     keep_R: Tensor
@@ -54,8 +51,7 @@ class Drop:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, those sequences take
-    first that have the largest `num_waits_B` (int64), of these those that need the fewest rows.
-    """
+    first that have the largest `num_waits_B` (int64), of these those that need the fewest rows."""
 
     capacity: int
     num_waits_B: Tensor
@@ -66,8 +62,7 @@ class KeptWanted:
     """Row h of the head is row `place_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
     h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
     room. `waits_B` (bool): sequences that found none, now or before; `asked_B` int64: rows of the head that
-    each asked for, 0 if it waited before.
-    """
+    each asked for, 0 if it waited before."""
 
     place_H: Tensor
     origin_H: Tensor | None
@@ -84,8 +79,7 @@ class KeptWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
     """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, the
-    sequences that found no room `waits_B` (bool), and the rows that each asked for `asked_B` (int64).
-    """
+    sequences that found no room `waits_B` (bool), and the rows that each asked for `asked_B` (int64)."""
 
     rows: PackedRows
     numbers_I: Tensor

@@ -1,7 +1,6 @@
 """Tokens that a grammar allows: the others lose their logits, or their share of stored drafts.
 
-Shapes: X, Y rows, V vocabulary, W words of bits, M sequences with masks, A rows of bits of each, D drafts.
-"""
+Shapes: X, Y rows, V vocabulary, W words of bits, M sequences with masks, A rows of bits of each, D drafts."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ def allowed_logits(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: 
     """Copies [Y, V] of the rows `rows_Y` (int64), in which tokens that are not allowed have -inf.
 
     `masks_Y` (int64): the row of `bits_MW` that says which are; -1: all. `bits_MW` int32, contiguous: bit
-    i % 32 of word i // 32 is set if token i is allowed.
-    """
+    i % 32 of word i // 32 is set if token i is allowed."""
     assert 32 * bits_MW.shape[1] >= logits_XV.shape[1] and bits_MW.is_contiguous(), f"{bits_MW.shape=}"
     if not backend.has_kernels(logits_XV.device):
         is_open_YV = (
@@ -58,8 +56,7 @@ def restrict(
 
     Draft d < D of lane `lanes_M[m]` keeps the tokens that row d of `bits_MAW[m]` allows (as in
     `allowed_logits`; A >= D), with the same ratios between them; if it has none of them, all its
-    probabilities become 0. Where `only_MD` (int64) is a token and not -1, that token gets probability 1.
-    """
+    probabilities become 0. Where `only_MD` (int64) is a token and not -1, that token gets probability 1."""
     assert only_MD.shape[1] <= bits_MAW.shape[1] and bits_MAW.is_contiguous(), f"{bits_MAW.shape=}"
     if isinstance(store, PlainDraftProbs):
         num_drafts, num_tokens = only_MD.shape[1], store.probs_ZJV.shape[2]

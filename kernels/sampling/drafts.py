@@ -2,8 +2,7 @@
 
 A step calls `row_probs`, `verify`, `emit_and_draft`, `put` in this order (put overwrites what emit needs).
 Rows may be padding with any content, NaN included, and -1 means no row. Contract in README.md. Shapes: X
-rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1.
-"""
+rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def verify(
     """Accept draft j while u * q < (1 + tau) * p, with p from row first + j and q from the store.
 
     `first_rows_B`: row of the pending token; `drafts_ZJ`, `layout_Z`, `lanes_B` int64, `active_B` bool,
-    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). `emit_and_draft` adds the last token.
-    """
+    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). `emit_and_draft` adds the last token."""
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
     num_masks = drafts_ZJ.shape[1]
     assert tables.draft_rows_YAJ.shape[1:] == (num_masks + 1, num_masks), f"{tables.draft_rows_YAJ.shape=}"
@@ -129,8 +127,7 @@ def emit_and_draft(
 
     The token comes from normalise(max(0, p - q)) after a rejection (from p if that is zero), else from p, by
     the first column of `uniforms_BA`; the others are for the drafts. `takes_best`: drafts are the argmax
-    instead of a draw, as in the published rule (lossy). Without drafts (J = 0) the layout stays.
-    """
+    instead of a draw, as in the published rule (lossy). Without drafts (J = 0) the layout stays."""
     assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
     state = (drafts_ZJ, layout_Z)
     if isinstance(probs, PlainProbs):

@@ -1,8 +1,7 @@
 """Draws from rows of probabilities, and scores of these: confidence, entropy, lead of the best token.
 
 `row_entropy` and `row_margin` are plain torch on every device, over [X, V] in fp32 on a GPU and fp64 on a
-CPU: callers pass slices. Contract in README.md. Shapes: X rows, V vocabulary, B sequences, D draws.
-"""
+CPU: callers pass slices. Contract in README.md. Shapes: X rows, V vocabulary, B sequences, D draws."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def uniforms(
     """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 of (seed, sample, step, draw), int64 tensors.
 
     One entry per sequence, or, with `lanes_B`, per lane (steps only if `steps_by_lane`). Devices agree
-    exactly.
-    """
+    exactly."""
     if not backend.has_kernels(seeds.device):
         return plain_uniforms(seeds, samples, steps, num_draws, lanes_B=lanes_B, steps_by_lane=steps_by_lane)
     import triton
@@ -74,8 +72,7 @@ def plain_uniforms(
 
     A number is a pure function of (request seed, sample index, sampling step, draw). Nothing is stored or
     advanced, so an answer cannot depend on the rest of the batch, on preemption or on the order of draws, and
-    no number is used twice. All 64 bits of the seed are key.
-    """
+    no number is used twice. All 64 bits of the seed are key."""
     if lanes_B is not None:
         seeds, samples = seeds[lanes_B], samples[lanes_B]
         steps = steps[lanes_B] if steps_by_lane else steps
@@ -97,8 +94,7 @@ def philox4x32(
 
     Few operations, because launching one takes longer than the sums of a batch: words 0 and 2, which a round
     multiplies, are one tensor, and so are words 1 and 3. A product fills 64 bits, and its sign bit does not
-    reach the bits that are taken.
-    """
+    reach the bits that are taken."""
     multiplied, added = torch.stack(counter).unflatten(0, (2, 2)).unbind(1)
     keys = torch.stack(key)
     # Without a copy from the host, which a CUDA graph cannot hold.
@@ -150,8 +146,7 @@ def judged_draws(
 
     The token is drawn by inversion of a number in (0, 1), or is the most likely one (lowest id) where
     `takes_best_X` (bool). The confidence is its probability in the row's distribution, or in the model's own
-    if the row is greedy (settings as in `row_probs`) or `always_own`.
-    """
+    if the row is greedy (settings as in `row_probs`) or `always_own`."""
     assert len(uniforms_X) == len(probs) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
     if isinstance(probs, PlainProbs):
         return _plain_judged(probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
@@ -222,8 +217,7 @@ def entropy(probs: Probs) -> Tensor:
 
 def row_entropy(probs: Probs, takes_own_X: Tensor) -> Tensor:
     """Entropy (nats, fp64 [X]) of every row's distribution, or of the model's own (temperature 1, no filters)
-    where `takes_own_X` (bool). `probs` must be computed with `own`.
-    """
+    where `takes_own_X` (bool). `probs` must be computed with `own`."""
     if isinstance(probs, PlainProbs):
         return torch.special.entr(_plain(probs, takes_own_X)).sum(-1)
     weights_XV, exponents_XV = _weights(probs, takes_own_X)

@@ -2,8 +2,7 @@
 
 A row is walked in chunks of CHUNK tokens, a number that depends on V alone; sums inside a chunk are fp32
 trees, sums over chunks fp64, so a row's numbers depend neither on the other rows nor on their count. Contract
-in README.md; the thresholds of top-k, top-p and min-p are found in kernel_probs.py.
-"""
+in README.md; the thresholds of top-k, top-p and min-p are found in kernel_probs.py."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def own_scale():
 def weight(b_values, largest, scale):
     """exp((logits - largest) / temperature) of logits of any dtype; zero below 2^-126 and for NaN.
 
-    The exponent is as exact as in fp64: a plain fp32 product of -20 would be wrong by 1e-6.
-    """
+    The exponent is as exact as in fp64: a plain fp32 product of -20 would be wrong by 1e-6."""
     b_logits = b_values.to(tl.float32)
     high = scale.to(tl.float32)
     low = (scale - high.to(tl.float64)).to(tl.float32)
@@ -78,8 +76,7 @@ def inverse_mass(p_numbers):
 @triton.jit
 def pick(b_mass, target, NUM: tl.constexpr):
     """First place whose cumulated mass exceeds `target`, else the last with mass, else 0. Never a place
-    without mass: a parallel cumulated sum may rise by rounding where nothing is added.
-    """
+    without mass: a parallel cumulated sum may rise by rounding where nothing is added."""
     o_place = tl.arange(0, NUM)
     b_total = tl.cumsum(b_mass, 0)
     first = tl.min(tl.where((b_total > target) & (b_mass > 0), o_place, NUM), 0)
@@ -128,8 +125,7 @@ def stats_kernel(
     """Largest logit of each of TILE chunks of one row, and the chunk's weight relative to it.
 
     FORBIDS: the logit of token `forbidden` becomes LOWEST, in memory too. OWN: also the weight, and the sum
-    of weight times logit, relative to the largest, at temperature 1.
-    """
+    of weight times logit, relative to the largest, at temperature 1."""
     i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)))

@@ -1,8 +1,7 @@
 """Triton functions: the threshold of top-k or top-p in a whole row, by passes with eight pivots.
 
 They serve rows whose candidates do not fit the list of kernel_probs.py. A sample of the row gives the first
-pivots, so that in 16 bits one pass usually finds the threshold. Logits are ordered by integer keys.
-"""
+pivots, so that in 16 bits one pass usually finds the threshold. Logits are ordered by integer keys."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def logit_of(key, KEY_SHIFT: tl.constexpr):
 def highest_reaching(b_logits, b_share, target, low, high, KEY_SHIFT: tl.constexpr):
     """(largest key in [low, high) at or above which the shares reach `target`, the share above that key).
 
-    Eight pivots at once: one step takes little longer than one sum. The answer is `low` if no key does.
-    """
+    Eight pivots at once: one step takes little longer than one sum. The answer is `low` if no key does."""
     o_pivot = tl.arange(0, 8).to(tl.int64)
     above = tl.zeros((), tl.float32)
     while high - low > 1:
@@ -57,8 +55,7 @@ def share_of(b_values, largest, scale, by_count):
 def reached_in_row(p_row, num_tokens, largest, scale, by_count, pivots, STEP: tl.constexpr):
     """Count or weight of a row at or above each of eight pivots, fp64.
 
-    Every place of a step has its own sum: errors of fp32 average out, and the loop has no dependency.
-    """
+    Every place of a step has its own sum: errors of fp32 average out, and the loop has no dependency."""
     o_step = tl.arange(0, STEP)
     b_next = tl.load(p_row + o_step, mask=o_step < num_tokens, other=float("-inf"))
     b_sums = [tl.zeros([STEP], tl.float32) for _ in pivots]
@@ -139,8 +136,7 @@ def sampled_bracket(
     """Logits between which the key lies, probably, below which the tokens from `low` on weigh `tail`.
 
     The weight below a key is estimated from a sample of pieces of PIECE tokens, its error from the sample's
-    variance, and what this means in logits from the weight near by. A bracket that misses costs a pass.
-    """
+    variance, and what this means in logits from the weight near by. A bracket that misses costs a pass."""
     top = logit_of(high, KEY_SHIFT)
     bottom = logit_of(low, KEY_SHIFT)
     if num_tokens >= 2 * SAMPLE:

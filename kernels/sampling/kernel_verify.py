@@ -1,8 +1,7 @@
 """Triton kernels: test the drafts, draw the token after the accepted ones, store the next drafts' rows.
 
 Tensors with the letter Z are indexed by lane through `lanes_B`. Nothing is written to the lane of an inactive
-sequence, and its outputs are 0. Contract in README.md.
-"""
+sequence, and its outputs are 0. Contract in README.md."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ def emit_kernel(
     CHUNKS: tl.constexpr,
 ):
     """One draw of a sequence: draw 0 is the token after its accepted drafts, from the residual after a
-    rejection, else from p; the others are its next drafts. TAKES_BEST: drafts are the argmax.
-    """
+    rejection, else from p; the others are its next drafts. TAKES_BEST: drafts are the argmax."""
     i_sequence = (tl.program_id(0) // (num_masks + 1)).to(tl.int64)
     i_draw = tl.program_id(0) % (num_masks + 1)
     emit_row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)

@@ -1,8 +1,7 @@
 """Probabilities of rows of logits: numbers of each row on a GPU, fp64 tensors on a CPU.
 
 On a GPU nothing waits for the device and no probabilities are stored. Contract in README.md. Shapes: X rows,
-V vocabulary, C chunks, Z lanes, B sequences, J drafts.
-"""
+V vocabulary, C chunks, Z lanes, B sequences, J drafts."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def row_probs(
     the argmax (lowest id) and ignores the rest. `filters=False` promises that no row uses top_k, top_p or
     min_p. The result refers to `logits_XV`. `forbidden_id`: a token that no row may draw; its logits become
     the lowest finite number. `own`: also compute each row's distribution at temperature 1 without filters,
-    which `judged_draws` and `entropy` need.
-    """
+    which `judged_draws` and `entropy` need."""
     num_rows, num_tokens = logits_XV.shape
     assert num_tokens <= MAX_VOCABULARY and logits_XV.stride(1) == 1, f"{logits_XV.shape=}"
     # A kernel would write into the next row.
@@ -55,8 +53,7 @@ def row_probs(
 
 def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
     """1 + the place (int64 [B]) of the first of a sequence's rows without a distribution: a logit is NaN or
-    infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are skipped.
-    """
+    infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are skipped."""
     if isinstance(probs, PlainProbs):
         assert probs.is_nonfinite_X is not None, "these probs were not computed from logits"
         is_nonfinite_BJ = (rows_BJ >= 0) & probs.is_nonfinite_X[rows_BJ.clamp(min=0)]

@@ -2,8 +2,7 @@
 
 Probabilities of a row are its logits and eight numbers on a GPU, or an fp64 tensor on a CPU. Decoders treat
 both as opaque. Contract in README.md.
-Shapes: X rows, V vocabulary, C chunks, Z lanes, J drafts, B sequences, A = J + 1, Y layouts.
-"""
+Shapes: X rows, V vocabulary, C chunks, Z lanes, J drafts, B sequences, A = J + 1, Y layouts."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Tuning:
     `chunk` tokens have one stored mass. A program of the pass over all rows takes `tile` chunks with
     `num_warps` warps; a program of the thresholds takes a row with `row_warps`. Its list of candidates holds
     `capacity` tokens from at most `listed` chunks, which are read `group` at a time. Rows with more
-    candidates are sampled (`sample` tokens) and read `step` tokens at a time.
-    """
+    candidates are sampled (`sample` tokens) and read `step` tokens at a time."""
 
     chunk: int = 512
     tile: int = 16
@@ -66,8 +64,7 @@ class RowProbs:
     Token i is kept iff l_i > threshold or l_i = threshold and i <= tie_id; its probability is then
     2^((l_i - max) * scale) / mass. `numbers_XF` fp64: max, scale = log2(e) / temperature, threshold, tie_id,
     mass, id of the largest logit; with `own` also the model's own mass and entropy (nats).
-    `masses_XC` fp32: kept mass of each chunk.
-    """
+    `masses_XC` fp32: kept mass of each chunk."""
 
     logits_XV: Tensor
     numbers_XF: Tensor
@@ -85,8 +82,7 @@ class RowProbs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainProbs:
     """Probabilities in fp64. `is_nonfinite_X` (bool): rows whose logits have no distribution. `own_XV`: the
-    model's own probabilities, `best_X`: its most likely token (both None unless requested).
-    """
+    model's own probabilities, `best_X`: its most likely token (both None unless requested)."""
 
     probs_XV: Tensor
     is_nonfinite_X: Tensor | None = None
@@ -126,8 +122,7 @@ Drafts = DraftProbs | PlainDraftProbs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTables:
     """Number of drafts of each layout; and after `a` accepted drafts, the rows (relative to the sequence's
-    first, or -1) that the next drafts are drawn from, and the next layout. int64.
-    """
+    first, or -1) that the next drafts are drawn from, and the next layout. int64."""
 
     num_drafts_Y: Tensor
     draft_rows_YAJ: Tensor
@@ -139,8 +134,7 @@ class Verdict:
     """Outcome of a step, int64. For an inactive sequence everything is 0 and rows are -1.
 
     `token_ids_BA`: the accepted drafts, then the token drawn after them, then 0; `draft_rows_BJ`: rows that
-    the next drafts are drawn from, or -1. The other fields are the rows of `values_FB`.
-    """
+    the next drafts are drawn from, or -1. The other fields are the rows of `values_FB`."""
 
     values_FB: Tensor
     token_ids_BA: Tensor

@@ -6,8 +6,7 @@ two ranges in a single loop, so that the pipeline of loads fills once. Tiles lie
 grid; a tile that would reach into padding is moved back to end at the last real row, and the rows that it
 shares with its neighbour are masked. So padding is never read. Contract in README.md.
 
-B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K.
-"""
+B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K."""
 
 from __future__ import annotations
 
@@ -271,8 +270,7 @@ def query_gradient_kernel(
     STAGES: tl.constexpr,
 ):
     """dq of one tile of queries of one head from the keys across, which need no gradient: three products for
-    a tile of scores, and no additions in memory. Adds what `dq_BTNH` has of the own half.
-    """
+    a tile of scores, and no additions in memory. Adds what `dq_BTNH` has of the own half."""
     head = tl.program_id(0) % N
     place = tl.program_id(0) // N
     flat = tl.load(order + place // SPLITS)

@@ -5,8 +5,7 @@ Here the scores of a tile and <do, v> start together, and later products run whi
 prepared. Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file,
 tests/kernels only compiles it.
 
-B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K.
-"""
+B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K."""
 
 from __future__ import annotations
 

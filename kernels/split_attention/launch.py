@@ -1,7 +1,6 @@
 """Launch parameters of the kernels, measured on an H200, and their launches. The operator is in op.py.
 
-B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
-"""
+B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ BACKWARD = Launch(rows=128, walk=64, warps=8, stages=2, parts=2)
 HOPPER_BACKWARD = Launch(rows=128, walk=64, warps=8, stages=3, parts=2)
 HOPPER_PAIRS = Launch(rows=128, walk=64, warps=8, stages=2, parts=1)
 """Where clean keys need no gradient and a KV head has at most two query heads: parts cost more than they save
-beside the short walk of the own half.
-"""
+beside the short walk of the own half."""
 QUERIES = Launch(rows=64, walk=64, warps=4, stages=2)
 HOPPER_QUERIES = Launch(rows=128, walk=128, warps=8, stages=2)
 """dq alone. The tiles of `HOPPER_QUERIES` take 192 KB of shared memory, which other GPUs lack."""
@@ -105,8 +103,7 @@ def run_backward(
     """Gradients of query, key and value, all contiguous as [B, T, heads, H].
 
     Where there are more keys than queries (`visibility(..., num_queries=...)`), those after the last query
-    get the gradient zero.
-    """
+    get the gradient zero."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_keys = key.shape[2]
     whole_key, whole_value, key, value = key, value, key[:, :, :num_rows], value[:, :, :num_rows]
@@ -179,8 +176,7 @@ def _run_walk(
     """Run Triton's or the Hopper backward kernel, which fills dk and dv (`outputs`) and adds to `dq_sums`.
 
     `inputs`: query, key, value and the gradient of the output. `statistics`: log-sum-exp and delta. Columns
-    past the head dim are zero, so Triton's kernel may add them to the next head of `dq_sums`.
-    """
+    past the head dim are zero, so Triton's kernel may add them to the next head of `dq_sums`."""
     query, key = inputs[:2]
     num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows

@@ -1,8 +1,7 @@
 """Split attention as one custom operator with a backward pass, which never breaks a torch.compile graph.
 
 bfloat16 and float16 on a GPU; under TRITON_INTERPRET=1 also float32 on a CPU. Contract in README.md.
-B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
-"""
+B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def split_attention_ranges(
     """Attention [B, T, N, H] with the `ranges` of `Visibility.tensors()`, zero for padding rows, whose inputs
     are never read. Strides may be any.
 
-    The reference, with T x T scores, computes what the kernel does not support (float32, a CPU).
-    """
+    The reference, with T x T scores, computes what the kernel does not support (float32, a CPU)."""
     if not takes(query_BNTH):
         return split_attention_reference(query_BNTH, key_BKTH, value_BKTH, from_tensors(ranges), scale=scale)
     return _forward(query_BNTH, key_BKTH, value_BKTH, list(ranges), scale)[0]
@@ -113,8 +111,7 @@ torch.library.register_autograd("idlm::split_attention", _gradients, setup_conte
 
 def visible(see: Visibility, num_keys: int | None = None) -> torch.Tensor:
     """Bool [B, T, T]; entry [b, q, k] says whether row q sees row k. Padding sees nothing. `num_keys`: where
-    there are more keys than queries.
-    """
+    there are more keys than queries."""
     num_keys = see.own_start_BT.shape[1] if num_keys is None else num_keys
     keys_T = torch.arange(num_keys, device=see.own_start_BT.device)
     across = (keys_T >= see.across_start_BT[..., None]) & (keys_T < see.across_end_BT[..., None])
@@ -131,8 +128,7 @@ def split_attention_reference(
 ) -> torch.Tensor:
     """Return [B, T, N, H] in query's dtype, zero for padding; computed in fp32, fp64 for an fp64 query.
 
-    Keys may have more rows than queries (`visibility(..., num_queries=...)`).
-    """
+    Keys may have more rows than queries (`visibility(..., num_queries=...)`)."""
     compute_dtype = torch.float64 if query_BNTH.dtype == torch.float64 else torch.float32
     group = query_BNTH.shape[1] // key_BKTH.shape[1]
     num_queries, num_keys = query_BNTH.shape[2], key_BKTH.shape[2]

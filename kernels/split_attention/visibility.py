@@ -3,8 +3,7 @@
 Computed once per batch from plain tensors, shared by all layers and heads, without any host synchronisation
 and without anything of size T x T. Contract and derivation in README.md.
 
-B packed rows, T rows of one packed row, I tiles of one packed row.
-"""
+B packed rows, T rows of one packed row, I tiles of one packed row."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ WORK_ROWS = 64
 class Visibility:
     """Row q sees the keys `[across_start, across_end)` and `[own_start, own_until)`; row k is seen by the
     queries `[seen_start, seen_end)` and `[own_from, own_end)`. All int32, all ranges empty for padding. Where
-    clean rows are keys alone, the tables have noisy rows only.
-    """
+    clean rows are keys alone, the tables have noisy rows only."""
 
     across_start_BT: torch.Tensor
     across_end_BT: torch.Tensor
@@ -41,8 +39,7 @@ class Visibility:
     """Those of them that are queries, the first ones."""
     query_tiles_BI8: torch.Tensor
     """Per tile of queries: the union `[low, high)` of its keys across and the part `[low, high)` that all its
-    rows see, then both for its own half.
-    """
+    rows see, then both for its own half."""
     key_tiles_BI8: torch.Tensor
     """The same for the queries of a tile of keys."""
     query_order: torch.Tensor
@@ -79,8 +76,7 @@ def visibility(
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order raises AssertionError; on a GPU
-    it is not checked, because the host would have to wait.
-    """
+    it is not checked, because the host would have to wait."""
     reach, clean_half = 1 << 28, 1 << 58
     is_real = doc_ids_BT != PADDING_DOC
     noisy = is_noisy_BT & is_real
@@ -161,8 +157,7 @@ def _reached(
     """End of the keys that a row sees in its own half, and start of the queries that see it. `half_BT`
     separates the halves of documents.
 
-    Inside a half, positions and reaches ascend, and the reach of a noisy row never leaves its block.
-    """
+    Inside a half, positions and reaches ascend, and the reach of a noisy row never leaves its block."""
     rows = torch.arange(half_BT.shape[1], device=half_BT.device).expand_as(half_BT)
     if reach_BT is None:
         return rows + 1, rows

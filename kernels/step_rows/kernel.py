@@ -2,8 +2,7 @@
 
 Every program sums the widths of all sequences to find those of its own rows, so programs exchange nothing.
 B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
-columns of the token table, P pages of a block table.
-"""
+columns of the token table, P pages of a block table."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def pack_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """A block of rows, or (in the programs after those) of wanted rows; the first program also stores the
-    sums.
-    """
+    sums."""
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)

@@ -2,8 +2,7 @@
 
 Sixty tiny torch ops would take 3 % of a step of an 8B model. Contract in README.md. Z lanes, L columns of the
 token table, B sequences, R rows, X wanted rows, Y draft buffers, W rows of the widest layout, J drafts, A
-tokens that a pass can emit, P pages of the longest sequence.
-"""
+tokens that a pass can emit, P pages of the longest sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ MANY_SEQUENCES, MANY_BLOCK = 256, 8
 """Else four warps pack so many: 32 rows for each of 256 sequences take several times as long to compile."""
 ALIGNED_ROWS = 2
 """Columns of int64 that make every row of a matrix begin at 16 bytes, whatever the number of rows of a pass:
-Triton compiles kernels anew for pointers that do not.
-"""
+Triton compiles kernels anew for pointers that do not."""
 MAX_COMMITTED = 256
 """Tokens that the one warp of a commit writes at a time; a canvas commits thousands."""
 
@@ -38,8 +36,7 @@ def pack_rows(
     """Known tokens of every sequence from its first that is not computed, then the rows of its layout.
 
     `num_rows` None: exactly these rows, whose number the host waits for; else that many rows, the last of
-    them padding with arbitrary numbers inside the tables.
-    """
+    them padding with arbitrary numbers inside the tables."""
     if num_rows is None:
         num_rows = int(_cu_rows(lanes, table, lanes_B, num_feed_B, wants_B)[0][-1])
     run = _launched if runs_kernels(lanes_B) else _plain
@@ -195,8 +192,7 @@ def commit(
 ) -> None:
     """Append the emitted tokens, advance the KV pointer by `num_computed_B`, and count a sampling step.
 
-    Tokens after the last column but one are dropped. A lane that occurs twice must have nothing to commit.
-    """
+    Tokens after the last column but one are dropped. A lane that occurs twice must have nothing to commit."""
     if runs_kernels(lanes_B):
         import triton
 

@@ -1,8 +1,7 @@
 """Arguments and results of the ops for rows of a pass.
 
 Z lanes, L columns of the token table, B sequences, R rows, X rows whose logits are wanted, Y draft buffers, W
-rows of the widest layout, J drafts.
-"""
+rows of the widest layout, J drafts."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Lanes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
     """Per draft buffer the number of rows after the known tokens, with the pending one, and per row its
-    source, and its position, limit and branch start relative to the pending token. int64, contiguous.
-    """
+    source, and its position, limit and branch start relative to the pending token. int64, contiguous."""
 
     width_Y: Tensor
     source_YW: Tensor

@@ -10,8 +10,7 @@ import triton.language as tl
 def rounded_swiglu(gate, up, dtype):
     """silu(gate) * up of fp32 values, in fp32; the silu is rounded before it is multiplied, as torch does.
 
-    Linears, experts and gated LoRA call it too, so that all of them give a row the same bits.
-    """
+    Linears, experts and gated LoRA call it too, so that all of them give a row the same bits."""
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 

@@ -19,8 +19,7 @@ def swiglu(
     """silu(gate) * up, [R, F], of [R, 2F] with the gate first; rounded as the two torch ops round.
 
     `out_RF` receives it; it may be the gate's columns. `block`, `warps` and `pdl` (None: if the device
-    supports it) are launch parameters.
-    """
+    supports it) are launch parameters."""
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if runs_kernels(gate_up_RE):
         import triton

@@ -33,8 +33,7 @@ def compile_for_hopper(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, sm: int = 90, **options: Any
 ) -> Compiled:
     """Compile with the `types` of non-constant arguments ("*bf16", "i32", ...), all divisible by 16; `sm`:
-    the target's compute capability.
-    """
+    the target's compute capability."""
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     names = list(signature)
     divisible = {

@@ -17,8 +17,7 @@ def run_interpreted(
     *selection: str, must_pass: bool = True, timeout_s: float | None = 300, **variables: str
 ) -> str:
     """Run checks of files under tests/kernels, with pytest's options; skips if Triton is not installed.
-    Returns a line for each check, and its faults. `variables` are set in the environment.
-    """
+    Returns a line for each check, and its faults. `variables` are set in the environment."""
     pytest.importorskip("triton")
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     settings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

@@ -13,8 +13,7 @@ def patch_once() -> None:
     """Leave `triton.language` as kernels in the interpreter need it.
 
     Triton looks for what it has to patch again in every launch and every call of a device function, and lists
-    all types to find one: half of the time of our kernels. What is patched and found stays the same.
-    """
+    all types to find one: half of the time of our kernels. What is patched and found stays the same."""
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     if scope is not None:
         scope._changes.clear()

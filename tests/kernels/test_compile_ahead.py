@@ -1,6 +1,5 @@
 """The kernels that a warm-up compiles ahead, counted without a GPU: passes on the meta device tell which
-variants Triton would compile, and a driver that has no GPU takes the place of CUDA's.
-"""
+variants Triton would compile, and a driver that has no GPU takes the place of CUDA's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Routing and experts: the plain path against the references, the interpreted kernels, the kernels compiled
-for sm_90, the number of tiles. tests/gpu/block/test_experts_gpu.py runs the kernels on a GPU.
-"""
+for sm_90, the number of tiles. tests/gpu/block/test_experts_gpu.py runs the kernels on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """All kernels in Triton's interpreter against their references: the files of tests/kernels/interpreted.
 
 One process runs them all, because Triton chooses between interpreter and compiler when it is imported, and an
-import costs as much as a file of checks. tests/gpu/kernels runs the kernels on a GPU.
-"""
+import costs as much as a file of checks. tests/gpu/kernels runs the kernels on a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`masked_logits` on a CPU (chunks of rows) against its definition; its kernels compiled for Hopper.
 
-X wanted rows, V vocabulary.
-"""
+X wanted rows, V vocabulary."""
 
 from __future__ import annotations
 

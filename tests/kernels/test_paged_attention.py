@@ -2,8 +2,7 @@
 refusal.
 
 The torch path has tests/unit/engine/test_paged_attention.py, the GPU
-tests/gpu/kernels/test_paged_attention_gpu.py.
-"""
+tests/gpu/kernels/test_paged_attention_gpu.py."""
 
 from __future__ import annotations
 

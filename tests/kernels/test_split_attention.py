@@ -1,7 +1,6 @@
 """Ranges against the dense mask, interpreted kernels against the reference, flex masks against eager ones.
 
-tests/gpu/kernels/test_split_attention_gpu.py runs the kernels on a GPU.
-"""
+tests/gpu/kernels/test_split_attention_gpu.py runs the kernels on a GPU."""
 
 from __future__ import annotations
 

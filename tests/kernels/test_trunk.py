@@ -1,6 +1,5 @@
 """The trunk's ops: the plain paths against the references, the kernels compiled for sm_90,
-the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on a GPU.
-"""
+the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Dream-7B and DiffuCoder (arXiv 2508.15487): Qwen2.5's tensors, full diffusion, logits shifted.
 
-`DreamForCausalLM`, a later model in blocks without shift, is another architecture.
-"""
+`DreamForCausalLM`, a later model in blocks without shift, is another architecture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5's tensors, decoded in blocks; every row predicts the next token.
 
-The last row of the clean block before therefore predicts the first token of a block.
-"""
+The last row of the clean block before therefore predicts the first token of a block."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """LLaDA-8B, LLaDA-1.5 and iLLaDA (arXiv 2502.09992): Llama's arithmetic under OLMo's names, full diffusion.
 
 The switches of `ONLY` were seen in copies of the published file; other values are refused. `ff_proj` is the
-gate; the head is the `ff_out` outside of the blocks.
-"""
+gate; the head is the `ff_out` outside of the blocks."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ rotates. 2.2 routes by block: 32 tokens admit `expert_capacity` experts together
 (sgl-project/sglang, pull requests 31743 and 31768).
 
 The defaults of the published config classes fit no published weights, so every field must be given. Query,
-key and value projections are one tensor.
-"""
+key and value projections are one tensor."""
 
 from __future__ import annotations
 

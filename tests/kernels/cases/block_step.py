@@ -1,7 +1,6 @@
 """Random block-diffusion passes for the tests of block_step: lanes in any order, prompts, blocks that the
 host does not know yet or still counts, full sequences, padding, and garbage in everything that must not be
-read.
-"""
+read."""
 
 from __future__ import annotations
 

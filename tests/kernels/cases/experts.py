@@ -2,8 +2,7 @@
 
 Run in the interpreter by interpreted_experts.py (fp32, fp16) and on a GPU by
 tests/gpu/block/test_experts_gpu.py. R rows, X experts that rows choose from, E experts that are here, C
-chosen experts, D width, F ffn.
-"""
+chosen experts, D width, F ffn."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MAX_WEIGHT_SHARE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Values that cases are drawn from. Compile-time sizes vary together, or a GPU would spend its time on
-    compiling: routers are (X, chosen, groups, chosen groups, score), experts (width, ffn).
-    """
+    compiling: routers are (X, chosen, groups, chosen groups, score), experts (width, ffn)."""
 
     rows: tuple[int, ...]
     routers: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], ...]
@@ -134,8 +132,7 @@ def check_block_route(
     seed: int, device: str, dtype: torch.dtype, *, most_blocks: int, most_experts: int = 256
 ) -> None:
     """Blocks of several sequences, of which the last may be short, then padding that holds NaN: choices are
-    those of the reference, and a block alone gets the bits that it gets among others.
-    """
+    those of the reference, and a block alone gets the bits that it gets among others."""
     dice, routers = random.Random(seed), [one for one in BLOCK_ROUTERS if one[0] <= most_experts]
     num_experts, num_chosen, capacity, size, score = dice.choice(routers)
     limits = {"num_chosen": num_chosen, "capacity": capacity, "block_size": size}

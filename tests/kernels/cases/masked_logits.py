@@ -1,7 +1,6 @@
 """Cases of `masked_logits`, for a CPU, the interpreter and a GPU: odd shapes, and poison in all other rows.
 
-X wanted rows, V vocabulary, D width.
-"""
+X wanted rows, V vocabulary, D width."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ HUGE = 6e4
 class Case:
     """Rows (repeated and -1 ones among them) of a tensor whose other rows and columns are NaN, and a head
     with `padding` columns, on which its alignment depends. They are `HUGE`: libraries multiply what follows a
-    row by zero.
-    """
+    row by zero."""
 
     def __init__(
         self,
@@ -59,8 +57,7 @@ class Case:
 
     def check(self, **options: Any) -> Proposals:
         """Compare with the definition: tokens but for near ties, and numbers within twice the error of
-        PyTorch's own dense product and softmax.
-        """
+        PyTorch's own dense product and softmax."""
         found = masked_logits(*self.arguments(), forbidden_S=self.forbidden_S, entropy=True, **options)
         expected = masked_logits_reference(
             self.hidden_RD.cpu(),
@@ -93,8 +90,7 @@ class Case:
 
     def _torch_error(self) -> float:
         """Largest error of probabilities and entropies by PyTorch's product in this dtype and softmax in
-        fp32.
-        """
+        fp32."""
         is_row_X = self.rows_X >= 0
         hidden_XD = self.hidden_RD[self.rows_X[is_row_X]]
         dense_XV = torch.nn.functional.linear(hidden_XD, self.weight_VD)

@@ -2,8 +2,7 @@
 
 Besides slots that no row sees, the rows after the last sequence are poison too: NaN queries and row numbers
 out of range. B sequences, R rows fed this pass, S physical KV slots, N query heads, K KV heads, H head
-dim, m rows and s slots of one sequence.
-"""
+dim, m rows and s slots of one sequence."""
 
 from __future__ import annotations
 
@@ -171,8 +170,7 @@ def error_ratio(case: Case, o_RNH: Tensor) -> float:
 
     PyTorch's error counts as at least that of rounding, which it can be below only by chance. In float32,
     where sums of products dominate the error, it is the worst over some orders of the head's dimensions: the
-    largest error differs by a factor of two from one order to another.
-    """
+    largest error differs by a factor of two from one order to another."""
     truth = dense(case, torch.float64)
     fed = int(case.rows.cu_rows[-1])
     if o_RNH.dtype != case.shape.dtype or not o_RNH.isfinite().all() or o_RNH[fed:].any():

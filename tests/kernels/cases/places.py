@@ -1,7 +1,6 @@
 """Checks of ops that write to given places, on any device: bits of the ops that allocate, poisoned places.
 
-R rows, N query heads, K KV heads, H head dim, C chosen experts, D width, F ffn of an expert.
-"""
+R rows, N query heads, K KV heads, H head dim, C chosen experts, D width, F ffn of an expert."""
 
 from __future__ import annotations
 

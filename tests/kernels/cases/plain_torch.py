@@ -1,7 +1,6 @@
 """Norm and rotation in plain torch, as stock models of transformers compute them.
 
-R rows, J heads, H head dim.
-"""
+R rows, J heads, H head dim."""
 
 from __future__ import annotations
 

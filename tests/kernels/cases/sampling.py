@@ -1,7 +1,6 @@
 """Rows of logits and settings that are hard for a sampler, and the checks of its results.
 
-X rows, V vocabulary, B sequences, J drafts, Z lanes, Y layouts, A = J + 1.
-"""
+X rows, V vocabulary, B sequences, J drafts, Z lanes, Y layouts, A = J + 1."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ def check_draws(token_ids_M: Tensor, probs_MV: Tensor, uniforms_M: Tensor) -> No
 def check_judged(draw: random.Random, num_rows: int, num_tokens: int, *, device: str, **options: Any) -> None:
     """Drawn or best tokens, their confidences, and entropies, with one token forbidden.
 
-    `options`: of `row_probs`. Two rows to a sequence, the last two of them padding.
-    """
+    `options`: of `row_probs`. Two rows to a sequence, the last two of them padding."""
     case = make_case(draw, num_rows, num_tokens, device=device)
     forbidden = draw.randrange(num_tokens)
     fed_XV = poisoned(case.logits_XV, padding_rows=2)

@@ -1,7 +1,6 @@
 """Masks of tokens over rows of logits and stored drafts, checked against the definition on any device.
 
-X, Y rows, V vocabulary, W words of bits, Z lanes, J drafts, M sequences with masks, A rows of each.
-"""
+X, Y rows, V vocabulary, W words of bits, Z lanes, J drafts, M sequences with masks, A rows of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Two decoding steps through the sampling ops, checked against the definition, for tests on any device.
 
-X rows, V vocabulary, B sequences, J drafts, Z lanes, D draws.
-"""
+X rows, V vocabulary, B sequences, J drafts, Z lanes, D draws."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def run_steps(
 ) -> None:
     """A step that only drafts, then `count` - 1 steps that verify; with padding rows and inactive sequences.
 
-    `sizes`: sequences and masks. Half of the runs have no filters and many rejections.
-    """
+    `sizes`: sequences and masks. Half of the runs have no filters and many rejections."""
     num_sequences, num_masks = sizes or (draw.randint(1, 6), draw.choice([0, 1, 3, 7]))
     width = 2 * num_masks + 1
     num_lanes = num_sequences + 2
@@ -172,8 +170,7 @@ def _check_lanes(
 ) -> None:
     """Active lanes hold the new drafts and their probabilities; all other lanes are unchanged.
 
-    `stored`: drafts, layouts and probabilities before, and the probabilities now.
-    """
+    `stored`: drafts, layouts and probabilities before, and the probabilities now."""
     drafts_ZJ, layout_Z, q_ZJV, kept_ZJV = (tensor.clone() for tensor in stored)
     for b, lane in enumerate(state.lanes_B.tolist()):
         if not state.active_B[b]:

@@ -38,8 +38,7 @@ class Case:
     seed: int
     objective: str = "idlm"
     """`idlm`: causal blocks of `stride - 1` masks. `block`: blocks of `stride` that see themselves both ways.
-    `full`: documents without clean rows, all of whose rows see each other.
-    """
+    `full`: documents without clean rows, all of whose rows see each other."""
 
 
 def random_case(seed: int, *, longest: int, head_dims: tuple[int, ...] = (16,)) -> Case:

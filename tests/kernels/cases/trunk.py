@@ -2,8 +2,7 @@
 
 Run in the interpreter by interpreted_trunk.py (fp32, fp16) and on a GPU by
 tests/gpu/kernels/test_trunk_gpu.py. R rows, D width, E output width, F ffn, N query heads, K KV heads, H head
-dim, S slots, r rank.
-"""
+dim, S slots, r rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Greedy passes of decoder `full` with the kernel that stores no logits, in the interpreter: tokens are those
-of the slow decoder. Started by test_interpreted.py.
-"""
+of the slow decoder. Started by test_interpreted.py."""
 
 from __future__ import annotations
 

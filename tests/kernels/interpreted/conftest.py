@@ -1,7 +1,6 @@
 """Checks of this folder, which run in Triton's interpreter alone.
 
-pytest imports this file also in the process of all other tests, which compiles kernels.
-"""
+pytest imports this file also in the process of all other tests, which compiles kernels."""
 
 import os
 

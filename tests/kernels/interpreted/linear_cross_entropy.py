@@ -1,7 +1,6 @@
 """The Triton kernels of the fused loss, in the interpreter: started by test_interpreted.py.
 
-Memory around every row is NaN, so that a wrong read is detected.
-"""
+Memory around every row is NaN, so that a wrong read is detected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The fused kernel of `masked_logits` in the interpreter: started by test_interpreted.py.
 
-float32 and float16: the interpreter has no bfloat16.
-"""
+float32 and float16: the interpreter has no bfloat16."""
 
 from __future__ import annotations
 

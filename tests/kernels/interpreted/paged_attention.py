@@ -1,8 +1,7 @@
 """The Triton kernels of paged attention in the interpreter: started by test_interpreted.py.
 
 float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_paged_attention_gpu.py has more
-shapes.
-"""
+shapes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Checks that test_split_attention.py runs with TRITON_INTERPRET=1, set before the kernels are imported.
 
 Every result of the kernels in float32 against the definition in float64, with NaN in all padding; prints the
-number of cases at the end.
-"""
+number of cases at the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The Triton kernels of the trunk in the interpreter: started by test_interpreted.py.
 
 float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_trunk_gpu.py has more and larger
-shapes.
-"""
+shapes."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a width where gate and up are split differently from twice as many outputs. (A GPU test compares the
-    bits: numpy's product sums in the order of the tile.)
-    """
+    bits: numpy's product sums in the order of the tile.)"""
     F, D, rank, splits = 1600, 4096, 16, []
     adapted, alone = (
         fixed_launch(rows, width, D, torch.float16, gated=width == F) for width in (2 * F + 2 * rank, F)

@@ -1,7 +1,6 @@
 """The definition of a block-diffusion pass, sequence by sequence in plain Python. Rules in README.md.
 
-Z lanes, W places of a block.
-"""
+Z lanes, W places of a block."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def pack_reference(
     sequences: list[tuple[Sequence, int, bool]], shape: Any, num_rows: int | None
 ) -> list[tuple[list[Row], int, bool, list[int]]]:
     """For every (sequence, tokens that the host has counted, whether it decodes): its rows, how many of them
-    are stored, whether it decides something, and the places that it may decide.
-    """
+    are stored, whether it decides something, and the places that it may decide."""
     size, uncounted, counted = shape.size, 0, 0
     due = []
     for sequence, num_counted, decodes in sequences:
@@ -86,8 +84,7 @@ def wanted_reference(
     """(Number of the wanted row, place) of the places that each sequence asks for; None: it waits.
 
     Those that open a shifted block come first, then those that have waited longest, then in order. `asked`:
-    places in ascending order; `num_waits`: passes in a row in which each waited.
-    """
+    places in ascending order; `num_waits`: passes in a row in which each waited."""
     found: list[list[tuple[int, int]] | None] = [[] for _ in asked]
     first = 0
     for b in sorted(range(len(asked)), key=lambda b: (not opens[b], -num_waits[b], b)):

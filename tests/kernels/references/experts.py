@@ -1,7 +1,6 @@
 """The definition of both ops, row by row, in fp32 or, for fp64 input, fp64. Formula in README.md.
 
-R rows, E experts, C chosen experts, D width, F ffn of an expert.
-"""
+R rows, E experts, C chosen experts, D width, F ffn of an expert."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ def route_reference(
     logits_RE: Tensor, routing: Routing, *, bias_E: Tensor | None = None, blocks: list[int] | None = None
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Per row the numbers of the chosen experts, ascending, and their weights, not rounded. `blocks`: with a
-    capacity, the number of each row's block; rows of a block may stand anywhere.
-    """
+    capacity, the number of each row's block; rows of a block may stand anywhere."""
     experts, weights = [], []
     rows = []
     for logits_E in logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32)):
@@ -55,8 +53,7 @@ def experts_reference(
     shared_RD: Tensor | None = None,
 ) -> Tensor:
     """The weighted sum of the chosen experts of this rank plus the shared expert's output [R, D], not
-    rounded. A row whose experts are -1 is 0.
-    """
+    rounded. A row whose experts are -1 is 0."""
     dtype = torch.promote_types(x_RD.dtype, torch.float32)
     out_RD = torch.zeros(x_RD.shape, dtype=dtype, device=x_RD.device)
     for row, chosen in enumerate(experts_RC.tolist()):

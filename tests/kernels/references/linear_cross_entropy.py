@@ -1,7 +1,6 @@
 """The definition of the op: all logits at once, in fp32 or, for fp64 input, fp64. Formula in README.md.
 
-M rows, D width, V vocabulary.
-"""
+M rows, D width, V vocabulary."""
 
 from __future__ import annotations
 

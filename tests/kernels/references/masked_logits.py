@@ -1,7 +1,6 @@
 """The definition of the op in fp64, one row at a time.
 
-Shapes: R rows of the pass, X wanted rows, V vocabulary, D width.
-"""
+Shapes: R rows of the pass, X wanted rows, V vocabulary, D width."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The definition of paged attention, one row at a time; slow on purpose. Formula in README.md.
 
 B sequences, R rows fed this pass, S physical KV slots, C listed slots, s visible slots of one row, N query
-heads, K KV heads, H head dim.
-"""
+heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 

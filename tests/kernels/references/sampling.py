@@ -4,8 +4,7 @@ Slow and obvious: Python lists, one token at a time; `emitted_reference` alone w
 is accepted with probability min(1, (1+tau) p(x)/q(x)); a rejected one is replaced by a draw from
 normalise(max(0, p - q)). With tau = 0 the emitted token has exactly the distribution p (Leviathan et al.
 2023; arXiv 2604.11035, Algorithm 1), PROVIDED that x was drawn from that very q: the published rule drafts by
-argmax and is biased. X rows, B pairs of distributions, V vocabulary.
-"""
+argmax and is biased. X rows, B pairs of distributions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def probs_reference(
 
     The order is temperature, top-k, top-p, min-p, as in transformers. Temperature 0 gives all mass to the
     token with the largest logit (ties: lowest id), which makes greedy decoding an ordinary case of the
-    accept/residual rule.
-    """
+    accept/residual rule."""
     settings = zip(temperature_X.tolist(), top_k_X.tolist(), top_p_X.tolist(), min_p_X.tolist(), strict=True)
     probs = [
         _row_probs(row, *setting) for row, setting in zip(logits_XV.double().tolist(), settings, strict=True)
@@ -73,8 +71,7 @@ def draw_reference(probs: Sequence[float], uniform: float) -> int:
 
 def residual_reference(p: Sequence[float], q: Sequence[float]) -> list[float]:
     """The distribution that replaces a rejected draft: max(0, p - q), normalised; p itself if that has no
-    mass.
-    """
+    mass."""
     excess = [max(0.0, target - draft) for target, draft in zip(p, q, strict=True)]
     mass = math.fsum(excess)
     return [value / mass for value in excess] if mass > 0 else list(p)

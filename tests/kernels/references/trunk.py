@@ -2,8 +2,7 @@
 Formulas in the READMEs of gated_lora, linear, qkv_rope_cache, rms_norm and swiglu.
 
 R rows, D input width, E output width, F ffn width, r rank, P parts of a fused projection, J fused heads (N +
-2K), N query heads, K KV heads, H head dim, h half of it, S physical KV slots.
-"""
+2K), N query heads, K KV heads, H head dim, h half of it, S physical KV slots."""
 
 from __future__ import annotations
 

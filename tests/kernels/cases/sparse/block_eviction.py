@@ -154,8 +154,7 @@ def _scales(keys: BlockKeys) -> Tensor | float:
 def make_candidates(seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Candidates, float]:
     """Parts of both layers, what is known of the places, and alpha.
 
-    Gains are multiples of 1/4, so that there are ties and sums are exact; NaN where there is no mask.
-    """
+    Gains are multiples of 1/4, so that there are ties and sums are exact; NaN where there is no mask."""
     generator = torch.Generator().manual_seed(seed)
 
     def ints(high: int, *of: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Random steps with lists: blocks in work beside their clean rows and other sequences, NaN in unseen slots.
 
 B sequences, R rows fed this pass, C listed slots, S physical KV slots, N query heads, K KV heads, H head
-dim, m rows and s slots of one sequence.
-"""
+dim, m rows and s slots of one sequence."""
 
 from __future__ import annotations
 

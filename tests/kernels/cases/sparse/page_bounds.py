@@ -2,8 +2,7 @@
 pieces, pieces that are stored in part, and NaN in all slots that may not be read.
 
 B sequences, W places, I pieces, C pieces of all pages, R rows, P pages, K KV heads, G heads of a KV head,
-H head dim.
-"""
+H head dim."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 slot 0, prefixes shorter than lists, places without rows, and NaN in all slots that are not before a block.
 
 L layers, R rows, B sequences, W places, S physical slots, P pages, N query heads, K KV heads, H head dim,
-C listed slots, Z lanes.
-"""
+C listed slots, Z lanes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Random packed rows for the tests of row_compaction: prompts, blocks that are fed in part or not at all,
-padding, and keep flags that mean nothing where no block has a row.
-"""
+padding, and keep flags that mean nothing where no block has a row."""
 
 from __future__ import annotations
 

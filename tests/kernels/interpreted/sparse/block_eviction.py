@@ -1,6 +1,5 @@
 """The kernels of block_eviction in Triton's interpreter, which has no bfloat16: started by
-test_interpreted.py.
-"""
+test_interpreted.py."""
 
 from __future__ import annotations
 

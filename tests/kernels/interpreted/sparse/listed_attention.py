@@ -1,7 +1,6 @@
 """Lists, and sums before blocks, of the Triton kernels in the interpreter: started by test_interpreted.py.
 
-tests/gpu/kernels/sparse/test_listed_attention_gpu.py has more shapes.
-"""
+tests/gpu/kernels/sparse/test_listed_attention_gpu.py has more shapes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The kernels of the ranking of prefixes in Triton's interpreter: started by test_interpreted.py.
 
-float32 and float16: the interpreter has no bfloat16.
-"""
+float32 and float16: the interpreter has no bfloat16."""
 
 from __future__ import annotations
 

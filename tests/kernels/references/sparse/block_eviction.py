@@ -1,7 +1,6 @@
 """The definition: one sequence after the other, in fp32 (fp64 from fp64). Rules in README.md.
 
-I queries and J keys of a block, N query heads, K KV heads, H head dim.
-"""
+I queries and J keys of a block, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from torch import Tensor
 
 def importance_reference(q_INH: Tensor, k_JKH: Tensor, *, scale: float) -> Tensor:
     """The attention that each key gets, [J]: scores, the largest of three neighbours, softmax over keys; then
-    summed over queries and heads.
-    """
+    summed over queries and heads."""
     wide = torch.float64 if q_INH.dtype == torch.float64 else torch.float32
     q_INH, k_JKH = q_INH.to(wide), k_JKH.to(wide)
     found_J = torch.zeros(len(k_JKH), dtype=wide)
@@ -42,8 +40,7 @@ def select_reference(
 ) -> tuple[set[int], int, int]:
     """The places that go on, how many of the first places they see, and the budget.
 
-    `deltas`: gained attention of every mask; `may_be_decided`: some of them.
-    """
+    `deltas`: gained attention of every mask; `may_be_decided`: some of them."""
     values = list(deltas.values())
     mean = sum(values) / max(1, len(values))
     std = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values)))
@@ -63,8 +60,7 @@ def select_reference(
 @dataclass(slots=True)
 class LaneState:
     """What a lane remembers: its block and the one before (first slots), frozen tokens by place in both,
-    processed places, masks at the block's beginning and its passes, and both of earlier blocks.
-    """
+    processed places, masks at the block's beginning and its passes, and both of earlier blocks."""
 
     start: int = -1
     before_start: int = -1
@@ -94,8 +90,7 @@ def begin_reference(
     """Whether the block is fed whole with masks and whether it may lose rows, the average, and the places
     that are not computed, of the block and of the one before.
 
-    `fed`, `stored`: tokens fed, by place of the block and of the one before.
-    """
+    `fed`, `stored`: tokens fed, by place of the block and of the one before."""
     mine = len(fed) == size and bool(masks)
     evicts = mine and not (prefills and lane.is_new)
     if mine and lane.start != start:
@@ -124,8 +119,7 @@ def finish_reference(
     lane: LaneState, fed: dict[int, int], masks: set[int], computed: set[int], *, evicts: bool, stability: str
 ) -> None:
     """The end of a pass of a block that is fed whole with masks, and that does not wait: `computed` places
-    went through all layers.
-    """
+    went through all layers."""
     lane.processed |= computed
     lane.num_passes += evicts
     lane.is_new = False

@@ -3,8 +3,7 @@
 Quest (Query-Aware Sparsity, ICML 2024), section 3.3: a page keeps the least and the largest key of each
 channel; its score is the upper bound of a query's product with any of its keys. Averaged over the queries of
 a block and of a KV head, as MAGE's paper adapts it.
-H head dim, W rows fed, G heads of a KV head, F slots.
-"""
+H head dim, W rows fed, G heads of a KV head, F slots."""
 
 from __future__ import annotations
 

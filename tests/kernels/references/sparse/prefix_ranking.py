@@ -2,8 +2,7 @@
 
 MAGE (ICML 2026 workshop AdaptFM), equation 2 at the first step, which is equation 3: softmax over the slots
 before the block, averaged over the block's queries and the heads of a KV head, and the k largest of them.
-L layers, R rows, N query heads, S slots before a block, W rows fed, G heads of a KV head, H head dim.
-"""
+L layers, R rows, N query heads, S slots before a block, W rows fed, G heads of a KV head, H head dim."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ def compact_reference(
     asked for.
 
     `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on; `size`
-    of a block; `drops_stored`: the block before may lose rows as well.
-    """
+    of a block; `drops_stored`: the block before may lose rows as well."""
     left, needs = [], []
     for b, (before, block) in enumerate(rows):
         goes_on = [row for row in block if needs_all[b] or row in kept]
@@ -49,8 +48,7 @@ def wanted_reference(
 
     `wanted`: of each sequence the rows that it wants; their numbers follow one another in the `order` of
     sequences. `left`: the rows that are left. With `num_head` None a row of the head has the number of its
-    wanted row.
-    """
+    wanted row."""
     head: list[tuple[int, int]] = []
     numbers: list[int | None] = []
     asked, waits = [0] * len(wanted), [False] * len(wanted)
