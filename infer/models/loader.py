@@ -79,29 +79,8 @@ class Outline:
     ignored: tuple[str, ...]
 
 
-def load_model(
-    path: str | Path,
-    *,
-    device: str | torch.device,
-    dtype: str | torch.dtype = "auto",
-    mask_token_id: int | None = None,
-    semantics: Semantics | None = None,
-    base: str | Path | None = None,
-    shards: Shards = ALONE,
-) -> LoadedModel:
-    """Load the checkpoint directory `path` onto `device`: a whole model, or a gated adapter with its base.
-
-    Reads only this rank's part of weights that are divided among `shards`. `dtype` "auto" is the
-    checkpoint's. `semantics` overrides idlm_config.json, `mask_token_id` the id in either, and `base` the
-    path of an adapter's base. Raises UserError (IDLM-0302, 0303, 0600 to 0619) before weights are loaded."""
-    outline = read_outline(
-        path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
-    )
-    return load_outline(outline, device=device, shards=shards)
-
-
 def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards = ALONE) -> LoadedModel:
-    """Load the weights of a checkpoint that `read_outline` has checked; see `load_model`."""
+    """Load the weights of a checkpoint that `read_outline` has checked, or this rank's part of them."""
     spec, names, files = outline.spec, outline.names, outline.files
     kv_scales = None
     if not files.keys().isdisjoint(names.kv_scales(spec.num_layers)):
@@ -133,8 +112,11 @@ def read_outline(
     rope_factor: float | None = None,
     shards: Shards = ALONE,
 ) -> Outline:
-    """The checks of `load_model` before it loads weights, with the same errors. `rope_factor`: see
-    `rope.extended` (None: the checkpoint's own rotation)."""
+    """Check the directory `path`, a whole model or a gated adapter with its base, before weights are loaded.
+
+    `dtype` "auto" is the checkpoint's. `semantics` overrides idlm_config.json, `mask_token_id` the id in
+    either, and `base` the path of an adapter's base. `rope_factor`: see `rope.extended` (None: the
+    checkpoint's own rotation). Raises UserError (IDLM-0302, 0303, 0600 to 0619)."""
     with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
         directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)

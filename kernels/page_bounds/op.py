@@ -13,6 +13,9 @@ from torch import Tensor
 from idlm.kernels.backend import FP8, KERNEL_DTYPES, computes, read_slots, runs_kernels
 from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
 
+BLOCK_M, BLOCK_P, TILES = 32, 32, 8
+"""Queries and pages of a tile; tiles of pages of a program, which reads the queries once for them."""
+
 
 @torch.inference_mode()
 def write_bounds(
@@ -25,27 +28,42 @@ def write_bounds(
 ) -> None:
     """Write the bounds of pieces over their slots below `ends_B`; those whose first stored slot is not below
     it are left alone. fp8 keys are multiplied by `k_scale_K`. Nothing waits for the device."""
-    if runs_kernels(keys_SKH) and bounds.least_CKH.dtype in KERNEL_DTYPES:
-        from idlm.kernels.page_bounds import launch
-
-        launch.write_bounds(keys_SKH, k_scale_K, bounds, pieces, ends_B, slots)
+    if not (runs_kernels(keys_SKH) and bounds.least_CKH.dtype in KERNEL_DTYPES):
+        ends_I1 = ends_B[pieces.sequences_I, None]
+        first_I1 = (pieces.slots_I // bounds.size * bounds.size)[:, None]
+        slots_IF = first_I1 + torch.arange(bounds.size, device=keys_SKH.device)
+        is_final_IF11 = (slots_IF < ends_I1)[:, :, None, None]
+        k_IFKH = read_slots(keys_SKH, slots.physical(slots_IF, pieces.sequences_I))
+        k_IFKH = k_IFKH.float() if keys_SKH.dtype == FP8 else k_IFKH
+        if k_scale_K is not None:
+            k_IFKH = k_IFKH * k_scale_K[:, None]
+        is_written_I = pieces.is_piece_I & (pieces.slots_I < ends_I1[:, 0])
+        nowhere = len(bounds.least_CKH) - 1
+        physical_I = slots.physical(first_I1, pieces.sequences_I)[:, 0] // bounds.size
+        physical_I = torch.where(is_written_I, physical_I, nowhere)
+        least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
+        largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
+        bounds.least_CKH[physical_I] = least_IKH.to(bounds.least_CKH.dtype)
+        bounds.largest_CKH[physical_I] = largest_IKH.to(bounds.largest_CKH.dtype)
         return
-    ends_I1 = ends_B[pieces.sequences_I, None]
-    first_I1 = (pieces.slots_I // bounds.size * bounds.size)[:, None]
-    slots_IF = first_I1 + torch.arange(bounds.size, device=keys_SKH.device)
-    is_final_IF11 = (slots_IF < ends_I1)[:, :, None, None]
-    k_IFKH = read_slots(keys_SKH, slots.physical(slots_IF, pieces.sequences_I))
-    k_IFKH = k_IFKH.float() if keys_SKH.dtype == FP8 else k_IFKH
-    if k_scale_K is not None:
-        k_IFKH = k_IFKH * k_scale_K[:, None]
-    is_written_I = pieces.is_piece_I & (pieces.slots_I < ends_I1[:, 0])
-    nowhere = len(bounds.least_CKH) - 1
-    physical_I = slots.physical(first_I1, pieces.sequences_I)[:, 0] // bounds.size
-    physical_I = torch.where(is_written_I, physical_I, nowhere)
-    least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
-    largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
-    bounds.least_CKH[physical_I] = least_IKH.to(bounds.least_CKH.dtype)
-    bounds.largest_CKH[physical_I] = largest_IKH.to(bounds.largest_CKH.dtype)
+    import triton
+
+    from idlm.kernels.page_bounds.kernel import bounds_kernel
+
+    num_kv_heads, head_dim = keys_SKH.shape[1:]
+    assert keys_SKH.stride(2) == 1 and bounds.least_CKH[0].is_contiguous(), f"{keys_SKH.stride()=}"
+    bounds_kernel[(len(pieces.slots_I), num_kv_heads)](
+        *(keys_SKH, k_scale_K, bounds.least_CKH, bounds.largest_CKH),
+        *(pieces.sequences_I, pieces.slots_I, pieces.is_piece_I, ends_B, slots.block_table_BP),
+        *(*keys_SKH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
+        H=head_dim,
+        PAGE=slots.page_size,
+        SIZE=bounds.size,
+        SCALED=k_scale_K is not None,
+        BLOCK_F=triton.next_power_of_2(bounds.size),
+        BLOCK_H=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
 
 
 @torch.inference_mode()
@@ -65,10 +83,48 @@ def page_scores(
 
     The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
     positive and negative parts of queries, which are averaged first."""
-    if computes(q_RNH):
-        from idlm.kernels.page_bounds import launch
+    if not computes(q_RNH):
+        return _plain_scores(q_RNH, rows_BW, bounds, starts_B, slots, page, num_pages)
+    import triton
 
-        return launch.page_scores(q_RNH, rows_BW, bounds, starts_B, slots, page=page, num_pages=num_pages)
+    from idlm.kernels.page_bounds.kernel import score_kernel
+
+    (num_sequences, num_places), (num_heads, head_dim) = rows_BW.shape, q_RNH.shape[1:]
+    num_kv_heads = bounds.least_CKH.shape[1]
+    assert q_RNH.stride(2) == 1 and rows_BW.is_contiguous(), f"{q_RNH.stride()=} {rows_BW.stride()=}"
+    assert slots.page_size % bounds.size == page % bounds.size == 0, (
+        f"{slots.page_size=} {page=} {bounds.size=}"
+    )
+    scores_BKP = q_RNH.new_empty(num_sequences, num_kv_heads, num_pages, dtype=torch.float32)
+    score_kernel[(triton.cdiv(num_pages, BLOCK_P * TILES), num_sequences, num_kv_heads)](
+        *(q_RNH, rows_BW, bounds.least_CKH, bounds.largest_CKH, starts_B, slots.block_table_BP, scores_BKP),
+        *(num_pages, *q_RNH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
+        W=num_places,
+        K=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        H=head_dim,
+        PAGE=slots.page_size,
+        SIZE=bounds.size,
+        PIECES=page // bounds.size,
+        TILES=TILES,
+        BLOCK_W=triton.next_power_of_2(num_places),
+        BLOCK_M=BLOCK_M,
+        BLOCK_P=BLOCK_P,
+        BLOCK_H=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
+    return scores_BKP
+
+
+def _plain_scores(
+    q_RNH: Tensor,
+    rows_BW: Tensor,
+    bounds: Bounds,
+    starts_B: Tensor,
+    slots: PagedSlots,
+    page: int,
+    num_pages: int,
+) -> Tensor:
     wide = torch.float64 if q_RNH.dtype == torch.float64 else torch.float32
     num_kv_heads = bounds.least_CKH.shape[1]
     is_fed_BW = rows_BW >= 0

@@ -59,8 +59,6 @@ class Launch:
     """Parts that are loaded ahead when they are added in order."""
     half_parts: bool = False
     """Parts are float16 with a power of two per row; not with fixed splits, which keep some in registers."""
-    registers: int = 0
-    """Maximum number of registers of a thread of the walk, so that more programs fit; 0: no maximum."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     two_groups: bool = False

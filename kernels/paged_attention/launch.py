@@ -119,7 +119,6 @@ def _attend(
         num_warps=launch.warps,
         num_stages=launch.stages,
         **pdl_options(launch.pdl),
-        **({"maxnreg": launch.registers} if launch.registers else {}),
     )
 
 

@@ -21,7 +21,6 @@ from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.memory import base as caching
 from idlm.infer.models import dense, fp8
-from idlm.infer.models.loader import load_model
 from idlm.infer.models.shards import Shards
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan, WantedRows
@@ -40,6 +39,7 @@ from tests.contracts.engines import (
     write_converted_toy,
     write_foreseeing_toy,
 )
+from tests.loading import load_model
 from tests.ranks import group_engine, group_of_threads
 from tests.toy import ARCHITECTURES
 

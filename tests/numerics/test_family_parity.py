@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from idlm.contracts import SamplingParams
-from idlm.infer.models.loader import load_model
 from idlm.infer.models.moe import MoeLayer
 from idlm.semantics import Semantics
 from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks
 from tests.contracts.engines import build_engine
+from tests.loading import load_model
 from tests.numerics import llada2_reference
 from tests.numerics.test_model_parity import VOCAB, PagedSession, save_reference
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.model_runner import PagedKV
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from idlm.semantics import Semantics
+from tests.loading import load_model
 
 FP32_TOLERANCE = 1e-5
 VOCAB = 97

@@ -17,9 +17,9 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full_orders import ORDERS, Quota, choose
 from idlm.infer.engine import Engine
-from idlm.infer.models.loader import load_model
 from idlm.semantics import Semantics
 from tests.contracts.engines import build_engine, prompts_of
+from tests.loading import load_model
 from tests.numerics import full_reference
 
 MASK_ID = 47

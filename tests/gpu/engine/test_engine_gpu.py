@@ -27,12 +27,13 @@ from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.infer.models.fp8 import quantise
-from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.infer.models.loader import LoadedModel
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
 from tests.adapters import write_adapter
 from tests.contracts.engines import answers_and_margins
 from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
+from tests.loading import load_model
 from tests.toy import write_toy_checkpoint
 
 pytestmark = [

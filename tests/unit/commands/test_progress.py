@@ -23,9 +23,9 @@ from idlm.contracts import Completion
 from idlm.infer.cli.batch import AnswerProgress
 from idlm.infer.cli.progress import loading
 from idlm.infer.engine import StreamEvent
-from idlm.infer.models.loader import load_model
 from idlm.train.loop.metrics import describe
 from idlm.train.loop.progress import _new_bar
+from tests.loading import load_model
 from tests.toy import write_toy_checkpoint
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

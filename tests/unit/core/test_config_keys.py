@@ -18,9 +18,10 @@ from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.config import MUST_BE_NULL
-from idlm.infer.models.loader import load_model, read_outline
+from idlm.infer.models.loader import read_outline
 from idlm.semantics import Semantics
 from idlm.train.model.load import load_base
+from tests.loading import load_model
 from tests.released_configs import RELEASED
 from tests.toy import write_toy_checkpoint
 from tests.unit.models.test_family_loading import BLOCKS, CONFIGS, write

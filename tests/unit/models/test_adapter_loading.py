@@ -16,7 +16,6 @@ from idlm.checkpoint import ADAPTER_CONFIG
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models import weights
-from idlm.infer.models.loader import load_model
 from idlm.lora import MASK_ROW, MAX_RANK, WEIGHTS_FILE, AdapterSpec, base_identity
 from idlm.publish import publish
 from idlm.semantics import Semantics
@@ -24,6 +23,7 @@ from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.model.gated_lora import add_adapter, gate_of
 from tests.adapters import write_adapter
+from tests.loading import load_model
 from tests.toy import ARCHITECTURES, write_toy_checkpoint
 
 MASK = 47

@@ -17,9 +17,10 @@ from idlm.infer.cli.generate import generate
 from idlm.infer.models import fp8, weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import weight_targets
-from idlm.infer.models.loader import load_model, make_trunk
+from idlm.infer.models.loader import make_trunk
 from idlm.infer.models.shards import Shards
 from idlm.semantics import Semantics
+from tests.loading import load_model
 from tests.numerics import full_reference
 from tests.numerics.llada2_reference import CONFIG as LLADA2
 from tests.numerics.llada2_reference import random_tensors

@@ -16,10 +16,10 @@ from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk, weight_targets
-from idlm.infer.models.loader import load_model
 from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.model.stored import stored_tensors
+from tests.loading import load_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

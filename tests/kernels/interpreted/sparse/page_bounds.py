@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.kernels.page_bounds import launch
+from idlm.kernels.page_bounds import op
 from tests.kernels.cases.sparse.page_bounds import check
 
 # Columns after the head dim have bounds of infinity, and no part in the sum.
@@ -17,6 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.sweep_but(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_kernels_equal_the_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "TILES", 1 + seed % 2)
+    monkeypatch.setattr(op, "TILES", 1 + seed % 2)
     dtype = torch.float16 if seed % 2 else torch.float32
     check(seed, dtype, device="cpu", fp8=seed % 4 == 3, pages=3)
