@@ -5,15 +5,50 @@ slots, Z lanes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import computes, runs_kernels
+from idlm.kernels.backend import FP8, LOG2_E, computes, num_multiprocessors, runs_kernels
 from idlm.kernels.prefix_ranking import plain
 from idlm.kernels.prefix_ranking.types import GROUP, RankingPass
 
 MAX_SHARE_BYTES = 256 << 20
 """Most memory for the shares of a group of layers, unless one layer needs more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
+    loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
+    while others wait for products. The selection reads `read` scores together, and then looks at `tile`
+    candidates together."""
+
+    block_n: int = 64
+    max_queries: int = 256
+    warps: int = 4
+    stages: int = 5
+    per_sm: int = 2
+    tile: int = 1024
+    read: int = 4096
+    select_warps: int = 8
+
+
+USUAL = Launch()
+LARGE = Launch(stages=3)
+"""More queries, or wider heads: they leave less room for keys."""
+FP32 = Launch(block_n=32, max_queries=32, stages=2)
+MAX_QUERY_NUMBERS = 128 * 128
+
+
+def choose(dtype: torch.dtype, num_queries: int, block_h: int) -> Launch:
+    """Launch parameters by the dtype and number of queries and the padded head dim."""
+    if dtype == torch.float32:
+        return FP32
+    if num_queries * block_h <= MAX_QUERY_NUMBERS:
+        return USUAL
+    return LARGE if block_h <= 128 else replace(LARGE, max_queries=LARGE.max_queries // 2)
 
 
 @torch.inference_mode()
@@ -43,25 +78,94 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
 
     The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is at least
     `max_slots`. Entries from the block on, and those of sequences that do not rank, are undefined."""
-    if computes(ranking.q_LRNH):
-        from idlm.kernels.prefix_ranking import launch
+    if not computes(ranking.q_LRNH):
+        return plain.attention_share(ranking, first_layer, num_layers)
+    import triton
 
-        return launch.attention_share(ranking, first_layer, num_layers)
-    return plain.attention_share(ranking, first_layer, num_layers)
+    from idlm.kernels.prefix_ranking.kernel import share_kernel
+
+    layers = slice(first_layer, first_layer + num_layers)
+    q_LRNH, keys_LSKH, k_scale_LK = ranking.q_LRNH[layers], ranking.keys_LSKH[layers], ranking.k_scale_LK
+    max_LRN, sum_LRN = ranking.max_LRN[layers], ranking.sum_LRN[layers]
+    (num_sequences, num_places), device = ranking.rows_BW.shape, q_LRNH.device
+    num_heads, head_dim = q_LRNH.shape[2:]
+    num_kv_heads = ranking.num_kv_heads
+    assert keys_LSKH.dtype in (q_LRNH.dtype, FP8), f"{keys_LSKH.dtype=} {q_LRNH.dtype=}"
+    assert q_LRNH.stride(3) == keys_LSKH.stride(3) == 1, f"{q_LRNH.stride()=} {keys_LSKH.stride()=}"
+    assert max_LRN.stride() == sum_LRN.stride() and max_LRN[0].is_contiguous(), f"{max_LRN.stride()=}"
+    assert ranking.rows_BW.is_contiguous() and ranking.block_table_BP.stride(1) == 1
+    assert k_scale_LK is None or k_scale_LK.is_contiguous(), f"{k_scale_LK=}"
+    num_slots = triton.cdiv(ranking.max_slots, GROUP) * GROUP
+    shares_LBKS = q_LRNH.new_empty(num_layers, num_sequences, num_kv_heads, num_slots, dtype=torch.float32)
+    num_queries = num_places * (num_heads // num_kv_heads)
+    block_h = max(16, triton.next_power_of_2(head_dim))
+    launch = choose(q_LRNH.dtype, num_queries, block_h)
+    block_m = max(16, min(launch.max_queries, triton.next_power_of_2(num_queries)))
+    most_tiles = num_layers * num_sequences * triton.cdiv(ranking.max_slots, launch.block_n)
+    workers = max(1, min(most_tiles, num_multiprocessors(device) * launch.per_sm // num_kv_heads))
+    share_kernel[(workers * num_kv_heads,)](
+        *(q_LRNH, max_LRN, sum_LRN, keys_LSKH, k_scale_LK if k_scale_LK is None else k_scale_LK[layers]),
+        *(ranking.block_table_BP, ranking.rows_BW, ranking.starts_B, ranking.ranks_B, shares_LBKS),
+        ranking.scale * LOG2_E,
+        *(num_layers, num_sequences, num_slots),
+        *(*q_LRNH.stride()[:3], max_LRN.stride(0), *keys_LSKH.stride()[:3], ranking.block_table_BP.stride(0)),
+        W=num_places,
+        K=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        H=head_dim,
+        PAGE=ranking.page_size,
+        SCALED=k_scale_LK is not None,
+        PARTS=triton.cdiv(num_queries, block_m),
+        BLOCK_B=triton.next_power_of_2(num_sequences),
+        BLOCK_W=triton.next_power_of_2(num_places),
+        BLOCK_M=block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_H=block_h,
+        STAGES=launch.stages,
+        PRECISION="ieee" if q_LRNH.dtype == torch.float32 else "tf32",
+        IS_NARROW=keys_LSKH.shape[1] * keys_LSKH.stride(1) < 1 << 31,
+        num_warps=launch.warps,
+    )
+    return shares_LBKS
 
 
 def select_largest(
-    scores_LBKS: Tensor, counts_B: Tensor, is_selected_B: Tensor, lanes_B: Tensor, places_LZKC: Tensor
+    scores_LBKS: Tensor,
+    counts_B: Tensor,
+    is_selected_B: Tensor,
+    lanes_B: Tensor,
+    places_LZKC: Tensor,
+    *,
+    group: int = GROUP,
+    launch: Launch = USUAL,
 ) -> None:
     """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
     `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
-    taken; NaN counts as the largest. Scores may be negative."""
-    if runs_kernels(scores_LBKS) and scores_LBKS.dtype == torch.float32:
-        from idlm.kernels.prefix_ranking import launch
-
-        launch.select_largest(scores_LBKS, counts_B, is_selected_B, lanes_B, places_LZKC)
-    else:
+    taken; NaN counts as the largest. Scores may be negative. `group`, `launch`: launch parameters."""
+    if not runs_kernels(scores_LBKS) or scores_LBKS.dtype != torch.float32:
         plain.select_largest(scores_LBKS, counts_B, is_selected_B, lanes_B, places_LZKC)
+        return
+    import triton
+
+    from idlm.kernels.prefix_ranking.kernel_select import select_kernel
+
+    num_layers, num_sequences, num_kv_heads, num_scores = scores_LBKS.shape
+    assert scores_LBKS.is_contiguous() and places_LZKC.dtype == torch.int32, f"{scores_LBKS.stride()=}"
+    assert places_LZKC[0, 0].is_contiguous(), f"{places_LZKC.stride()=}"
+    max_groups = triton.cdiv(num_scores, group)
+    scratch = scores_LBKS.new_empty(
+        num_layers * num_sequences * num_kv_heads * max_groups * 2, dtype=torch.int32
+    )
+    select_kernel[(num_layers * num_sequences * num_kv_heads,)](
+        *(scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, places_LZKC),
+        *(num_sequences, num_scores, max_groups, places_LZKC.shape[3]),
+        *places_LZKC.stride()[:2],
+        K=num_kv_heads,
+        GROUP_BITS=group.bit_length() - 1,
+        TILE=launch.tile,
+        GROUPS=max(1, launch.read // group),
+        num_warps=launch.select_warps,
+    )
 
 
 def layers_at_once(num_layers: int, num_sequences: int, num_kv_heads: int, max_slots: int) -> int:

@@ -51,9 +51,7 @@ def test_all_shapes_equal_the_definition(sizes: Sizes, dtype: torch.dtype, fp8: 
 @pytest.mark.parametrize("group", [1, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_largest_scores_are_listed(seed: int, group: int) -> None:
-    from idlm.kernels.prefix_ranking.launch import select_largest
-
-    check = partial(check_selection, device="cuda", select=partial(select_largest, group=group))
+    check = partial(check_selection, device="cuda", select=partial(op_module.select_largest, group=group))
     check(hard_scores(seed, (3, 4, 8, 70_001)), [70_001, 0, 9000, 5], 1024)
     check(hard_scores(seed, (2, 4, 1, 4096)), [4096, 4095, 17, 5], 3000)
 

@@ -66,7 +66,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, **types: str) -
 def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, keys: str) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.prefix_ranking.kernel import share_kernel
-    from idlm.kernels.prefix_ranking.launch import choose
+    from idlm.kernels.prefix_ranking.op import choose
 
     launch, is_fp8 = choose(torch.bfloat16, 32 * group, 128), keys == "*fp8e4nv"
     constants = {"W": 32, "K": 8, "G": group, "H": 128, "PAGE": 32, "SCALED": is_fp8, "PARTS": 1}
@@ -92,7 +92,7 @@ def test_the_kernel_of_shares_compiles_for_hopper_without_spills(group: int, key
 def test_the_kernel_of_lists_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.prefix_ranking.kernel_select import select_kernel
-    from idlm.kernels.prefix_ranking.launch import USUAL
+    from idlm.kernels.prefix_ranking.op import USUAL
 
     constants = {"K": 8, "GROUP_BITS": 4, "TILE": USUAL.tile, "GROUPS": USUAL.read // 16}
     made = compiled(select_kernel, constants, USUAL.select_warps)

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 
-from idlm.kernels.prefix_ranking import launch as launch_module
+from idlm.kernels.prefix_ranking import op
 from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
-SMALL = launch_module.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256, read=256)
-SMALL_TILES = launch_module.Launch(tile=64, read=64)
+SMALL = op.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256, read=256)
+SMALL_TILES = op.Launch(tile=64, read=64)
 SIZES = (
     Sizes(),
     Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
@@ -24,8 +24,8 @@ SIZES = (
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "choose", lambda *_: SMALL)
-    monkeypatch.setitem(launch_module.select_largest.__kwdefaults__, "launch", SMALL)
+    monkeypatch.setattr(op, "choose", lambda *_: SMALL)
+    monkeypatch.setitem(op.select_largest.__kwdefaults__, "launch", SMALL)
 
 
 @pytest.mark.sweep_but(2)
@@ -38,6 +38,6 @@ def test_the_kernels_equal_the_definition(seed: int, sizes: Sizes) -> None:
 @pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_largest_scores_are_listed(seed: int) -> None:
-    select = partial(launch_module.select_largest, launch=SMALL_TILES)
+    select = partial(op.select_largest, launch=SMALL_TILES)
     for counts, num in (([333, 0, 57, 5], 9), ([300, 100, 17, 5], 70)):
         check_selection(hard_scores(seed, (1, 4, 1, 333)), counts, num, device="cpu", select=select)
