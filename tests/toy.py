@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 
+from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
+from idlm.infer.models.shards import ALONE, Shards
 from idlm.semantics import Semantics
 from tests.small_tokenizers import save_byte_level
 
 ARCHITECTURES = ("Qwen3", "Qwen2", "Llama")
+
+
+def load_model(
+    path: str | Path, *, device: str = "cpu", shards: Shards = ALONE, **options: Any
+) -> LoadedModel:
+    """Check and load a model; `options` of `read_outline`."""
+    return load_outline(read_outline(path, shards=shards, **options), device=device, shards=shards)
 
 
 def write_toy_checkpoint(

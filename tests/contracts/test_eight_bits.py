@@ -39,9 +39,8 @@ from tests.contracts.engines import (
     write_converted_toy,
     write_foreseeing_toy,
 )
-from tests.loading import load_model
 from tests.ranks import group_engine, group_of_threads
-from tests.toy import ARCHITECTURES
+from tests.toy import ARCHITECTURES, load_model
 
 OPTIONS: list[dict[str, Any]] = [
     {"weights": "fp8"},

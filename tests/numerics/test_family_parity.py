@@ -20,9 +20,9 @@ from idlm.infer.models.moe import MoeLayer
 from idlm.semantics import Semantics
 from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks
 from tests.contracts.engines import build_engine
-from tests.loading import load_model
 from tests.numerics import llada2_reference
 from tests.numerics.test_model_parity import VOCAB, PagedSession, save_reference
+from tests.toy import load_model
 
 TOLERANCE = 1e-4
 VISIBLE = 1e-2

@@ -18,7 +18,7 @@ from idlm.infer.runtime.model_runner import PagedKV
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from idlm.semantics import Semantics
-from tests.loading import load_model
+from tests.toy import load_model
 
 FP32_TOLERANCE = 1e-5
 VOCAB = 97

@@ -13,8 +13,8 @@ from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.semantics import Semantics
 from tests.contracts.engines import assert_idle, build_engine, clear_answers, greedy
-from tests.loading import load_model
 from tests.numerics.test_family_parity import BLOCK, MASK, llada22
+from tests.toy import load_model
 
 LENGTHS = (5 * BLOCK + 1, BLOCK, 3 * BLOCK - 1, 1, 2 * BLOCK)
 PROMPTS = [

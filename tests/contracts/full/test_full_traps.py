@@ -19,8 +19,8 @@ from idlm.infer.decoders.full_orders import ORDERS, Quota, choose
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from tests.contracts.engines import build_engine, prompts_of
-from tests.loading import load_model
 from tests.numerics import full_reference
+from tests.toy import load_model
 
 MASK_ID = 47
 IDS = [3, 9, 1, MASK_ID, MASK_ID, 20]

@@ -33,8 +33,7 @@ from idlm.train.cli import main as train
 from tests.adapters import write_adapter
 from tests.contracts.engines import answers_and_margins
 from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
-from tests.loading import load_model
-from tests.toy import write_toy_checkpoint
+from tests.toy import load_model, write_toy_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

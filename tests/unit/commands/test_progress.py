@@ -25,8 +25,7 @@ from idlm.infer.cli.progress import loading
 from idlm.infer.engine import StreamEvent
 from idlm.train.loop.metrics import describe
 from idlm.train.loop.progress import _new_bar
-from tests.loading import load_model
-from tests.toy import write_toy_checkpoint
+from tests.toy import load_model, write_toy_checkpoint
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 WIDTHS = pytest.mark.parametrize("width", [80, 110])

@@ -21,9 +21,8 @@ from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.loader import read_outline
 from idlm.semantics import Semantics
 from idlm.train.model.load import load_base
-from tests.loading import load_model
 from tests.released_configs import RELEASED
-from tests.toy import write_toy_checkpoint
+from tests.toy import load_model, write_toy_checkpoint
 from tests.unit.models.test_family_loading import BLOCKS, CONFIGS, write
 from tests.unit.models.test_loader import refused
 

@@ -23,8 +23,7 @@ from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.model.gated_lora import add_adapter, gate_of
 from tests.adapters import write_adapter
-from tests.loading import load_model
-from tests.toy import ARCHITECTURES, write_toy_checkpoint
+from tests.toy import ARCHITECTURES, load_model, write_toy_checkpoint
 
 MASK = 47
 SPEC = AdapterSpec(rank=3, alpha=6.0)

@@ -20,11 +20,10 @@ from idlm.infer.models.dense import weight_targets
 from idlm.infer.models.loader import make_trunk
 from idlm.infer.models.shards import Shards
 from idlm.semantics import Semantics
-from tests.loading import load_model
 from tests.numerics import full_reference
 from tests.numerics.llada2_reference import CONFIG as LLADA2
 from tests.numerics.llada2_reference import random_tensors
-from tests.toy import write_toy_checkpoint
+from tests.toy import load_model, write_toy_checkpoint
 from tests.unit.models.test_loader import CONFIG as DENSE
 from tests.unit.models.test_loader import refused
 

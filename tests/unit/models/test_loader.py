@@ -19,7 +19,7 @@ from idlm.infer.models.dense import DenseTrunk, weight_targets
 from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.model.stored import stored_tensors
-from tests.loading import load_model
+from tests.toy import load_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
