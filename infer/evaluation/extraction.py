@@ -12,7 +12,9 @@ from contextlib import suppress
 
 from idlm.infer.evaluation.mathematics.equality import MATH_VERIFY
 
-BOXED = r"\boxed{"
+BOXED = re.compile(r"\\boxed\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""Braces, and what is escaped, such as the brace of a set."""
 _OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^`~]*)")
 _PLACE = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
 _PYTHON = re.compile(r"\{?\.?i?py(?:thon)?[\d.]*(?!\w)", re.IGNORECASE)
@@ -32,13 +34,12 @@ def strip_thinking(text: str) -> str:
 def boxed(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` after the thinking, braces balanced, or None."""
     text = strip_thinking(text)
-    start = len(text)
-    while (start := text.rfind(BOXED, 0, start)) >= 0:
+    for begin in reversed([*BOXED.finditer(text)]):
         depth = 1
-        for end in range(start + len(BOXED), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
+        for brace in BRACE.finditer(text, begin.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
-                return text[start + len(BOXED) : end].strip()
+                return text[begin.end() : brace.start()].strip()
     return None
 
 
@@ -106,9 +107,15 @@ def _code(lines: list[str], before: str) -> str:
     """Lines of a block without what stands `before` its fence."""
     if ">" in before:
         lines, before = [re.sub(r"^(?:[ \t]*>)+ ?", "", line) for line in lines], ""
-    indents = (min(len(before), len(line) - len(line.lstrip())) for line in lines)
+    first = next(filter(str.strip, lines), "")
+    width = min(len(before), _indent(first))
+    indents = (min(width, _indent(line)) for line in lines)
     code = "\n".join(line[indent:] for line, indent in zip(lines, indents, strict=True)).rstrip() + "\n"
     return textwrap.dedent(code) if code.lstrip("\n")[:1].isspace() else code
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _defines(block: str, name: str) -> bool:

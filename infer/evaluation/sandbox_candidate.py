@@ -7,7 +7,6 @@ each item when it needs it, during a call or after it."""
 
 from __future__ import annotations
 
-import builtins
 import collections
 import collections.abc
 import importlib.abc
@@ -23,6 +22,7 @@ from typing import Any
 MUTABLE: dict[str, type] = {
     "list": list,
     "Counter": collections.Counter,
+    "OrderedDict": collections.OrderedDict,
     "dict": dict,
     "set": set,
     "deque": collections.deque,
@@ -91,7 +91,6 @@ class Peer:
                 return reply
 
     def next_item(self, number: Any) -> Message:
-        """The reply with the next item of an iterator."""
         if not isinstance(number, int) or not 0 <= number < len(self.iterators):
             raise RuntimeError("the program asked for something else than an item")
         iterator, wire = self.iterators[number]
@@ -103,7 +102,6 @@ class Peer:
             return wire.raised(error)
 
     def pack(self, iterator: Iterator[Any], wire: Wire) -> dict[str, int]:
-        """An iterator by its number."""
         if id(iterator) in self._numbers:
             return {"own": self._numbers[id(iterator)]}
         number = self._known.setdefault(id(iterator), len(self.iterators))
@@ -112,7 +110,6 @@ class Peer:
         return {"iterator": number}
 
     def unpack(self, number: int, wire: Wire) -> Iterator[Any]:
-        """What stands for an iterator of the other side."""
         made = self._proxies.setdefault(number, self._items(number, wire))
         self._numbers[id(made)] = number
         return made
@@ -141,7 +138,6 @@ class Wire:
         return {"args": [self.pack(item) for item in args], "kwargs": named, "shared": self._new()}
 
     def take(self, message: Message) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments that `give` packed."""
         self._take_new(message)
         named = {name: self.unpack(item) for name, item in message["kwargs"].items()}
         return [self.unpack(item) for item in message["args"]], named
@@ -152,8 +148,8 @@ class Wire:
         return {"value": packed, "shared": self._new(), "changed": self.changes()}
 
     def raised(self, error: BaseException) -> Message:
-        """An exception: its text, and built-in classes and arguments, so that it can be raised again."""
-        kinds = [each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins"]
+        """An exception: its text, its classes and arguments, so that it can be raised again."""
+        kinds = [f"{each.__module__}:{each.__qualname__}" for each in type(error).__mro__]
         try:
             args = [self.pack(item) for item in error.args]
         except Exception:
@@ -162,25 +158,27 @@ class Wire:
         return self.reply(None) | told
 
     def result(self, reply: Message) -> Any:
-        """The value of a reply. Raises the exception that it holds as the nearest built-in class, with its
-        own words as a note; Lost for an exit."""
+        """The value of a reply. Raises the exception that it holds as the nearest class that Python has or
+        that the test has imported from its library, with its own words as a note; Lost for an exit."""
         self.take_changes(reply)
         if "error" not in reply:
             return self.unpack(reply.get("value"))
-        found = [getattr(builtins, str(name), None) for name in reply["kinds"]]
+        found = [_library_class(str(name)) for name in reply["kinds"]]
         kinds = [each for each in found if isinstance(each, type) and issubclass(each, Exception)]
         told = str(reply["error"])[:2000]
         if not kinds:
             raise Lost(told)
         try:
-            error = kinds[0](*map(self.unpack, reply["args"]))
+            args = [self.unpack(each) for each in reply["args"]]
+            # Those of libraries may be made of other arguments than they keep.
+            is_built_in = kinds[0].__module__ == "builtins"
+            error = kinds[0](*args) if is_built_in else kinds[0].__new__(kinds[0], *args)
         except (TypeError, RuntimeError):
             error = kinds[-1](told)
         error.add_note(told)
         raise error
 
     def take_changes(self, reply: Message) -> None:
-        """Do to the containers what the other side did."""
         self._take_new(reply)
         for number, contents in reply.get("changed", ()):
             self.refill(number, contents)
@@ -210,7 +208,6 @@ class Wire:
         self._before += [self.contents(each) for each in self.shared[start:]] if forms else []
 
     def refill(self, number: int, form: Any) -> None:
-        """Give the container of a number these contents."""
         target, items = self.shared[number], self.unpack(form)
         if isinstance(items, io.StringIO | io.BytesIO) and isinstance(target, io.IOBase):
             _refill_file(target, items)
@@ -233,7 +230,8 @@ class Wire:
     def pack(self, value: Any) -> Any:
         """Plain data as JSON; on the checker's side TypeError for other objects."""
         if value is None or isinstance(value, bool | str):
-            return str(value) if isinstance(value, str) else value
+            # An enumeration of texts would write its own name.
+            return str.__str__(value) if isinstance(value, str) else value
         if isinstance(value, int):
             return {"int": hex(value)}
         if isinstance(value, float):
@@ -257,6 +255,8 @@ class Wire:
                 return {kind: [self.pack(item) for item in FORMS[kind](value)]}
         if isinstance(value, Handle):
             return {"object": value.number}
+        if isinstance(value, collections.abc.Mapping | collections.UserList):
+            return self.pack((dict if isinstance(value, collections.abc.Mapping) else list)(value))
         if self._objects is None:
             raise TypeError(f"{type(value).__name__} cannot be given to the program")
         self._objects.append(value)
@@ -288,7 +288,7 @@ class Wire:
                 return float.fromhex(held)
             case "bytes" | "bytearray":
                 return MUTABLE.get(kind, bytes)(bytes.fromhex(held))
-            case "dict" | "Counter":
+            case "dict" | "Counter" | "OrderedDict":
                 return MUTABLE[kind]({self.unpack(key): self.unpack(item) for key, item in held})
             case "object":
                 return Handle(held) if self._objects is None else self._objects[held]
@@ -308,6 +308,13 @@ class Wire:
         module, _, name = kind.partition(".")
         made = getattr(importlib.import_module(module), name)
         return getattr(made, "fromisoformat", made)(*items)
+
+
+def _library_class(name: str) -> Any:
+    """A class of Python or of a module of its library that is imported; None for any other."""
+    module, _, own = name.partition(":")
+    is_known = module.partition(".")[0] in sys.stdlib_module_names
+    return getattr(sys.modules.get(module), own, None) if is_known else None
 
 
 class _Text(importlib.abc.InspectLoader):

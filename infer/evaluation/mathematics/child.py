@@ -26,6 +26,7 @@ NUMBER_AS_TEXT = re.compile(
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:\\?%|percent)\s*\})$")
 UNIT = re.compile(r"(?<=[\d}])\s+([A-Za-z]{3,}[A-Za-z ./]*|(?:km|m|cm|ft|mi)/[a-z]+)$")
 SUBSCRIPT = re.compile(r"\d\s*_\s*\{?\s*(\w+)")
+ROOT = re.compile(r"(\\sqrt\s*\[[^\]]*\])\s*(\w)")
 SIGNS = str.maketrans({"€": "", "£": "", "¥": "", "°": "^\\circ"})
 
 
@@ -34,7 +35,7 @@ def expressions(answer: str) -> list[Any]:
     unit of a number may be any word, spaces group digits, and a percent sign stands outside of the formula.
     """
     text = re.sub(r"(?<!\\)\\ |(?<!\\)~", " ", answer.strip().removesuffix(".")).translate(SIGNS)
-    text = SPACE_IN_NUMBER.sub("", text)
+    text = ROOT.sub(r"\1{\2}", SPACE_IN_NUMBER.sub("", text)).replace(r"\varnothing", r"\emptyset")
     if number := NUMBER_AS_TEXT.fullmatch(text):
         text = number[1]
     if WORDS.fullmatch(text):

@@ -23,6 +23,11 @@ array.array('d', [1.5])
 memoryview(b'ab')
 bytearray(b'ab')
 collections.OrderedDict(b=1, a=2)
+types.MappingProxyType({'a': [1]})
+collections.UserDict(a=1)
+collections.ChainMap({'a': 1}, {'b': 2})
+collections.UserList([1, (2,)])
+enum.Enum('Text', {'A': 'x'}, type=str).A
 collections.defaultdict(list, {(1, 2): [Decimal(1)]})
 collections.Counter('abb')
 collections.namedtuple('P', 'x y')(1, 2)
@@ -50,6 +55,7 @@ x = collections.deque([1, 2]) | x.appendleft(0)
 x = bytearray(b'ab') | x[0] = 99
 x = collections.Counter('ab') | x.update('b')
 x = collections.defaultdict(int) | x[3] = 1
+x = collections.OrderedDict(b=1, a=2) | x.move_to_end('b')
 x = ([1], {}) | x[1][2] = x[0].pop()
 x = [1, 2] | x.pop(); raise KeyError(3)
 """
@@ -75,9 +81,13 @@ UnicodeDecodeError('utf-8', b'x', 0, 1, 'bad')
 MemoryError()
 ArithmeticError([1])
 LookupError((1, 2))
+json.JSONDecodeError('bad', 'doc', 0)
+decimal.InvalidOperation([1])
+statistics.StatisticsError('none')
 """
 LIBRARIES = (
-    "import array, collections, copy, datetime\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    "import array, collections, copy, datetime, enum, types\n"
+    "from decimal import Decimal\nfrom fractions import Fraction\n"
 )
 
 
@@ -114,8 +124,9 @@ def test_arguments_that_a_program_changes_are_changed_in_the_test() -> None:
 @needs_sandbox
 def test_exceptions_that_a_test_expects_are_raised_there() -> None:
     lines = _lines(RAISED)
-    code = f"class Own(ValueError): pass\ndef f(n): raise [{', '.join(lines)}, Own('own')][n]"
-    test = f"for n, x in enumerate([{', '.join(lines)}, ValueError('own')]):\n    try: f(n)\n"
+    modules = "import decimal, json, statistics\n"
+    code = f"{modules}class Own(ValueError): pass\ndef f(n): raise [{', '.join(lines)}, Own('own')][n]"
+    test = f"{modules}for n, x in enumerate([{', '.join(lines)}, ValueError('own')]):\n    try: f(n)\n"
     test += "    except Exception as e: assert type(e) is type(x) and e.args == x.args, (n, e)\n"
     test += "    else: assert False, n\n"
     assert judged(code, test) == Outcome(passed=True, reason="")
