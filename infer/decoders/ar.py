@@ -70,11 +70,8 @@ class ArDecoder(Decoder):
         if batch.grammars is not None:
             batch.grammars.tell(num_emitted_B, token_ids_B1)
         table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
-        none_B = torch.zeros_like(num_emitted_B)
         return StepOutcome(
             token_ids_BJ=token_ids_B1,
             num_emitted_B=num_emitted_B,
-            num_accepted_B=none_B,
-            num_tested_B=none_B,
             nonfinite_B=nonfinite(probs, rows_B[:, None]),
         )

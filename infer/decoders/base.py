@@ -21,7 +21,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import DraftLayout
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, WantedRows, row_columns
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.step_rows import pack_rows
@@ -233,16 +233,12 @@ def plan_rows(
         num_rows=batch.num_rows,
         mask_token_id=mask_token_id,
     )
+    columns = row_columns(packed)
+    if width == 1:
+        columns["is_mask_R"] = None
     return StepPlan(
         lanes_B=lanes_B,
-        cu_rows_B1=packed.cu_rows_B1,
-        sequence_R=packed.sequence_R,
-        token_ids_R=packed.token_ids_R,
-        positions_R=packed.positions_R,
-        slots_R=packed.slots_R,
-        limits_R=packed.limits_R,
-        branch_starts_R=packed.branch_starts_R,
-        is_mask_R=None if width == 1 else packed.is_mask_R,
+        **columns,
         logit_rows_X=packed.logit_rows_X,
         first_logit_B=torch.arange(len(lanes_B), device=table.device) * width,
         num_feed_B=batch.num_feed_B,

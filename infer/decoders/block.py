@@ -170,12 +170,9 @@ class BlockDecoder(Decoder):
         emitted_BW, num_emitted_B = self._decide(table, plan, proposed)
         if before is not None and (num_top := batch.num_top) is not None:
             logprobs = self._scores.note(before, plan, logits_XV, proposed, num_emitted_B, num_top=num_top)
-        none_B = torch.zeros_like(num_emitted_B)
         return StepOutcome(
             token_ids_BJ=emitted_BW,
             num_emitted_B=num_emitted_B,
-            num_accepted_B=none_B,
-            num_tested_B=none_B,
             nonfinite_B=nonfinite_B,
             logprobs=logprobs,
         )

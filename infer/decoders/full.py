@@ -309,13 +309,10 @@ class FullDecoder(Decoder):
         self.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
         sizes_B = self._sizes(table.num_known_Z[lanes_B], table.ends_Z[lanes_B])
         num_emitted_B = torch.where(is_clean_B, sizes_B, 0)
-        none_B = torch.zeros_like(num_emitted_B)
-        table.commit(lanes_B, tokens_BW, num_emitted_B, none_B)
+        table.commit(lanes_B, tokens_BW, num_emitted_B, torch.zeros_like(num_emitted_B))
         return StepOutcome(
             token_ids_BJ=tokens_BW,
             num_emitted_B=num_emitted_B,
-            num_accepted_B=none_B,
-            num_tested_B=none_B,
             nonfinite_B=is_bad_BW.any(-1).long(),
         )
 

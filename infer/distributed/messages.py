@@ -17,19 +17,12 @@ from idlm.infer.request import Request
 from idlm.infer.state.batch import BlockLimits, PassRows, PromptRows, Schedule, lane_of
 
 Message = dict[str, Any]
-PARAMS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "tau",
-    "max_tokens",
-    "decoder_options",
-)
-"""The sampling settings that a device needs."""
+PARAMS = [
+    each.name
+    for each in dataclasses.fields(SamplingParams)
+    if each.name not in ("stop", "stop_token_ids", "constraint")
+]
+"""The sampling settings that ranks get: those that a device may need."""
 
 
 def send(connection: Connection, message: Message) -> None:

@@ -94,8 +94,12 @@ class Step:
     ) -> StepResult:
         """Commit the outcome of what was fed into the table, and report it."""
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
+        none_B = torch.zeros_like(outcome.num_emitted_B)
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
-        counts = (outcome.nonfinite_B, *_room(batch, plan), outcome.num_emitted_B, *drafts)
+        counts = (
+            *(outcome.nonfinite_B, *_demand(plan, none_B), outcome.num_emitted_B),
+            *(none_B if count_B is None else count_B for count_B in drafts),
+        )
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         scored, prompt_scored = None if outcome.logprobs is None else Logprobs(*outcome.logprobs), None
         if batch.num_top is not None and scored is None:
@@ -110,13 +114,13 @@ class Step:
         )
 
 
-def _room(batch: Batch, plan: StepPlan) -> list[Tensor]:
-    """Whether each sequence of the batch waited, and how many rows it asked for, four tensors int64 [B]."""
-    none_B, active = torch.zeros_like(batch.num_feed_B), plan.active
+def _demand(plan: StepPlan, none_B: Tensor) -> list[Tensor]:
+    """Whether each sequence waited, and how many rows it needed, four tensors int64 [B]."""
+    active = plan.active
     if active is None or active.waits_B is None:
         return [none_B] * 4
-    asked = (active.num_wanted_B, active.num_fed_B, active.num_kept_B)
-    return [active.waits_B.long(), *(none_B if count_B is None else count_B for count_B in asked)]
+    needed = (active.num_wanted_B, active.num_fed_B, active.num_kept_B)
+    return [active.waits_B.long(), *(none_B if count_B is None else count_B for count_B in needed)]
 
 
 def _widths(plan: StepPlan, wanted: WantedRows) -> PassRows:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from idlm.infer.sparse.accelerator import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
-from idlm.infer.state.batch import DroppedRows, StepPlan
+from idlm.infer.state.batch import DroppedRows, StepPlan, row_columns
 from idlm.kernels.paged_attention import Plan
 from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, keep_wanted
 
@@ -137,18 +137,7 @@ class SparseKV:
             assert view.active.num_waits_B is not None
             room = Room(capacity=capacity, num_waits_B=view.active.num_waits_B)
             num_left = min(num_left, capacity)
-        rows = PackedRows(
-            cu_rows_B1=plan.cu_rows_B1,
-            sequence_R=plan.sequence_R,
-            token_ids_R=plan.token_ids_R,
-            positions_R=plan.positions_R,
-            slots_R=plan.slots_R,
-            limits_R=plan.limits_R,
-            branch_starts_R=plan.branch_starts_R,
-            mapping_R=self.slot_mapping_R,
-            origin_R=self._origin_R,
-            is_mask_R=plan.is_mask_R,
-        )
+        rows = PackedRows(**row_columns(plan), mapping_R=self.slot_mapping_R, origin_R=self._origin_R)
         drop = Drop(
             rows_BW=view.rows_BW,
             keep_R=kept.keep_R,
@@ -165,14 +154,7 @@ class SparseKV:
         self._asked_B = torch.where(view.waits_B, 0, left.asked_B)
         self.plan = replace(
             plan,
-            cu_rows_B1=left.rows.cu_rows_B1,
-            sequence_R=left.rows.sequence_R,
-            token_ids_R=left.rows.token_ids_R,
-            positions_R=left.rows.positions_R,
-            slots_R=left.rows.slots_R,
-            limits_R=left.rows.limits_R,
-            branch_starts_R=left.rows.branch_starts_R,
-            is_mask_R=left.rows.is_mask_R,
+            **row_columns(left.rows),
             usual_rows=math.ceil(USUAL * len(left.numbers_I) / len(view.waits_B)),
         )
         view.rows_BW, view.waits_B = left.rows_BW, left.waits_B

@@ -434,21 +434,34 @@ class StepPlan:
         return self.payload if isinstance(self.payload, FedCanvases) else PLAIN_ROWS
 
 
+ROW_COLUMNS = (
+    *("cu_rows_B1", "sequence_R", "token_ids_R", "positions_R"),
+    *("slots_R", "limits_R", "branch_starts_R", "is_mask_R"),
+)
+"""Columns of a plan that describe its rows; results of kernels have them by the same names."""
+
+
+def row_columns(rows: Any) -> dict[str, Any]:
+    """The `ROW_COLUMNS` of a plan, or of what a kernel has packed."""
+    return {name: getattr(rows, name) for name in ROW_COLUMNS}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them were
-    accepted. `logprobs`: those of the tokens, if the batch asks for them: chosen [B, J], ids and numbers of
-    the likeliest [B, J, K]; None: wanted row first_logit_B[b] + j predicted token j of sequence b, and its
-    logits tell them. `nonfinite_B`: 1 where tokens were drawn from logits that are not finite, so that they
-    mean nothing; more where only the next drafts were: then nothing can follow the tokens. All int64."""
+    accepted (None: there are no drafts). `logprobs`: those of the tokens, if the batch asks for them: chosen
+    [B, J], ids and numbers of the likeliest [B, J, K]; None: wanted row first_logit_B[b] + j predicted token
+    j of sequence b, and its logits tell them. `nonfinite_B`: 1 where tokens were drawn from logits that are
+    not finite, so that they mean nothing; more where only the next drafts were: then nothing can follow the
+    tokens. All int64."""
 
     token_ids_BJ: Tensor
     num_emitted_B: Tensor
-    num_accepted_B: Tensor
-    num_tested_B: Tensor
     nonfinite_B: Tensor
+    num_accepted_B: Tensor | None = None
+    num_tested_B: Tensor | None = None
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
 
