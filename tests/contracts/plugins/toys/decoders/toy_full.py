@@ -132,13 +132,10 @@ class ToyFull(Decoder):
         places_L = torch.arange(num_places, device=table.device)
         emitted_BL = tokens_BL.gather(1, (places_L + known_B[:, None]).clamp(max=num_places - 1))
         num_emitted_B = torch.where(is_clean_B, ends_B - known_B, 0)
-        none_B = torch.zeros_like(num_emitted_B)
-        table.commit(lanes_B, emitted_BL, num_emitted_B, none_B)
+        table.commit(lanes_B, emitted_BL, num_emitted_B, torch.zeros_like(num_emitted_B))
         return StepOutcome(
             token_ids_BJ=emitted_BL,
             num_emitted_B=num_emitted_B,
-            num_accepted_B=none_B,
-            num_tested_B=none_B,
             nonfinite_B=by_place(bad_R, 0).amax(dim=-1).clamp(max=1),
         )
 
