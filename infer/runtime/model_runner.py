@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -38,7 +38,6 @@ from idlm.infer.state.batch import (
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.structured.masks import with_grammars
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
 
@@ -128,6 +127,15 @@ def _widths(plan: StepPlan, wanted: WantedRows) -> PassRows:
     if wanted.dropped is None:
         return PassRows(fed=num_rows, kept=num_rows, head=len(wanted))
     return PassRows(fed=wanted.dropped.num_fed, kept=len(wanted.hidden_RD), head=len(wanted))
+
+
+def with_grammars(batch: Batch, schedule: Schedule) -> Batch:
+    """The batch of a schedule with the grammars of its requests, if they have any."""
+    if not schedule.grammars:
+        return batch
+    from idlm.infer.structured.masks import pass_grammars
+
+    return replace(batch, grammars=pass_grammars(schedule))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
+from idlm.infer.state.batch import Schedule, lane_of, to_device
 from idlm.infer.structured.draft_choice import Follower, PassReadback, choose_drafts, compute_masks
 from idlm.infer.structured.grammar import Grammar, num_words
 from idlm.kernels.sampling import Drafts, allowed_logits, restrict
@@ -111,17 +110,14 @@ class PassGrammars:
             follower.told = told, m
 
 
-def with_grammars(batch: Batch, schedule: Schedule) -> Batch:
-    """The batch of a schedule with the grammars of its requests, if they have any."""
-    if not schedule.grammars:
-        return batch
+def pass_grammars(schedule: Schedule) -> PassGrammars:
+    """The grammars of a schedule's requests."""
     requests = [schedule.requests[place] for place in schedule.grammars]
-    grammars = PassGrammars(
+    return PassGrammars(
         {place: follower_of(grammar) for place, grammar in schedule.grammars.items()},
         [lane_of(request) for request in requests],
         [m for m, request in enumerate(requests) if request.params.temperature == 0],
     )
-    return replace(batch, grammars=grammars)
 
 
 def follower_of(grammar: Grammar) -> Follower:

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from idlm.infer.runtime.graphs.pass_shape import PassShape, shape_of
-from idlm.infer.runtime.model_runner import Step, StepResult
+from idlm.infer.runtime.model_runner import Step, StepResult, with_grammars
 from idlm.infer.state.batch import Batch, Schedule, StepPlan, WantedRows, lane_of, to_device
-from idlm.infer.structured.masks import with_grammars
 
 Columns = list[list[int]]
 MAX_CUDA_GRAPHS = 512
