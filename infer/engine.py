@@ -46,7 +46,7 @@ from idlm.infer.structured.grammar import Compiling
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
-    `logprobs` holds one entry per token if the request asked for them. The first event has the
+    `logprobs` holds one entry per token if the request wants them. The first event has the
     `prompt_logprobs` of `Completion`. `error` is set if the answer is not
     complete: IDLM-0448 (out of memory), IDLM-0457 (nonfinite logits) or IDLM-0473 (decoded otherwise after a
     preemption)."""

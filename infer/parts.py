@@ -79,7 +79,7 @@ class EngineParts:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, *, compiles: bool = True
     ) -> list[Request]:
         """The `n` samples of a request. Raises UserError if this engine cannot answer it: IDLM-0477 if ranks
-        would need a grammar too, and what `GrammarCompiler.grammar` raises, which is not asked if `compiles`
+        would need a grammar too, and what `GrammarCompiler.grammar` raises, which is not called if `compiles`
         is False."""
         params, vocab_size = SamplingParams() if params is None else params, self.model.spec.vocab_size
         if not isinstance(params, SamplingParams):

@@ -96,7 +96,7 @@ class Request:
 
     @property
     def num_unscored(self) -> int:
-        """Number of prompt tokens whose log-probabilities are asked for and not known yet. Only the first of
+        """Number of prompt tokens whose log-probabilities are requested and not known yet. Only the first of
         a request's samples computes them."""
         if self.params.prompt_logprobs is None or self.index > 0:
             return 0

@@ -183,7 +183,7 @@ class Scheduler:
             self._row_budget = min(2 * self._row_budget, self._max_num_batched_tokens)
 
     def _budget(self) -> int:
-        """What is left of the row budget in this pass, which is set when a prompt first asks for it.
+        """What is left of the row budget in this pass, which is set when a prompt first needs it.
 
         Beside a sequence that decodes, it follows the pass in which all requests will: the first sequences of
         many that arrive at once do not hold up the others."""

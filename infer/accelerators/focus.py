@@ -41,7 +41,7 @@ LAST_LAYER = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FocusConfig:
-    """`alpha`: the number of masks that go on is the average number of tokens decoded per pass times this,
+    """`alpha`: the number of masks that remain is the average number of tokens decoded per pass times this,
     and at least the number of masks whose gain is a standard deviation above the mean. `importance`:
     attention is summed over the "masked" tokens (the paper's code) or the whole "block" (equation 2). `mean`:
     decoded tokens are averaged over the passes of the "block" or of the whole "request", as long as the
@@ -136,7 +136,7 @@ class FocusPass(RowsPass):
         )
 
     def _select(self, first_BPW: Tensor, second_BPW: Tensor) -> Selected:
-        """The places that go on, by their importance in both layers."""
+        """The places that remain, by their importance in both layers."""
         view = self.view
         candidates = Candidates(
             is_mine_B=self._started.evicts_B,

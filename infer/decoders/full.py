@@ -235,8 +235,8 @@ class FullDecoder(Decoder):
         return guided(plan, fed, ends_C, prompt_ends_C, mask_token_id=self._mask_token_id)
 
     def _fed(self, batch: Batch, known_B: Tensor, ends_B: Tensor, samples_B: Tensor) -> FedRows:
-        """The rows of the pass: of each sequence that samples, its canvas or the part that the cache asks
-        for."""
+        """The rows of the pass: of each sequence that samples, its canvas or the part that the cache
+        needs."""
         if self._cache is None or self._reuse is None:
             return whole_canvases(ends_B * samples_B, num_rows=batch.num_rows)
         lanes_B = batch.lanes_B

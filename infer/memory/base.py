@@ -74,7 +74,7 @@ PAGED, CANVAS = "paged", "canvas"
 
 
 def runner_of(manager: Any) -> str:
-    """The name of the runner that a manager asks for."""
+    """The name of the runner that a manager needs."""
     return str(getattr(manager, "runner", PAGED))
 
 

@@ -344,7 +344,7 @@ class CanvasRows(WantedRows):
 
 class BestRows(WantedRows):
     """Rows of a pass planned for `WantedRows.best`. `hidden_RD` is in the workspace, after the final norm; it
-    is valid until the next pass. Logits, if a request asks for them, are outside of the plan.
+    is valid until the next pass. Logits, if a request needs them, are outside of the plan.
 
     `step`: the call of the head."""
 
@@ -362,10 +362,10 @@ class BestRows(WantedRows):
     def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
         """As the base, once."""
         found: list[Proposals | None] = []
-        ask = super().best
+        compute_best = super().best
 
         def op(run: CanvasPass, step: Step) -> None:
-            found.append(ask(forbidden_S, is_wanted_X, entropy=entropy))
+            found.append(compute_best(forbidden_S, is_wanted_X, entropy=entropy))
 
         self._run.execute(self._step, op)
         return found[0]

@@ -84,7 +84,7 @@ class Size:
 class Loop:
     """A loop over chunks of `rows` (LENGTH or WANTED); `chunks` names its chunk count.
 
-    Loops are told apart by `name`; several loops may share a chunk count."""
+    Loops differ by `name`; several loops may share a chunk count."""
 
     name: str
     rows: str

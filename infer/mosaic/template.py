@@ -22,9 +22,10 @@ from idlm.infer.mosaic.lifetimes import LENGTH, Graph, Lifetimes, Loop, Op, Size
 class Step:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
-    `position` is the op's position in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells.
-    `offsets` has the byte offset of every tensor of the op; it is empty without a plan. A tensor with a chunk
-    count starts at its offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes."""
+    `position` is the op's position in `template.ops`. `layer` is 0 outside the layers; `op.in_layers`
+    distinguishes. `offsets` has the byte offset of every tensor of the op; it is empty without a plan. A
+    tensor with a chunk count starts at its offset in each chunk; a tensor of all rows keeps row r at offset +
+    r * row bytes."""
 
     op: Op
     position: int

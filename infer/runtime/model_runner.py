@@ -47,11 +47,11 @@ class StepResult:
     """The result of a pass that the host reads, still on the device.
 
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for room (1: nothing was decided),
-    the numbers of rows that it asked for, as in `ActiveBlocks` (wanted, fed, kept; 0: the decoder or the
+    the numbers of rows that it needed, as in `ActiveBlocks` (wanted, fed, kept; 0: the decoder or the
     runner does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token
     ids. `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the
     emitted tokens. `prompt_logprobs`: those of tokens of prompts, in the order of `PromptRows`; None if no
-    request asks. `is_queued`: its kernels were launched one by one where other passes are one graph."""
+    request wants them. `is_queued`: its kernels were launched one by one where other passes are one graph."""
 
     counts_BJ: Tensor
     widths: PassRows

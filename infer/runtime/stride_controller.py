@@ -386,9 +386,9 @@ class StrideController:
         return max(seconds * num_rows / rows, fewer[-1][1] if fewer else 0.0)
 
     def _best_or_trial(self, size: int, best: int, ratios: Mapping[int, tuple[float, float]]) -> int:
-        """The best mode, or one whose trial goes on or is due. `ratios`: tokens and time of a pass over those
-        of the best mode. A trial tests the drafts of its own first pass, and no single disturbed step decides
-        it."""
+        """The best mode, or one whose trial continues or is due. `ratios`: tokens and time of a pass over
+        those of the best mode. A trial tests the drafts of its own first pass, and no single disturbed step
+        decides it."""
         since_trial, (trial_size, tried) = self._num_steps - self._last_trial, self._trial
         if since_trial < TRIAL_PASSES and trial_size == size and tried in ratios:
             return tried

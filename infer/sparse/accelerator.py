@@ -36,7 +36,7 @@ Side = Literal["kv", "rows"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
-    are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
+    are those of one rank, `graphs` is the option of the user, `decoder_options` the decoder's whole Config,
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
     together (`Routing.capacity`), so that each depends on all of them. `edits_blocks`: the model deletes and
     splits positions (`Semantics.edit_token_ids`). `logit_shift`: a row predicts the next
@@ -149,8 +149,8 @@ class RowsPass:
         return None
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
-        """Return the rows that go on from this layer's attention on; None: all. Keys and values of the layer
-        are stored, and `q_RNH` is rotated, for all rows still computed."""
+        """Return the rows that are computed from this layer's attention on; None: all. Keys and values of the
+        layer are stored, and `q_RNH` is rotated, for all rows still computed."""
         return None
 
     def finish(self) -> None:

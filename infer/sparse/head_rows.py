@@ -1,4 +1,4 @@
-"""Chooses how many rows a pass computes, from what earlier passes asked for: rows of the head, and in passes
+"""Chooses how many rows a pass computes, from what earlier passes needed: rows of the head, and in passes
 that may drop rows (`PassRows`) also those that are embedded and those that are left after the drop.
 
 Only the device knows how many rows a pass needs. The host reserves the mean of recent passes and a margin
@@ -51,7 +51,7 @@ place."""
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
     """Sums over the passes whose results were read. `num_pairs`: (sequence, pass) that were to decode, of
-    which `num_waits` exceeded the capacity; rows that sequences asked for, and those computed, padding
+    which `num_waits` exceeded the capacity; rows that sequences needed, and those computed, padding
     included."""
 
     num_passes: int = 0
@@ -62,25 +62,25 @@ class RowCounts:
 
 
 class LateCounts:
-    """Remembers the rows per decoding sequence that passes asked for."""
+    """Remembers the rows per decoding sequence that passes needed."""
 
     def __init__(self, margin: float = MARGIN) -> None:
         self.margin, self._chosen = margin, 0.0
-        self._asked: deque[float] = deque(maxlen=NUM_PASSES)
+        self._needed: deque[float] = deque(maxlen=NUM_PASSES)
 
     def observe(self, num_rows: int, num_sequences: int) -> None:
-        """Note a finished pass in which some sequences decoded: the rows that they asked for, those that
+        """Note a finished pass in which some sequences decoded: the rows that they needed, those that
         waited included. 0: the decoder does not say."""
         if num_rows:
-            self._asked.append(num_rows / num_sequences)
+            self._needed.append(num_rows / num_sequences)
 
     def choose(self, num_sequences: int) -> int | None:
         """Rows to reserve for as many sequences; None (all) before there is anything to go by."""
-        count = len(self._asked)
+        count = len(self._needed)
         if count < MIN_PASSES:
             return None
-        mean = sum(self._asked) / count
-        variance = sum((asked - mean) ** 2 for asked in self._asked) / count
+        mean = sum(self._needed) / count
+        variance = sum((needed - mean) ** 2 for needed in self._needed) / count
         needed = mean + self.margin * math.sqrt(variance)
         if not STEADY * self._chosen <= needed <= self._chosen:
             self._chosen = needed
@@ -133,9 +133,9 @@ class RowReservation:
         counts.asked = _sum([counts.asked, *(one.rows for one in demands)])
         counts.computed = _sum([counts.computed, computed])
         for late, name in ((self._head, "head"), (self._fed, "fed"), (self._kept, "kept")):
-            told = [one for one in decoding if getattr(one.rows, name) or not one.waited]
-            certain = sum(one.certain for one in told) if late is not self._head else 0
-            late.observe(max(0, sum(getattr(one.rows, name) for one in told) - certain), len(told))
+            counted = [one for one in decoding if getattr(one.rows, name) or not one.waited]
+            certain = sum(one.certain for one in counted) if late is not self._head else 0
+            late.observe(max(0, sum(getattr(one.rows, name) for one in counted) - certain), len(counted))
         if counts.num_passes - self._since.num_passes >= NUM_PASSES:
             self._judge_margin()
 

@@ -49,7 +49,7 @@ class SparseKV:
         self._plans: dict[int, Plan] = {}
         """By the number of listed slots; 0: the plan of layers without lists."""
         self._asked_B = self._num_fed_B = plan.cu_rows_B1.diff()
-        """Rows that each sequence asked for at the last drop, and at the first."""
+        """Rows that each sequence needed at the last drop, and at the first."""
         if rows is not None:
             capacity = view.active.capacity
             everything = RowSelection(keep_R=torch.ones_like(plan.slots_R, dtype=torch.bool))
@@ -67,7 +67,7 @@ class SparseKV:
         return self.view.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
-        """Rows [I] that go on once keys and values of the layer are stored; None: all."""
+        """Rows [I] that remain once keys and values of the layer are stored; None: all."""
         if self._kv is not None:
             self._kv.commit_kv(number)
         if self._rows is None:

@@ -29,9 +29,9 @@ Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedRows:
-    """What a pass that dropped rows tells the decoder. Row h of the head is wanted row `origin_H[h]` of the
-    plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B`
-    (bool): sequences beyond the capacity, of which nothing is decided. int64, by sequence, what each asked
+    """What the decoder needs of a pass that dropped rows. Row h of the head is wanted row `origin_H[h]` of
+    the plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B`
+    (bool): sequences beyond the capacity, of which nothing is decided. int64, by sequence, what each needed
     for (0: it waited before): `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`:
     rows embedded, with padding."""
 
@@ -182,7 +182,7 @@ class CanvasLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """Rows of a pass whose log-probabilities of the prompt's next token are asked for: `counts[b]` rows of
+    """Rows of a pass whose log-probabilities of the prompt's next token are requested: `counts[b]` rows of
     request b, from its first one on, which is known token `starts[b]`. `num_top`: as in `Batch`."""
 
     starts: list[int]
@@ -200,7 +200,7 @@ class Schedule:
     ones lose their KV, and `resumed` ones get (part of) it back. `mode`: which of the decoder's modes lays
     the pass out. Rows that the pass is likely to need (`RowReservation`; None: unknown): `capacity`, if it
     may drop rows, else `num_wanted` of the head. `derive` sets the rest: `prompt_rows`, None if no request of
-    the pass asks for log-probabilities of its prompt, and `grammars` of requests that decode, by index."""
+    the pass wants log-probabilities of its prompt, and `grammars` of requests that decode, by index."""
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
@@ -218,9 +218,10 @@ class Schedule:
 
     @property
     def num_top(self) -> int | None:
-        """Most likely tokens to report with the log-probability of each token; None if no request asks."""
-        asked = [request.params.logprobs for request in self.requests]
-        return max((number for number in asked if number is not None), default=None)
+        """Most likely tokens to report with the log-probability of each token; None if no request wants
+        any."""
+        wanted = [request.params.logprobs for request in self.requests]
+        return max((number for number in wanted if number is not None), default=None)
 
     @property
     def filters(self) -> bool:
@@ -346,9 +347,9 @@ class ActiveBlocks:
     of `num_waits_B`, the number of passes in a row in which they waited, then those with few rows first.
     `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs.
 
-    `num_wanted_B`: wanted rows that each sequence asked for; `waits_B` (bool): those beyond the capacity, of
+    `num_wanted_B`: wanted rows that each sequence needed; `waits_B` (bool): those beyond the capacity, of
     which nothing is decided and remembered in this pass; None: all fit. Once rows were dropped:
-    `num_fed_B`, `num_kept_B`: rows that each sequence asked for there (0: it waited before)."""
+    `num_fed_B`, `num_kept_B`: rows that each sequence needed there (0: it waited before)."""
 
     starts_B: Tensor
     is_maskable_BW: Tensor
@@ -451,7 +452,7 @@ class StepOutcome:
     """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them were
-    accepted (None: there are no drafts). `logprobs`: those of the tokens, if the batch asks for them: chosen
+    accepted (None: there are no drafts). `logprobs`: those of the tokens, if the batch wants them: chosen
     [B, J], ids and numbers of the likeliest [B, J, K]; None: wanted row first_logit_B[b] + j predicted token
     j of sequence b, and its logits tell them. `nonfinite_B`: 1 where tokens were drawn from logits that are
     not finite, so that they mean nothing; more where only the next drafts were: then nothing can follow the

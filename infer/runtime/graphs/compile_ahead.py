@@ -1,7 +1,7 @@
 """Compiles the kernels of a warm-up on all cores of the host at once.
 
 Otherwise passes compile them as they first launch them, one after the other: half a minute for many modes.
-Passes over tensors without memory (on the meta device) launch nothing but tell which variants of the kernels
+Passes over tensors without memory (on the meta device) launch nothing but show which variants of the kernels
 are needed, and threads compile those. Compiled kernels stay in Triton's cache on disk.
 """
 

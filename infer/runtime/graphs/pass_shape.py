@@ -107,8 +107,8 @@ class PassShape:
 
 
 def _holds(name: str, mine: Any, needed: Any) -> bool:
-    """The same of one field. Filters leave what asks for none as it is, and more log-probabilities can be
-    reported than are read."""
+    """The same of one field. Filters leave requests without any as they are, and more log-probabilities can
+    be reported than are read."""
     is_bound = name in BOUNDS or isinstance(mine, BlockLimits)
     return mine == needed or (is_bound and mine is not None and needed is not None and mine >= needed)
 
@@ -178,8 +178,8 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     cost as much as used ones, unless passes drop them: then all sequences may store one."""
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
-    num_told = sum(schedule.num_feed) // kv_policy.block_size
-    return max(num_told, -(-num_sequences // 8) if schedule.limits.capacity is None else num_sequences)
+    num_scheduled = sum(schedule.num_feed) // kv_policy.block_size
+    return max(num_scheduled, -(-num_sequences // 8) if schedule.limits.capacity is None else num_sequences)
 
 
 def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:

@@ -147,7 +147,7 @@ class _Work:
         if parts.settings.warmup == "auto":
             self.end_time = time.monotonic() + AUTO_SECONDS
         for shape in prompts:
-            if self._may_go_on():
+            if self._may_continue():
                 step.run(shape)
         if prompts and self.is_alone and is_cuda:
             step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
@@ -158,12 +158,12 @@ class _Work:
         )[:MAX_CUDA_GRAPHS]
         self.timed = timed_shapes(parts.decoder, *self._limits()) if _needs_times(parts) else {}
         for key, shape in self.timed.items():
-            if shape.all_rows > step.eager_rows and key not in self.times and self._may_go_on():
+            if shape.all_rows > step.eager_rows and key not in self.times and self._may_continue():
                 self.times[key] = step.seconds(shape)
         if is_cuda:
             torch.cuda.empty_cache()
         for shape in self._ordered():
-            if not self._may_go_on():
+            if not self._may_continue():
                 return
             step.capture(shape, frees_memory=False)
             self.num_captured += 1
@@ -183,7 +183,7 @@ class _Work:
             others.sort(key=lambda shape: shape.mode not in likely(shape.num_sequences))
         yield from others
 
-    def _may_go_on(self) -> bool:
+    def _may_continue(self) -> bool:
         has_memory = memory_bytes(self.parts.table.device)[0] >= self.min_memory
         return not self.is_alone or (has_memory and time.monotonic() <= self.end_time)
 
@@ -317,7 +317,7 @@ def compiled_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> li
 
 
 def timed_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> dict[tuple[int, int], PassShape]:
-    """Decoding passes by mode and number of sequences, whose times tell those of all."""
+    """Decoding passes by mode and number of sequences, from whose times those of all follow."""
     context = _contexts(max_length)[0]
     sizes = [1 << power for power in range(max_sequences.bit_length())]
     return {
