@@ -280,9 +280,8 @@ def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) 
     what traffic needs with little padding (`capacities_ahead`). First the largest ones, then every fourth,
     then the others; of passes with filters only every fourth."""
     policy, context = decoder.kv_policy, _contexts(max_length)[0]
-    sizes = {padded_sequences(max_sequences), *(1 << power for power in range(max_sequences.bit_length()))}
     found = list[tuple[float, int, PassShape]]()
-    for size, filters in itertools.product(sorted(sizes), (False, True)):
+    for size, filters in itertools.product(_main_sizes(max_sequences), (False, True)):
         shape = _shape(decoder, 0, size, max_length, context, filters)
         num_stored = policy.block_size * bucket(size, FED_BLOCK_BUCKETS) if policy.fused_commit else 0
         capacities = capacities_ahead(size, policy.block_size, shape.num_rows + num_stored)
@@ -307,23 +306,21 @@ def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
 
 def compiled_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
     """Decoding passes that between them need all kernels."""
-    context, sizes = _contexts(max_length)[0], {padded_sequences(max_sequences)}
-    sizes |= {1 << power for power in range(max_sequences.bit_length())}
+    context = _contexts(max_length)[0]
     return [
         _shape(decoder, mode, size, max_length, context, filters=size == 1)
         for mode in range(len(decoder.modes))
-        for size in sorted(sizes)
+        for size in _main_sizes(max_sequences)
     ]
 
 
 def timed_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> dict[tuple[int, int], PassShape]:
     """Decoding passes by mode and number of sequences, from whose times those of all follow."""
     context = _contexts(max_length)[0]
-    sizes = [1 << power for power in range(max_sequences.bit_length())]
     return {
         (mode, size): _shape(decoder, mode, size, max_length, context, filters=False)
         for mode in range(len(decoder.modes))
-        for size in dict.fromkeys((*sizes, padded_sequences(max_sequences)))
+        for size in _main_sizes(max_sequences)
         if size == 1 or size * decoder.num_rows(mode, max_length) <= MAX_TIMED_ROWS
     }
 
@@ -349,6 +346,12 @@ def prompt_shapes(
         if num_rows + size * decoder.num_rows(mode, max_length) <= max_prompt_rows + eager_rows
     ]
     return sorted(shapes, key=lambda shape: -shape.all_rows)
+
+
+def _main_sizes(max_sequences: int) -> list[int]:
+    """Powers of two of sequences, and the most, ascending."""
+    powers = {1 << power for power in range(max_sequences.bit_length())}
+    return sorted(powers | {padded_sequences(max_sequences)})
 
 
 def _contexts(max_length: int) -> list[int]:
