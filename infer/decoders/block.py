@@ -259,12 +259,12 @@ class BlockDecoder(Decoder):
 
 def _given(plan: StepPlan) -> PassBlocks:
     active = deciding(plan)
-    assert active.waits_B is not None
+    assert active.demand is not None
     return PassBlocks(
         lanes_B=plan.lanes_B,
         num_feed_B=plan.num_feed_B,
         samples_B=plan.samples_B,
-        waits_B=active.waits_B,
+        waits_B=active.demand.waits_B,
         is_maskable_BW=active.is_maskable_BW,
         has_logits_BW=active.has_logits_BW,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from idlm.infer.state.batch import ActiveBlocks, Batch, BlockLimits, DroppedRows, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, Batch, BlockDemand, BlockLimits, DroppedRows, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import BlockLanes, BlockShape, WantedPlaces, pack_blocks
 
@@ -82,8 +82,7 @@ def plan_blocks(
             capacity=limits.capacity,
             num_waits_B=blocks.num_waits_Z[batch.lanes_B],
             is_exact=batch.num_rows is None,
-            num_wanted_B=packed.wanted.num_B,
-            waits_B=packed.wanted.waits_B,
+            demand=BlockDemand(num_wanted_B=packed.wanted.num_B, waits_B=packed.wanted.waits_B),
             wanted=packed.wanted,
             draw_steps_B=packed.draw_steps_B,
         ),

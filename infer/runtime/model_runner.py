@@ -115,11 +115,11 @@ class Step:
 
 def _demand(plan: StepPlan, none_B: Tensor) -> list[Tensor]:
     """Whether each sequence waited, and how many rows it needed, four tensors int64 [B]."""
-    active = plan.active
-    if active is None or active.waits_B is None:
+    demand = None if plan.active is None else plan.active.demand
+    if demand is None:
         return [none_B] * 4
-    needed = (active.num_wanted_B, active.num_fed_B, active.num_kept_B)
-    return [active.waits_B.long(), *(none_B if count_B is None else count_B for count_B in needed)]
+    needed = (demand.num_wanted_B, demand.num_fed_B, demand.num_kept_B)
+    return [demand.waits_B.long(), *(none_B if count_B is None else count_B for count_B in needed)]
 
 
 def _widths(plan: StepPlan, wanted: WantedRows) -> PassRows:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from idlm.infer.sparse.accelerator import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
-from idlm.infer.state.batch import DroppedRows, StepPlan, row_columns
+from idlm.infer.state.batch import BlockDemand, DroppedRows, StepPlan, row_columns
 from idlm.kernels.paged_attention import Plan
 from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, keep_wanted
 
@@ -106,10 +106,10 @@ class SparseKV:
         rows_X, view, active = plan.logit_rows_X, self.view, self.view.active
         if self._rows is None:
             return rows_X, None
-        assert active.num_wanted_B is not None
+        assert active.demand is not None
         num_head = len(rows_X) if active.capacity is None else min(len(rows_X), active.capacity.head)
         kept = keep_wanted(
-            *(rows_X, plan.first_logit_B, active.num_wanted_B, view.waits_B, self._origin_R),
+            *(rows_X, plan.first_logit_B, active.demand.num_wanted_B, view.waits_B, self._origin_R),
             size=active.size,
             num_head=num_head if active.is_exact or num_head < len(rows_X) else None,
         )
@@ -119,10 +119,12 @@ class SparseKV:
         dropped = DroppedRows(
             origin_H=kept.origin_H,
             numbers_X=kept.numbers_X,
-            waits_B=view.waits_B,
-            num_fed_B=self._num_fed_B,
-            num_kept_B=self._asked_B,
-            num_wanted_B=kept.asked_B,
+            demand=BlockDemand(
+                num_wanted_B=kept.asked_B,
+                waits_B=view.waits_B,
+                num_fed_B=self._num_fed_B,
+                num_kept_B=self._asked_B,
+            ),
             num_fed=self._num_fed,
         )
         return kept.place_H, dropped

@@ -55,8 +55,8 @@ class PassView:
     waits_B: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        waits_B = self.active.waits_B
-        self.waits_B = torch.zeros_like(self.needs_all_rows_B) if waits_B is None else waits_B
+        demand = self.active.demand
+        self.waits_B = torch.zeros_like(self.needs_all_rows_B) if demand is None else demand.waits_B
 
     @property
     def max_slots(self) -> int:

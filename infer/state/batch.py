@@ -28,42 +28,42 @@ Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDemand:
+    """Rows that each sequence needs in a pass of blocks, int64; 0: it waited before. `num_wanted_B`: of the
+    head; once rows were dropped also `num_fed_B` and `num_kept_B`. `waits_B` (bool): sequences beyond the
+    capacity, of which nothing is decided and remembered in this pass."""
+
+    num_wanted_B: Tensor
+    waits_B: Tensor
+    num_fed_B: Tensor | None = None
+    num_kept_B: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedRows:
     """What the decoder needs of a pass that dropped rows. Row h of the head is wanted row `origin_H[h]` of
-    the plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped. `waits_B`
-    (bool): sequences beyond the capacity, of which nothing is decided. int64, by sequence, what each needed
-    for (0: it waited before): `num_fed_B` and `num_kept_B` rows, `num_wanted_B` rows of the head. `num_fed`:
-    rows embedded, with padding."""
+    the plan (None: row h); `numbers_X` says the same the other way around, -1: the row was dropped.
+    `num_fed`: rows embedded, with padding."""
 
     origin_H: Tensor | None
     numbers_X: Tensor
-    waits_B: Tensor
-    num_fed_B: Tensor
-    num_kept_B: Tensor
-    num_wanted_B: Tensor
+    demand: BlockDemand
     num_fed: int
 
     def apply(self, plan: StepPlan) -> StepPlan:
         """The plan as the decoder is to advance by it: sequences that wait do not sample, and have stored
         only the tokens that the host scheduled."""
-        active, num_feed_B = plan.active, plan.num_feed_B
+        active, num_feed_B, waits_B = plan.active, plan.num_feed_B, self.demand.waits_B
         assert active is not None
         if active.num_scheduled_B is not None:
             num_scheduled_B = torch.minimum(num_feed_B, active.num_scheduled_B)
-            num_feed_B = torch.where(self.waits_B, num_scheduled_B, num_feed_B)
-        is_maskable_BW = active.is_maskable_BW & ~self.waits_B[:, None]
+            num_feed_B = torch.where(waits_B, num_scheduled_B, num_feed_B)
+        is_maskable_BW = active.is_maskable_BW & ~waits_B[:, None]
         return replace(
             plan,
             num_feed_B=num_feed_B,
-            samples_B=plan.samples_B & ~self.waits_B,
-            payload=replace(
-                active,
-                is_maskable_BW=is_maskable_BW,
-                waits_B=self.waits_B,
-                num_wanted_B=self.num_wanted_B,
-                num_fed_B=self.num_fed_B,
-                num_kept_B=self.num_kept_B,
-            ),
+            samples_B=plan.samples_B & ~waits_B,
+            payload=replace(active, is_maskable_BW=is_maskable_BW, demand=self.demand),
         )
 
 
@@ -345,11 +345,8 @@ class ActiveBlocks:
     sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
     are fed. `capacity`: as in `Batch`, for two blocks beside those at least; sequences take it in the order
     of `num_waits_B`, the number of passes in a row in which they waited, then those with few rows first.
-    `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs.
-
-    `num_wanted_B`: wanted rows that each sequence needed; `waits_B` (bool): those beyond the capacity, of
-    which nothing is decided and remembered in this pass; None: all fit. Once rows were dropped:
-    `num_fed_B`, `num_kept_B`: rows that each sequence needed there (0: it waited before)."""
+    `is_exact`: the host waits for the device to count rows, so that no pass has more than it needs. `demand`:
+    what sequences need, as far as it is known; None: all fit."""
 
     starts_B: Tensor
     is_maskable_BW: Tensor
@@ -360,10 +357,7 @@ class ActiveBlocks:
     capacity: PassRows | None = None
     num_waits_B: Tensor | None = None
     is_exact: bool = False
-    num_wanted_B: Tensor | None = None
-    waits_B: Tensor | None = None
-    num_fed_B: Tensor | None = None
-    num_kept_B: Tensor | None = None
+    demand: BlockDemand | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

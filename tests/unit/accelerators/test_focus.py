@@ -13,7 +13,7 @@ from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.batch import ActiveBlocks, PassRows, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, BlockDemand, PassRows, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.row_compaction import find_places
 from tests.focus_reference import (
@@ -168,7 +168,7 @@ class Bench:
                 capacity=capacity,
                 num_waits_B=torch.tensor([lane.num_waits for lane in self.lanes]),
                 is_exact=capacity is None,
-                num_wanted_B=torch.zeros_like(starts_B),
+                demand=BlockDemand(num_wanted_B=torch.zeros_like(starts_B), waits_B=starts_B < 0),
             ),
         )
 
