@@ -38,7 +38,7 @@ from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings, check_options
-from idlm.infer.sparse.head_rows import RowCounts, RowReservation
+from idlm.infer.sparse.row_reservation import RowCounts, RowReservation
 from idlm.infer.structured.grammar import Compiling
 
 

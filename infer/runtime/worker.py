@@ -21,7 +21,7 @@ from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
-from idlm.infer.sparse.head_rows import RowDemand
+from idlm.infer.sparse.row_reservation import RowDemand
 from idlm.infer.state.batch import PassRows, Schedule, lane_of, to_host
 
 POLL_SECONDS = 5e-5

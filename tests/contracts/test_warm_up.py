@@ -23,7 +23,7 @@ from idlm.infer.runtime.graphs import pass_shape, warm_up
 from idlm.infer.runtime.graphs import pass_shape as buckets
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.sparse.head_rows import head_bucket, head_buckets
+from idlm.infer.sparse.row_reservation import head_bucket, head_buckets
 from idlm.infer.state.batch import BlockLimits, PassRows
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.sparse.head_rows import head_bucket, row_capacity
+from idlm.infer.sparse.row_reservation import head_bucket, row_capacity
 from idlm.infer.state.batch import BlockLimits, CanvasLimits, PassRows, Schedule
 from idlm.infer.state.kv_cache import KVWritePolicy
 

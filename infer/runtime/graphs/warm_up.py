@@ -36,7 +36,7 @@ from idlm.infer.runtime.graphs.pass_shape import (
     slots_bucket,
 )
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
-from idlm.infer.sparse.head_rows import capacities_ahead, head_buckets
+from idlm.infer.sparse.row_reservation import capacities_ahead, head_buckets
 from idlm.infer.state.batch import BlockLimits
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger

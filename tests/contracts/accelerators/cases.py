@@ -12,7 +12,7 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.sparse.accelerator import ACCELERATORS, KVPass
-from idlm.infer.sparse.head_rows import RowReservation
+from idlm.infer.sparse.row_reservation import RowReservation
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import BlockLimits, PassRows, StepPlan
 from idlm.semantics import Semantics

@@ -9,7 +9,7 @@ import pytest
 
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
-from idlm.infer.sparse import head_rows
+from idlm.infer.sparse import row_reservation
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.state.batch import PassRows
 from tests.contracts.accelerators.cases import (
@@ -74,7 +74,7 @@ def test_waiting_changes_no_answer_of_focus(
         with monkeypatch.context() as patch:
             if capacity is not None:
                 force(patch, capacity)
-                patch.setattr(head_rows, "MIN_PLACES", 0)
+                patch.setattr(row_reservation, "MIN_PLACES", 0)
                 way |= {"num_pages": 20, "max_num_seqs": 5}
             engine = engine_of(directories, accelerators=stack, **way, **options)
             assert tokens(engine.generate(PROMPTS, PARAMS)) == expected

@@ -14,7 +14,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs import pass_shape
 from idlm.infer.runtime.model_runner import Runner
-from idlm.infer.sparse.head_rows import (
+from idlm.infer.sparse.row_reservation import (
     MIN_PASSES,
     LateCounts,
     RowDemand,

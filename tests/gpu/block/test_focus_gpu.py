@@ -14,7 +14,7 @@ import torch
 
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.runtime.graphs import cuda_graphs
-from idlm.infer.sparse import head_rows
+from idlm.infer.sparse import row_reservation
 from tests.contracts.accelerators.cases import TIGHT, force
 from tests.contracts.accelerators.test_focus import CASES, PROMPTS, params, toys
 from tests.contracts.engines import assert_idle, build_engine, clear_answers
@@ -74,7 +74,7 @@ def test_graphs_and_waiting_change_no_token(
         with monkeypatch.context() as patch:
             if is_tight:
                 force(patch, TIGHT)
-                patch.setattr(head_rows, "MIN_PLACES", 0)
+                patch.setattr(row_reservation, "MIN_PLACES", 0)
                 # A larger graph would hold all.
                 patch.setattr(cuda_graphs, "CAPTURE_PASSES", -1)
             engine = build_engine(toys[shifted], "block", device="cuda", **options, **way)
