@@ -150,11 +150,11 @@ def _num_outputs(weight_ED: Weight, lora: GatedLora | None, gated: bool) -> int:
     return height // 2 if gated else height
 
 
-def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:
+def check_rows_agree(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fixed launches (on a CPU the library) give a row the same bits at every number of rows.
 
     Deterministic mode relies on it; run it once at engine start. Waits for the device."""
-    generator = torch.Generator().manual_seed(0)
+    E, D, generator = 256, 2048, torch.Generator().manual_seed(0)
     x_RD, weight_ED = (torch.randn(n, D, generator=generator).to(device, dtype) for n in (300, E))
 
     def product(num_rows: int) -> Tensor:

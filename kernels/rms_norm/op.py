@@ -14,7 +14,6 @@ def add_rms_norm(
     weight_D: Tensor,
     *,
     eps: float,
-    warps: int = 8,
     pdl: bool | None = None,
     out_RD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -22,7 +21,7 @@ def add_rms_norm(
 
     Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
     normed row, its product with the weight. `out_RD` receives the normed rows; it may be `x_RD` itself.
-    `warps` and `pdl` (None: if the device supports it) are launch parameters."""
+    `pdl` (None: if the device supports it) is a launch parameter."""
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
     if runs_kernels(x_RD):
@@ -39,7 +38,7 @@ def add_rms_norm(
                 *(x_RD.stride(0), sum_RD.stride(0), normed_RD.stride(0), D, eps),
                 HAS_RESIDUAL=residual_RD is not None,
                 BLOCK_D=triton.next_power_of_2(D),
-                num_warps=warps,
+                num_warps=8,
                 **pdl_options(has_pdl(x_RD.device) if pdl is None else pdl),
             )
         return normed_RD, sum_RD

@@ -7,19 +7,13 @@ from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, pdl_options, runs_kernels
 
+BLOCK = 1024
 
-def swiglu(
-    gate_up_RE: Tensor,
-    *,
-    block: int = 1024,
-    warps: int = 4,
-    pdl: bool | None = None,
-    out_RF: Tensor | None = None,
-) -> Tensor:
+
+def swiglu(gate_up_RE: Tensor, *, out_RF: Tensor | None = None) -> Tensor:
     """silu(gate) * up, [R, F], of [R, 2F] with the gate first; rounded as the two torch ops round.
 
-    `out_RF` receives it; it may be the gate's columns. `block`, `warps` and `pdl` (None: if the device
-    supports it) are launch parameters."""
+    `out_RF` receives it; it may be the gate's columns."""
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if runs_kernels(gate_up_RE):
         import triton
@@ -29,13 +23,13 @@ def swiglu(
         if out_RF is None:
             out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
         num_rows, width = out_RF.shape
-        block = min(block, triton.next_power_of_2(width))
+        block = min(BLOCK, triton.next_power_of_2(width))
         if num_rows:
             swiglu_kernel[(num_rows * triton.cdiv(width, block),)](
                 *(gate_up_RE, out_RF, gate_up_RE.stride(0), out_RF.stride(0), width),
                 BLOCK_F=block,
-                num_warps=warps,
-                **pdl_options(has_pdl(gate_up_RE.device) if pdl is None else pdl),
+                num_warps=4,
+                **pdl_options(has_pdl(gate_up_RE.device)),
             )
         return out_RF
     gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)

@@ -48,18 +48,7 @@ MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], 
 SPLIT = [steady(20), [], causal(37, 2), tree(45)]
 """A prefix of each kind that `MANY` divides into parts."""
 RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that a read before a write is detected."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        tensor = empty(*args, **options)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77777)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_poison")
 
 
 def plan_of(case: Case, tunables: Launch | None = None) -> TritonPlan:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -33,18 +32,7 @@ HALF = replace(TINY, programs_per_sm=8, combine_parts=4, half_parts=True)
 FIXED = replace(TINY, split_slots=16, octave=2)
 LAUNCHES = (TINY, HALF, FIXED)
 RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that a read before a write is detected."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        tensor = empty(*args, **options)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77777)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_poison")
 
 
 def check(listed: ListedCase, tunables: Launch | None) -> Tensor:
