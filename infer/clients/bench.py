@@ -25,8 +25,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.cli.output import AnswerFile, answer_file, exclusive_output
 from idlm.infer.clients.config import BenchConfig, check_unused
-from idlm.infer.clients.loads import FIRST_ID, Load, make_jobs, mixed_lengths, poisson_arrivals
-from idlm.infer.clients.prompts import load_prompts
+from idlm.infer.clients.loads import FIRST_ID, Load, load_prompts, make_jobs, mixed_lengths, poisson_arrivals
 from idlm.infer.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""Loads: requests whose lengths are drawn, and the times at which they arrive. The same numbers give the same
-load, for every arm."""
+"""Loads: requests whose lengths are drawn, or whose prompts are text, and the times at which they arrive. The
+same numbers give the same load, for every arm."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.infer.cli.prompts import PromptLine, read_prompts, text_prompts
+from idlm.tasks import TASKS
 
 FIRST_ID = 3
 """Lower ids are special tokens of many vocabularies."""
 MIXED_PROMPT, MIXED_ANSWER = (32, 2048), (64, 768)
 """Least and most tokens of the mixed load."""
 WORDS = ("Mia", "has", "five", "nuts", "and", "Tom", "finds", "six", "pens", "but", "Lea", "has", "more")
+NUM_PROBLEMS = 64
+"""Prompts of a generated task."""
+QUESTIONS = Path(__file__).with_name("questions.txt")
+"""Questions and instructions of the kinds that people send, one a line."""
 
 
 class Job(NamedTuple):
@@ -79,3 +88,31 @@ def poisson_arrivals(num: int, rate: float, *, dice: random.Random) -> list[floa
     """Times of `num` arrivals at `rate` per second; the first one is at once."""
     gaps = (dice.expovariate(rate) for _ in range(num - 1))
     return list(itertools.accumulate(gaps, initial=0.0))
+
+
+def load_prompts(source: str) -> list[Any]:
+    """Each prompt is a text (one turn of a user), token ids, or messages. `source`: `text`, the name of a
+    task, or a file of JSON lines (as for `idlm-generate`) or with a text in each line. Raises UserError
+    IDLM-0706 for anything else, and the UserErrors of `read_prompts`."""
+    if source in TASKS.names():
+        task = TASKS.get(source)(level="tiny", seed=1)
+        return [task.sample(number, "test").prompt for number in range(NUM_PROBLEMS)]
+    path = QUESTIONS if source == "text" else Path(source)
+    fix = f"give random, text, a task ({', '.join(sorted(TASKS.names()))}), or a file with prompts alone"
+    lines = _read(path, fix) if path.is_file() else []
+    own = [line.place for line in lines if line.params != SamplingParams()]
+    if own or not lines:
+        what = f"{own[0]} has sampling settings" if own else f"prompts={source} is no file with prompts"
+        raise UserError("IDLM-0706", what, fix=fix)
+    return [line.prompt for line in lines]
+
+
+def _read(path: Path, fix: str) -> list[PromptLine]:
+    try:
+        with translate_path_errors("IDLM-0706", path, fix=fix), path.open("rb") as file:
+            texts = [text for line in unpacked(file, path) if (text := line.decode("utf-8-sig").strip())]
+    except DAMAGE as error:
+        raise UserError("IDLM-0706", f"prompts={path} cannot be read: {error}", fix=fix) from error
+    if texts and texts[0].startswith("{"):
+        return list(read_prompts(str(path), SamplingParams(), drop_last_turn=True, carry_keys=True))
+    return list(text_prompts(texts, SamplingParams(), place=f"prompts={path}, prompt"))

@@ -26,7 +26,7 @@ from idlm.infer.cli.progress import engine_name
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation.arms import AUTO, read_arms, run_arms
 from idlm.infer.evaluation.config import EvaluateConfig
-from idlm.infer.evaluation.statistics import paired_difference, share_interval
+from idlm.infer.evaluation.statistics import difference_line, share_interval
 
 if TYPE_CHECKING:
     from idlm.infer.cli.batch import AnswerProgress
@@ -132,11 +132,8 @@ def table(results: dict[str, Evaluation]) -> str:
         )
     (first, reference), *others = results.items()
     for name, result in others:
-        difference = paired_difference(result.scores, reference.scores)
-        lines.append(
-            f"{name} - {first}: {difference.value:+.3f} in exact match, 95% interval "
-            f"{difference.low:+.3f} to {difference.high:+.3f}, {result.num_prompts} prompts in pairs"
-        )
+        scores = result.scores, reference.scores
+        lines.append(difference_line(name, first, *scores, what="exact match", of="prompts"))
     return "\n".join(lines)
 
 

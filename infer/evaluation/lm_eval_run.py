@@ -17,7 +17,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.evaluation.arms import run_arms
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.requests import EngineRequests
-from idlm.infer.evaluation.statistics import paired_difference, share_interval
+from idlm.infer.evaluation.statistics import difference_line, share_interval
 
 Scores = dict[tuple[str, str], list[float]]
 
@@ -105,9 +105,6 @@ def table(results: dict[str, ArmResult]) -> str:
     first, *others = results
     for name in others:
         for pair, mine in scores[name].items():
-            gap = paired_difference(mine, scores[first][pair])
-            lines.append(
-                f"{name} - {first}: {gap.value:+.3f} in {','.join(pair)}, 95% interval {gap.low:+.3f} to "
-                f"{gap.high:+.3f}, {len(mine)} problems in pairs"
-            )
+            theirs, what = scores[first][pair], ",".join(pair)
+            lines.append(difference_line(name, first, mine, theirs, what=what, of="problems"))
     return "\n".join(lines)

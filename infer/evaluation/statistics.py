@@ -25,6 +25,16 @@ def share_interval(scores: Sequence[float]) -> Interval:
     return Interval(value, max(0.0, middle - half), min(1.0, middle + half))
 
 
+def difference_line(
+    name: str, first: str, scores: Sequence[float], others: Sequence[float], *, what: str, of: str
+) -> str:
+    """What a table says of two decoders: their `paired_difference` in the metric `what`, over prompts or
+    other pairs (`of`)."""
+    gap = paired_difference(scores, others)
+    interval = f"95% interval {gap.low:+.3f} to {gap.high:+.3f}"
+    return f"{name} - {first}: {gap.value:+.3f} in {what}, {interval}, {len(scores)} {of} in pairs"
+
+
 def paired_difference(scores: Sequence[float], others: Sequence[float]) -> Interval:
     """The mean of `scores - others` over the same prompts, after Agresti and Min (2005): two prompts more,
     half a one better and half a one worse, so that few prompts do not give an interval of width 0."""
