@@ -43,10 +43,8 @@ def engine_name(engine: Engine) -> str:
     return "+".join((engine.decoder.name, *engine.settings.accelerator_options))
 
 
-def print_stream(
-    engine: Engine, prompt: str | list[int], params: SamplingParams, *, has_stats: bool
-) -> Completion:
-    """Print one answer while it is generated, then with `has_stats` its figures; return it."""
+def print_stream(engine: Engine, prompt: str | list[int], params: SamplingParams, *, has_stats: bool) -> None:
+    """Print one answer while it is generated, then with `has_stats` its figures."""
     start, tally = time.perf_counter(), Tally()
     for event in engine.stream(prompt, params):
         print(event.text, end="", flush=True)
@@ -56,7 +54,6 @@ def print_stream(
     if has_stats:
         tally.add(completion)
         tally.report(engine, time.perf_counter() - start)
-    return completion
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.cli.progress import engine_name
+from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.semantics import Semantics
 
 if TYPE_CHECKING:
@@ -97,44 +98,32 @@ def read_arms(texts: Sequence[str]) -> list[Arm]:
     return arms
 
 
-def with_options_of(arm: Arm, decoder: str, options: dict[str, Any]) -> Arm:
-    """An arm of `compare=` that has the compared decoder also has its other options."""
-    return arm._replace(options=options | arm.options) if arm.decoder == decoder else arm
-
-
 def run_arms(
-    arguments: EngineArguments,
-    params: SamplingParams,
-    work: Callable[[Engine, SamplingParams], T],
-    *,
-    baseline: str | None,
-    compare: Sequence[str],
+    config: EvaluateConfig, arguments: EngineArguments, work: Callable[[Engine, SamplingParams], T]
 ) -> dict[str, T]:
     """What `work` returns for each decoder, by its name: the baseline first, then the given decoder with its
     accelerators, then those of `compare`. The baseline is checked before anything is decoded."""
-    arms = read_arms(compare)
+    arms = read_arms(config.compare)
 
     def first(engine: Engine) -> tuple[str, Arm | None, T]:
-        chosen = choose_baseline(baseline, engine.semantics)
-        return engine_name(engine), chosen, work(engine, params)
+        chosen = choose_baseline(config.baseline, engine.semantics)
+        return engine_name(engine), chosen, work(engine, config.sampling)
 
     name, base, own = with_engine(arguments, first)
     base = None if base is None else base.beside(name, arguments.options)
     if base is not None and base.is_decoder(name, arguments.options):
         print(f"baseline={base.name} is the decoder itself, so there is no comparison", file=sys.stderr)
         base = None
-    others = dataclasses.replace(params, decoder_options={}, tau=0.0)
-    results = {name: own}
+    others = dataclasses.replace(config.sampling, decoder_options={}, tau=0.0)
 
-    def use(engine: Engine) -> T:
-        return work(engine, others)
+    def use(arm: Arm) -> T:
+        return with_engine(arm.arguments(arguments), lambda engine: work(engine, others))
 
-    if base is not None:
-        compared = base.arguments(arguments)
-        results = {base.name: with_engine(compared, use), **results}
+    results = {name: own} if base is None else {base.name: use(base), name: own}
     for arm in arms:
-        compared = with_options_of(arm, name, arguments.options).arguments(arguments)
-        results[arm.name] = with_engine(compared, use)
+        # One that has the compared decoder also has its other options.
+        kept = arguments.options if arm.decoder == name else {}
+        results[arm.name] = use(arm._replace(options=kept | arm.options))
     return results
 
 

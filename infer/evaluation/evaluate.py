@@ -69,7 +69,7 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
         with AnswerProgress(engine_name(engine), total=len(samples) * params.n) as progress:
             return evaluate(engine, task, samples, params, progress=progress)
 
-    results = run_arms(arguments, config.sampling, work, baseline=config.baseline, compare=config.compare)
+    results = run_arms(config, arguments, work)
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)

@@ -60,7 +60,7 @@ def run_lm_eval(config: EvaluateConfig, arguments: EngineArguments) -> int:
             seconds = time.perf_counter() - start
             return ArmResult(*task.combined(results), requests.completions, seconds)
 
-        results = run_arms(arguments, config.sampling, work, baseline=config.baseline, compare=config.compare)
+        results = run_arms(config, arguments, work)
     print(table(results))
     if config.output is not None:
         with answer_file(config.output) as answers:

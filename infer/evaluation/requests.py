@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.cli.batch import AnswerProgress, AnswerRun, check_lines
+from idlm.infer.cli.batch import AnswerRun, check_lines
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.extraction import strip_thinking
@@ -35,9 +35,8 @@ class EngineRequests:
         params: SamplingParams,
         *,
         is_chat: bool = False,
-        progress: AnswerProgress | None = None,
     ) -> None:
-        self.engine, self.is_chat, self._params, self._progress = engine, is_chat, params, progress
+        self.engine, self.is_chat, self._params = engine, is_chat, params
         self.completions: list[Completion] = []
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
@@ -106,7 +105,7 @@ class EngineRequests:
 
     def _run(self, lines: list[PromptLine]) -> Iterator[Completion]:
         check_lines(self.engine, lines)
-        for _, done in AnswerRun(self.engine, iter(lines), progress=self._progress):
+        for _, done in AnswerRun(self.engine, iter(lines)):
             yield done
 
 

@@ -35,15 +35,7 @@ MAX_WARNING = 1000
 def create_app(service: Service, *, api_key: str | None) -> ASGIApp:
     """The whole application: the routes behind the guard, for pages of allowed origins too."""
     config = service.config
-    guarded = Guard(
-        routes(service),
-        api_key=api_key,
-        max_body=config.max_body,
-        max_header=config.max_header,
-        observe=service.metrics.responded,
-        allowed_hosts=config.allowed_hosts,
-        logs=config.log_requests,
-    )
+    guarded = Guard(routes(service), config, api_key=api_key, observe=service.metrics.responded)
     # Outside of the guard: a browser asks without the key whether it may send it, and refusals are readable.
     return CORSMiddleware(
         guarded,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import socket
 import sys
@@ -168,9 +169,7 @@ class EngineClient:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             # `close` ends a connection; it cannot end one that was not there yet.
             if not self._closing.is_set():
-                arguments, names = self._arguments, ("model", "decoder", "settings", "options")
-                values = {name: getattr(arguments, name) for name in names}
-                self._writer.write(pack({"type": "start", **values}))
+                self._writer.write(pack({"type": "start", **dataclasses.asdict(self._arguments)}))
                 failure = await self._read(reader)
         finally:
             status = await self._end(process, hangs=failure is not None)

@@ -56,10 +56,8 @@ def run(connection: socket.socket) -> int:
         return 0
     [start] = messages
     try:
-        arguments = EngineArguments(
-            **{key: start[key] for key in ("model", "decoder", "settings", "options")}
-        )
-        engine = arguments.load()
+        del start["type"]
+        engine = EngineArguments(**start).load()
     except UserError as error:
         with contextlib.suppress(ConnectionError):
             connection.sendall(pack({"type": "failed", **error_message(error)}))
@@ -139,16 +137,16 @@ class EngineLoop:
                 self._report(self._engine.step())
 
     def _handle(self, message: Message) -> None:
-        request_id = message["id"]
-        if message["type"] == "abort":
-            compiling, _ = self._compiling.pop(request_id, (None, None))
-            if compiling is not None and compiling not in [
-                grammar for grammar, _ in self._compiling.values()
-            ]:
-                compiling.cancel()
-            self._abort(request_id)
+        if message["type"] == "add":
+            self._add(message)
             return
-        self._add(message)
+        request_id = message["id"]
+        compiling, _ = self._compiling.pop(request_id, (None, None))
+        others = [grammar for grammar, _ in self._compiling.values()]
+        if compiling is not None and compiling not in others:
+            compiling.cancel()
+        aborted = self._engine.abort(request_id)
+        self._report([StreamEvent(done.request_id, done.index, (), "", done) for done in aborted])
 
     def _add(self, message: Message) -> None:
         """Queue a request, or keep it while its grammar is compiled or others are on trial."""
@@ -174,14 +172,6 @@ class EngineLoop:
             compiled = None if grammar is None else grammar.result()
             notes = () if compiled is None or isinstance(compiled, UserError) else compiled.notes
             self._send({"type": "added", "id": request_id, "notes": list(notes)})
-
-    def _abort(self, request_id: str) -> None:
-        self._report(
-            [
-                StreamEvent(done.request_id, done.index, (), "", done)
-                for done in self._engine.abort(request_id)
-            ]
-        )
 
     def _report(self, events: list[StreamEvent]) -> None:
         stats = engine_stats(self._engine)

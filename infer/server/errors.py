@@ -31,13 +31,13 @@ REQUEST_ID = re.compile(r"^request '[\d-]+':? ")
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field that breaks the rule in `message`."""
+    """An answer that is an error."""
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
+    param: str | None = None
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer; `code` is OpenAI's, if it has one, and then ours is `idlm_code`."""
@@ -59,7 +59,8 @@ class FieldError(ApiError):
     """A request is refused because `param`, one of its fields, breaks the `rule`."""
 
     def __init__(self, param: str, rule: str, *, status: int = 400, code: str | None = None) -> None:
-        super().__init__(status, f"{param}: {rule}", param=param, code=code)
+        super().__init__(status, f"{param}: {rule}", code=code)
+        self.param = param
 
 
 def dump(content: Any) -> bytes:

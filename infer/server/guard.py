@@ -18,6 +18,7 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import CLOSE_HEADER, STATUS_PHRASES, H11Protocol
 
+from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError, FieldError
 from idlm.log import get_logger
 
@@ -43,24 +44,16 @@ def is_safe_host(host: str, allowed: Collection[str]) -> bool:
 
 
 class Guard:
-    """ASGI middleware. `allowed_hosts`: names for `is_safe_host`, or `*` for all; None: all with a key,
-    else none. `observe` gets the status of every response; `logs` prints a line for each."""
+    """ASGI middleware. `observe` gets the status of every response."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_key: str | None,
-        max_body: int,
-        max_header: int,
-        observe: Callable[[int], None],
-        allowed_hosts: Collection[str] | None = None,
-        logs: bool = False,
+        self, app: ASGIApp, config: ServeConfig, *, api_key: str | None, observe: Callable[[int], None]
     ) -> None:
-        self._app, self._observe, self._logs = app, observe, logs
-        self._max_body, self._max_header = max_body, max_header
+        self._app, self._observe, self._logs = app, observe, config.log_requests
+        self._max_body, self._max_header = config.max_body, config.max_header
         self._keys = [f"Bearer {key}".encode() for key in keys_of(api_key)]
-        hosts = (["*"] if self._keys else []) if allowed_hosts is None else allowed_hosts
+        given = config.allowed_hosts
+        hosts = (["*"] if self._keys else []) if given is None else given
         self._hosts = None if "*" in hosts else frozenset(map(str.lower, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

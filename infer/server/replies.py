@@ -19,7 +19,7 @@ from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import Event, Figures, TokenEntry, joined
 from idlm.infer.server.parsers.answer import AnswerParser
 from idlm.infer.server.parsers.hermes import Piece
-from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
+from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
 from idlm.text.tokenizer import plain_text
 
@@ -77,7 +77,8 @@ class Reply(ABC):
         texts: TokenTexts,
     ) -> None:
         self._generation, self._texts, self._named = generation, texts, body.named
-        self._has_usage, self._has_final_usage = body.has_continuous_usage, body.has_final_usage
+        options = body.stream_options or StreamOptions()
+        self._has_usage, self._has_final_usage = options.continuous_usage_stats, options.include_usage
         self._has_token_ids, self._num_top = bool(body.return_token_ids), body.prompt_logprobs
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",

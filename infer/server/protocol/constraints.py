@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from idlm.contracts import Constraint, ConstraintKind
 from idlm.infer.server.errors import ApiError, FieldError
+from idlm.infer.server.protocol.body import Text
 
-Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], Field(min_length=1)]
 Schema = dict[str, Any] | Text
 

@@ -81,16 +81,6 @@ class Sampling(Body, ConstraintFields):
         user = (self.model_extra or {}).get("user")
         return Turn(client, self.priority or 0, user[:MAX_USER] if isinstance(user, str) else "")
 
-    @property
-    def has_final_usage(self) -> bool:
-        """Whether a stream ends in a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def has_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has usage."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
     def check(self) -> None:
         """Raise ApiError for fields that are unknown, not supported, or do not fit together."""
         self.check_extra()

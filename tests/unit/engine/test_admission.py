@@ -49,7 +49,7 @@ def client_of(api_key: str | None, *headers: str) -> tuple[int, str | None]:
         "query_string": b"",
     }
     scope |= {"headers": lines, "client": ("10.0.0.7", 1), "state": {}}
-    guard = Guard(app, api_key=api_key, max_body=99, max_header=999, observe=lambda status: None)
+    guard = Guard(app, ServeConfig(), api_key=api_key, observe=lambda status: None)
     asyncio.run(guard(scope, receive, send))
     return statuses[0], seen[0] if seen else None
 
