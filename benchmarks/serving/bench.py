@@ -92,10 +92,10 @@ class Bench:
 
     def mixed_load(self, concurrency: int) -> Load:
         """Requests, the same for every decoder. The lengths of 512 are those that vLLM was measured with."""
-        dice = random.Random(1)
+        rng = random.Random(1)
         num = int(self.options["requests"] or REQUESTS.get(concurrency, 6 * concurrency))
-        lengths = mixed_lengths(num, scale=self.scale, dice=dice)
-        jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=self.ids, dice=dice)
+        lengths = mixed_lengths(num, scale=self.scale, rng=rng)
+        jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=self.ids, rng=rng)
         return Load("mixed", jobs, concurrency)
 
     @property
@@ -111,6 +111,6 @@ class Bench:
         for length in STEADY_LENGTHS:
             lengths = [(prompt, length // self.scale)] * concurrency
             loads.append(
-                Load("steady", make_jobs(lengths, params, ids=self.ids, dice=random.Random(3)), concurrency)
+                Load("steady", make_jobs(lengths, params, ids=self.ids, rng=random.Random(3)), concurrency)
             )
         return loads

@@ -155,26 +155,26 @@ def make_loads(config: BenchConfig) -> list[Load]:
 
 def _make_load(config: BenchConfig, texts: list[Any], concurrency: int | None, rate: float | None) -> Load:
     num = config.num_requests or max(MIN_REQUESTS, 2 * (concurrency or 0))
-    dice = random.Random(config.seed)
+    rng = random.Random(config.seed)
     lengths, scenario = [(config.input_tokens, config.output_tokens)] * num, "mixed"
     if config.load == "mixed":
-        lengths = mixed_lengths(num, scale=config.scale, dice=dice)
+        lengths = mixed_lengths(num, scale=config.scale, rng=rng)
     else:
         scenario = f"D({config.input_tokens},{config.output_tokens})"
-    dice, ignores = random.Random(f"{config.seed} {concurrency} {rate}"), config.ignore_eos
+    rng, ignores = random.Random(f"{config.seed} {concurrency} {rate}"), config.ignore_eos
     jobs = make_jobs(
         lengths,
         dataclasses.replace(config.sampling, ignore_eos=not texts if ignores is None else ignores),
         ids=range(FIRST_ID, config.vocab_size),
         # Other prompts than those of the other loads, whose KV may still be in a prefix cache.
-        dice=dice,
+        rng=rng,
         is_chat=config.endpoint == "chat",
     )
     if texts:
-        chosen = itertools.cycle(dice.sample(texts, len(texts)))
+        chosen = itertools.cycle(rng.sample(texts, len(texts)))
         jobs = [job._replace(prompt=text) for job, text in zip(jobs, chosen)]
         scenario = Path(config.prompts).name
-    arrivals = [] if rate is None else poisson_arrivals(num, rate, dice=random.Random(config.seed))
+    arrivals = [] if rate is None else poisson_arrivals(num, rate, rng=random.Random(config.seed))
     return Load(scenario, jobs, concurrency, rate, arrivals)
 
 
@@ -188,7 +188,7 @@ def _measure_all(config: BenchConfig, plans: Sequence[ArmPlan]) -> list[dict[str
         if config.output is not None:
             output = stack.enter_context(answer_file(config.output))
         for plan in plans:
-            _tell(f"{plan.name}  starts")
+            _log(f"{plan.name}  starts")
             with plan.open() as arm:
                 parity = check_gate(arm, loads[0], first)
                 for load in loads:
@@ -207,12 +207,12 @@ def check_gate(arm: Arm, load: Load, first: list[Any]) -> int | None:
     than ar and isd, a lossy setting."""
     from idlm.infer.clients.arms import check_parity, greedy_jobs
 
-    can_tell = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
+    is_comparable = arm.case.get("decoder") in ("ar", "isd") and arm.case.get("exactness") == "exact"
     if not first:
-        is_plain = can_tell and arm.case["decoder"] == "ar"
+        is_plain = is_comparable and arm.case["decoder"] == "ar"
         first.append(arm.greedy(greedy_jobs(load.jobs, **PARITY)) if is_plain else None)
         return None
-    if first[0] is None or not can_tell:
+    if first[0] is None or not is_comparable:
         return None
     answers = arm.greedy(greedy_jobs(load.jobs, **PARITY))
     return check_parity(first[0], answers, rounding=arm.rounding)
@@ -232,12 +232,12 @@ def measure(arm: Arm, load: Load) -> dict[str, Any]:
         arm.run(Load("warm-up", short, concurrency=num), on_done=progress.update)
     with Progress(title, total=len(load.jobs)) as progress:
         row = aggregate(arm.run(load, on_done=progress.update), load)
-    _tell(f"{title}  {row['num_completed_requests']} requests done in {row['run_duration']:.1f} s")
+    _log(f"{title}  {row['num_completed_requests']} requests done in {row['run_duration']:.1f} s")
     return row
 
 
-def _tell(text: str) -> None:
-    """Say where a run without a bar of progress is."""
+def _log(text: str) -> None:
+    """Print progress where there is no bar."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 

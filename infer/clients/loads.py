@@ -57,11 +57,11 @@ class Load(NamedTuple):
     arrivals: Sequence[float] = ()
 
 
-def mixed_lengths(num: int, *, scale: int = 1, dice: random.Random) -> list[tuple[int, int]]:
+def mixed_lengths(num: int, *, scale: int = 1, rng: random.Random) -> list[tuple[int, int]]:
     """Tokens of prompts (log-normal) and answers (uniform), divided by `scale`."""
     (least, most), (shortest, longest) = MIXED_PROMPT, MIXED_ANSWER
-    prompts = [max(least, min(most, int(dice.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
-    answers = [dice.randrange(shortest, longest + 1) // scale for _ in range(num)]
+    prompts = [max(least, min(most, int(rng.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
+    answers = [rng.randrange(shortest, longest + 1) // scale for _ in range(num)]
     return [(max(prompt, 1), max(answer, 1)) for prompt, answer in zip(prompts, answers)]
 
 
@@ -70,23 +70,23 @@ def make_jobs(
     params: SamplingParams,
     *,
     ids: range,
-    dice: random.Random,
+    rng: random.Random,
     is_chat: bool = False,
 ) -> list[Job]:
     """Jobs with prompts of these lengths: token ids out of `ids`, or as many words. Seeds are
     their numbers."""
     jobs = []
     for seed, (length, max_tokens) in enumerate(lengths):
-        prompt: list[int] | str = [dice.randrange(ids.start, ids.stop) for _ in range(length)]
+        prompt: list[int] | str = [rng.randrange(ids.start, ids.stop) for _ in range(length)]
         if is_chat:
-            prompt = " ".join(dice.choice(WORDS) for _ in range(length))
+            prompt = " ".join(rng.choice(WORDS) for _ in range(length))
         jobs.append(Job(prompt, dataclasses.replace(params, max_tokens=max_tokens, seed=seed)))
     return jobs
 
 
-def poisson_arrivals(num: int, rate: float, *, dice: random.Random) -> list[float]:
+def poisson_arrivals(num: int, rate: float, *, rng: random.Random) -> list[float]:
     """Times of `num` arrivals at `rate` per second; the first one is at once."""
-    gaps = (dice.expovariate(rate) for _ in range(num - 1))
+    gaps = (rng.expovariate(rate) for _ in range(num - 1))
     return list(itertools.accumulate(gaps, initial=0.0))
 
 

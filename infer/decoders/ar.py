@@ -68,7 +68,7 @@ class ArDecoder(Decoder):
         token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
         num_emitted_B = plan.samples_B.long()
         if batch.grammars is not None:
-            batch.grammars.tell(num_emitted_B, token_ids_B1)
+            batch.grammars.start_readback(num_emitted_B, token_ids_B1)
         table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
         return StepOutcome(
             token_ids_BJ=token_ids_B1,

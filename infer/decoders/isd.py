@@ -180,7 +180,7 @@ class IsdDecoder(Decoder):
         if batch.grammars is not None:
             # What is drawn next is not masked: the host does not know the tokens before it yet.
             candidates_MJC = self._candidates(probs, logits_XV, verdict.draft_rows_BJ, batch, uniforms_BD)
-            batch.grammars.tell(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
+            batch.grammars.start_readback(verdict.num_emitted_B, verdict.token_ids_BA, candidates_MJC)
         put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=plan.samples_B)
         rows_BA = torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B

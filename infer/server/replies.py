@@ -38,7 +38,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
-        self.told = functools.lru_cache(maxsize=1 << 16)(self._told)
+        self.text_and_bytes = functools.lru_cache(maxsize=1 << 16)(self._text_and_bytes)
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt; empty without a tokenizer."""
@@ -46,7 +46,7 @@ class TokenTexts:
 
     def text(self, token_id: int) -> str:
         """The text of a token; of one that is no whole characters, its bytes as OpenAI writes them."""
-        return self.told(token_id)[0]
+        return self.text_and_bytes(token_id)[0]
 
     def by_text(self, logprobs: Mapping[int, float]) -> dict[str, float | None]:
         """Log-probabilities by the texts of tokens; of equal texts, the later ones are named by their ids."""
@@ -56,7 +56,7 @@ class TokenTexts:
             named[f"token_id:{token_id}" if text in named else text] = _finite(logprob)
         return named
 
-    def _told(self, token_id: int) -> tuple[str, list[int]]:
+    def _text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
         encoded = f"token_id:{token_id}".encode() if self._bytes is None else self._bytes(token_id)
         try:
             return encoded.decode(), list(encoded)
@@ -294,7 +294,7 @@ class ChatReply(Reply):
         }
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text, encoded = self._texts.told(token_id)
+        text, encoded = self._texts.text_and_bytes(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 
 

@@ -74,7 +74,7 @@ class Follower:
     may be more than the answer has (`committed`).
 
     `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
-    token itself if it was certain, else -1. `told`: what the last pass tells, and the place in its batch.
+    token itself if it was certain, else -1. `readback`: that of the last pass, and the place in its batch.
     `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts."""
 
     def __init__(self, committed: Grammar) -> None:
@@ -85,7 +85,7 @@ class Follower:
         self.only: list[int] = []
         self.firsts: list[int] = []
         self._seconds: list[int] = []
-        self.told: tuple[Any, int] | None = None
+        self.readback: tuple[Any, int] | None = None
         self._read: tuple[Any, int] | None = None
         self.is_over = False
 
@@ -96,17 +96,17 @@ class Follower:
         return ahead
 
     def catch_up(self, num_drafts: int) -> bool:
-        """Wait for what the last pass told and follow its tokens. Returns whether drafts, at most so many,
+        """Wait for the last readback and follow its tokens. Returns whether drafts, at most so many,
         have to be chosen: False if the first candidates fit, which are the drafts then, or if there are none.
         """
-        if self.told is None:
+        if self.readback is None:
             return False
-        self._read, self.told = self.told, None
-        told, place = self._read
+        self._read, self.readback = self.readback, None
+        readback, place = self._read
         drafts, self.drafts, self.only = self.drafts, [], []
         if self.is_over:
             return False
-        emitted, firsts, self._seconds = told.read(place)
+        emitted, firsts, self._seconds = readback.read(place)
         self.firsts = firsts[:num_drafts]
         self._token_ids += emitted
         matcher, num_accepted = self.ahead.matcher, max(0, len(emitted) - 1)
@@ -120,8 +120,8 @@ class Follower:
     def candidates(self) -> Any:
         """All candidates for the draft after those that were taken, an array [C]."""
         assert self._read is not None
-        told, place = self._read
-        return told.candidates(place, len(self.drafts))
+        readback, place = self._read
+        return readback.candidates(place, len(self.drafts))
 
     def extend(self) -> bool:
         """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits

@@ -39,9 +39,9 @@ class PassGrammars:
         self._num_drafts = 0
 
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
-        """Wait for what earlier passes told, follow it, and choose the drafts that this pass tests, at most
-        so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are not
-        all first candidates."""
+        """Wait for the readback of earlier passes, follow it, and choose the drafts that this pass tests, at
+        most so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are
+        not all first candidates."""
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
@@ -96,18 +96,20 @@ class PassGrammars:
         logits_XV[rows_Y] = allowed_logits(logits_XV, rows_Y, bits_MAW.flatten(0, 1), masks_Y)
         return logits_XV
 
-    def tell(self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_MJC: Tensor | None = None) -> None:
-        """Begin to tell the host what the pass emits, and the candidates for the next drafts (-1: there is no
-        such draft)."""
+    def start_readback(
+        self, num_emitted_B: Tensor, token_ids_BA: Tensor, candidates_MJC: Tensor | None = None
+    ) -> None:
+        """Begin to copy to the host what the pass emits, and the candidates for the next drafts (-1: there is
+        no such draft)."""
         columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
         columns = [column[self.places_M] for column in columns]
         if candidates_MJC is not None:
             num_drafts = candidates_MJC.shape[1]
             # First candidates first: mostly nothing else is read.
             columns.append(candidates_MJC.transpose(1, 2).flatten(1))
-        told = PassReadback(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
+        readback = PassReadback(torch.cat(columns, dim=1), token_ids_BA.shape[1], num_drafts)
         for m, follower in enumerate(self._followers.values()):
-            follower.told = told, m
+            follower.readback = readback, m
 
 
 def pass_grammars(schedule: Schedule) -> PassGrammars:

@@ -77,9 +77,9 @@ def test_a_load_without_one_answer_has_figures() -> None:
 
 def test_the_mixed_load_is_that_of_the_recorded_runs() -> None:
     """The draws of `benchmarks.serve` before it shared this code, so that its rows can be compared."""
-    dice = random.Random(1)
-    lengths = mixed_lengths(3, dice=dice)
-    jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=range(99), dice=dice)
+    rng = random.Random(1)
+    lengths = mixed_lengths(3, rng=rng)
+    jobs = make_jobs(lengths, SamplingParams(ignore_eos=True), ids=range(99), rng=rng)
     plain = random.Random(1)
     prompts = [max(32, min(2048, int(plain.lognormvariate(5.9, 0.8)))) for _ in range(3)]
     answers = [plain.randrange(64, 769) for _ in range(3)]
@@ -145,7 +145,7 @@ def test_what_comes_beside_a_load_has_other_prompts() -> None:
 
 
 def test_arrivals_have_their_rate() -> None:
-    arrivals = poisson_arrivals(4001, 50.0, dice=random.Random(3))
+    arrivals = poisson_arrivals(4001, 50.0, rng=random.Random(3))
     assert arrivals[-1] == pytest.approx(80, rel=0.1)
 
 

@@ -41,7 +41,10 @@ def test_a_space_and_an_added_token_stay(tokenizer: Any) -> None:
     texts, the = TokenTexts(tokenizer), tokenizer.encode(" the", add_special_tokens=False)
     assert "".join(map(texts.text, the)).lstrip() == "the"
     assert "".join(map(texts.text, the)).startswith(" ")
-    assert texts.told(tokenizer.eos_token_id) == (tokenizer.eos_token, [*tokenizer.eos_token.encode()])
+    assert texts.text_and_bytes(tokenizer.eos_token_id) == (
+        tokenizer.eos_token,
+        [*tokenizer.eos_token.encode()],
+    )
 
 
 def test_places_count_characters(tokenizer: Any) -> None:
@@ -68,7 +71,7 @@ def completion(texts: TokenTexts, events: list[Event], **body: Any) -> list[dict
 
 def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
     texts = TokenTexts(tokenizer)
-    broken = [token for token in ids_of(tokenizer, "😊é") if len(texts.told(token)[1]) == 1]
+    broken = [token for token in ids_of(tokenizer, "😊é") if len(texts.text_and_bytes(token)[1]) == 1]
     first, *others = broken
     values = {token: -float(place) for place, token in enumerate(others, start=1)}
     event = Event("0-0", 0, [first], "", [(first, 0.0, [*values.items()])])
@@ -77,7 +80,7 @@ def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
     assert [*top.values()] == [0.0, *values.values()] and told["tokens"] == [next(iter(top))]
     # Also of two tokens whose bytes are equal.
     assert TokenTexts(None).by_text({3: -1.0, 5: -2.0}) == {"token_id:3": -1.0, "token_id:5": -2.0}
-    texts.told = lambda _: ("a", [97])  # type: ignore[assignment]
+    texts.text_and_bytes = lambda _: ("a", [97])  # type: ignore[assignment]
     assert texts.by_text({3: -1.0, 5: -2.0}) == {"a": -1.0, "token_id:5": -2.0}
 
 
