@@ -40,6 +40,11 @@ MAX_NAMED = 8
 
 Reader = Callable[[], Iterator[PromptLine]]
 """Reads the prompts, from the first one with every call."""
+QUEUE_FACTOR = 4
+"""Unfinished samples per lane, so that no lane waits for a line to be read."""
+
+Key = tuple[str, int]
+Answer = tuple[PromptLine, Completion]
 
 
 def answer_batch(config: GenerateConfig, arguments: EngineArguments) -> int:
@@ -194,13 +199,6 @@ def resume_state(config: GenerateConfig, read: Reader, common: RunConfig) -> Res
     if not (found.is_whole and earlier == output):
         print(f"{len(found.kept_lines)} answers are in {earlier} already{again}", file=sys.stderr)
     return found
-
-
-QUEUE_FACTOR = 4
-"""Unfinished samples per lane, so that no lane waits for a line to be read."""
-
-Key = tuple[str, int]
-Answer = tuple[PromptLine, Completion]
 
 
 class AnswerProgress(Progress):
