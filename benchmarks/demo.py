@@ -120,7 +120,7 @@ def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:
         f"{100 * result.exact_match:.1f} %",
         "-" if rate is None else f"{rate:.3f}",
         f"{result.tokens_per_forward:.2f}",
-        "-" if predicted is None else f"{result.decode_tokens_per_forward:.2f} / {predicted:.2f}",
+        "-" if predicted is None else f"{decode_tokens_per_forward(result):.2f} / {predicted:.2f}",
         f"{result.tokens_per_second:.0f}",
     )
 
@@ -128,7 +128,16 @@ def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:
 def closed_form(arm: Arm, result: Evaluation) -> float | None:
     """Tokens per forward by the strategy's formula at the measured acceptance of each position."""
     formula = FORMULAS.get(arm.options.get("rejection_strategy", ""))
-    return None if formula is None else formula(result.acceptance_by_position)
+    if formula is None:
+        return None
+    pairs = zip(result.accepted_by_position, result.tested_by_position, strict=True)
+    return formula(tuple(accepted / tested if tested else 0.0 for accepted, tested in pairs))
+
+
+def decode_tokens_per_forward(result: Evaluation) -> float:
+    """Tokens per forward without each prompt pass and its token, as in the forms of idlm.acceptance."""
+    passes = result.num_forwards - result.num_prompt_passes
+    return (result.num_tokens - result.num_prompt_passes) / passes if passes else 0.0
 
 
 def parity(arm: Arm, result: Evaluation, results: list[tuple[Arm, Evaluation]]) -> bool | None:
@@ -161,7 +170,7 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
             measured.append(("acceptance_rate", result.acceptance_rate, "share", None))
         predicted = closed_form(arm, result)
         if predicted is not None:
-            decode = result.decode_tokens_per_forward
+            decode = decode_tokens_per_forward(result)
             measured.append(("decode_tokens_per_forward", decode, "tokens", predicted))
         out += [
             result_row(

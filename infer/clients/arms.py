@@ -133,11 +133,9 @@ def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding:
     return num_compared
 
 
-@contextlib.contextmanager
-def engine_arm(name: str, arguments: EngineArguments) -> Iterator[Arm]:
+def engine_arm(name: str, arguments: EngineArguments) -> contextlib.closing[EngineArm]:
     """An engine; afterwards its memory is free."""
-    with contextlib.closing(EngineArm(name, arguments.load())) as arm:
-        yield arm
+    return contextlib.closing(EngineArm(name, arguments.load()))
 
 
 @contextlib.contextmanager

@@ -162,7 +162,6 @@ class Evaluation:
 
     num_prompts: int
     exact_match: float
-    final_answer_match: float
     num_tokens: int
     num_forwards: int
     num_prompt_passes: int
@@ -190,22 +189,10 @@ class Evaluation:
         return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
 
     @property
-    def decode_tokens_per_forward(self) -> float:
-        """The same without each prompt pass and its token, as in the closed forms of idlm.acceptance."""
-        passes = self.num_forwards - self.num_prompt_passes
-        return (self.num_tokens - self.num_prompt_passes) / passes if passes else 0.0
-
-    @property
     def acceptance_rate(self) -> float | None:
         """Accepted over tested drafts; None without drafts."""
         tested = sum(self.tested_by_position)
         return sum(self.accepted_by_position) / tested if tested else None
-
-    @property
-    def acceptance_by_position(self) -> tuple[float, ...]:
-        """Element j is the share of the tested drafts at position j + 1 that were accepted."""
-        pairs = zip(self.accepted_by_position, self.tested_by_position, strict=True)
-        return tuple(accepted / tested if tested else 0.0 for accepted, tested in pairs)
 
     @property
     def tokens_per_second(self) -> float:
@@ -257,7 +244,6 @@ def evaluate(
     return Evaluation(
         num_prompts=len(samples),
         exact_match=sum(verdict.correct for verdict in verdicts) / len(verdicts),
-        final_answer_match=sum(verdict.final_answer_correct for verdict in verdicts) / len(verdicts),
         num_tokens=sum(len(done.token_ids) for done in completions),
         num_forwards=sum(done.num_forwards for done in completions),
         num_prompt_passes=sum(bool(done.token_ids) for done in completions),

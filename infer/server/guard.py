@@ -161,8 +161,6 @@ class TimedProtocol(H11Protocol):
     """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`, or whose client
     reads nothing for `READ_SECONDS`, and refuses what is no HTTP in the shape of other errors."""
 
-    _timer: asyncio.TimerHandle | None = None
-    _reading_timer: asyncio.TimerHandle | None = None
     on_lost: Callable[[], object] | None = None
     """Called when the connection is lost."""
 
@@ -171,6 +169,7 @@ class TimedProtocol(H11Protocol):
         # Every request's scope gets a copy of it. A strong reference would keep the connection, with its last
         # request, until the next garbage collection.
         self.app_state = {**self.app_state, "protocol": weakref.proxy(self)}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -181,8 +180,8 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
-        self._stop()
-        self._stop_reading_timer()
+        for timer in ("header", "reading"):
+            self._stop(timer)
 
     def write(self, data: bytes) -> None:
         """Send a part of a begun body of unknown length as h11 would, which takes longer to do so."""
@@ -193,11 +192,11 @@ class TimedProtocol(H11Protocol):
         """More is to be sent than the client reads."""
         super().pause_writing()
         # Not `close`, which waits until all is sent.
-        self._reading_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
+        self._timers["reading"] = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_reading_timer()
+        self._stop("reading")
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that h11 cannot read, whose exception has the rule; then close the connection."""
@@ -213,25 +212,19 @@ class TimedProtocol(H11Protocol):
 
     def _watch(self) -> None:
         if not self._is_waiting():
-            self._stop()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self._expire)
+            self._stop("header")
+        elif "header" not in self._timers:
+            self._timers["header"] = self.loop.call_later(HEADER_SECONDS, self._expire)
 
     def _is_waiting(self) -> bool:
         """Whether no request has come whole that is not answered yet."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expire(self) -> None:
-        self._timer = None
+        del self._timers["header"]
         if self._is_waiting():
             self.transport.close()
 
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _stop_reading_timer(self) -> None:
-        if self._reading_timer is not None:
-            self._reading_timer.cancel()
-            self._reading_timer = None
+    def _stop(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()

@@ -11,7 +11,6 @@ def evaluation_of(marks: str) -> tuple[Evaluation, tuple[bool, ...]]:
     evaluation = Evaluation(
         num_prompts=len(right),
         exact_match=sum(right) / len(right),
-        final_answer_match=0.0,
         num_tokens=1,
         num_forwards=1,
         num_prompt_passes=1,
