@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from idlm.infer.models.loader import Outline
     from idlm.infer.settings import EngineOptions
 
+PLUGINS = {
+    "decoder": ("idlm.infer.decoders", "idlm.infer.decoders.base", "DECODERS"),
+    "accelerator": ("idlm.infer.accelerators", "idlm.infer.sparse.accelerator", "ACCELERATORS"),
+}
+"""Folder of each kind of plug-in, and module and name of its registry."""
 PLUGIN_FLAGS = {
     "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd, block or full; the options are at the end",
     "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
@@ -132,13 +137,13 @@ def plugins_of(kind: str) -> dict[str, PluginHelp]:
     """Every decoder or accelerator, by name. Plug-ins import torch, which takes seconds, so their options are
     read from their source. They are imported only if a source has another form than usual, or if another
     package adds plug-ins."""
-    package, registry = f"idlm.infer.{kind}s", f"{kind.upper()}S"
+    package, module, registry = PLUGINS[kind]
     if not importlib.metadata.entry_points(group=f"idlm.{kind}s"):
         try:
             return from_sources(package, registry)
         except (LookupError, ValueError):
             pass
-    return from_registry(getattr(importlib.import_module(f"{package}.base"), registry))
+    return from_registry(getattr(importlib.import_module(module), registry))
 
 
 def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:

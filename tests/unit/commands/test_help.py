@@ -174,4 +174,6 @@ def test_help_lists_plugins_of_other_packages(monkeypatch: pytest.MonkeyPatch) -
     """They have no source in our folders, so all are imported."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
     monkeypatch.setattr("idlm.infer.cli.help.from_registry", lambda registry: {"decoders": registry})
-    assert plugins_of("decoder") == {"decoders": DECODERS}
+    assert [plugins_of(kind) for kind in ("decoder", "accelerator")] == [
+        {"decoders": registry} for registry in (DECODERS, ACCELERATORS)
+    ]
