@@ -202,7 +202,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve_program(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "idlm.infer.server.serve", *words, "port={port}"]
+    return [sys.executable, "-m", "idlm.infer.cli.serve", *words, "port={port}"]
 
 
 def greedy_jobs(jobs: Sequence[Job], *, num: int, num_prompt_tokens: int, num_tokens: int) -> list[Job]:

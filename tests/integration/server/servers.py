@@ -171,7 +171,7 @@ def commanded(*words: str, api_key: str) -> Iterator[tuple[Client, subprocess.Po
     program = [
         sys.executable,
         "-m",
-        "idlm.infer.server.serve",
+        "idlm.infer.cli.serve",
         "port=0",
         "device=cpu",
         "dtype=float32",

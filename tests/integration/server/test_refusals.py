@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from idlm.errors import UserError
+from idlm.infer.cli.serve import serve
 from idlm.infer.server import guard
 from idlm.infer.server.app import routes
 from idlm.infer.server.errors import ApiError
@@ -22,7 +23,6 @@ from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.protocol.body import NEUTRAL
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
-from idlm.infer.server.serve import serve
 from tests.integration.server.bad_fields import BAD_FIELDS, CALL, CHAT, COMPLETIONS, VALID
 from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
 

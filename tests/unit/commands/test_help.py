@@ -21,13 +21,13 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.help import from_registry, from_sources, plugins_of
+from idlm.infer.cli.serve import serve
 from idlm.infer.clients.bench import bench
 from idlm.infer.clients.chat import chat
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.server.config import ServeConfig
-from idlm.infer.server.serve import serve
 from idlm.infer.sparse.accelerator import ACCELERATORS
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig
@@ -37,7 +37,7 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
 from idlm.infer.cli import generate
-from idlm.infer.server import serve
+from idlm.infer.cli import serve
 from idlm.infer.evaluation import evaluate
 from idlm.infer.clients import bench, chat
 from idlm.train.cli import main
