@@ -1,7 +1,6 @@
 """`train.save=async`, `train.max_minutes`, the report: what a run leaves that stops, fails or lacks memory.
 
-Deaths of processes while a thread writes are in test_zero.py.
-"""
+Deaths of processes while a thread writes are in test_zero.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Several ranks share one cache: rank 0 builds while the others wait, and all ranks train on the same data.
 
-python -m pytest -m sweep tests/integration/training/test_data_ranks.py
-"""
+python -m pytest -m sweep tests/integration/training/test_data_ranks.py"""
 
 from __future__ import annotations
 

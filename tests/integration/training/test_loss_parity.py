@@ -5,8 +5,7 @@ made from the definition, with the logits of all rows in memory. One optimizer s
 so neither loop has to know in which rows the trainer packs the samples. The learning rate is a thirtieth of
 the recipe's: at 3e-3 two orders of summation alone part by 1e-4 within eight steps.
 
-The second case, a sweep: python -m pytest -m sweep tests/integration/training/test_loss_parity.py
-"""
+The second case, a sweep: python -m pytest -m sweep tests/integration/training/test_loss_parity.py"""
 
 from __future__ import annotations
 

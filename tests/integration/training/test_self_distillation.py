@@ -1,6 +1,5 @@
 """The paper's way to its data: prompts, the base model's own answers, a conversion trained on them. And
-that a generation which is stopped loses nothing.
-"""
+that a generation which is stopped loses nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """`idlm-train adapter.rank=...`: trains MASK rows alone, resumes bitwise, publishes an adapter that gives the
-base's answers.
-"""
+base's answers."""
 
 from __future__ import annotations
 

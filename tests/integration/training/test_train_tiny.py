@@ -1,6 +1,5 @@
 """The command a user types, on a random tiny model: it trains, resumes bitwise, stops on a signal, exports
-stock files.
-"""
+stock files."""
 
 from __future__ import annotations
 

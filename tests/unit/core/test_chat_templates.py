@@ -1,6 +1,5 @@
 """Conversations through chat templates of real shapes: ids as transformers renders them, labels as the
-assistant speaks, prompts as inference feeds them.
-"""
+assistant speaks, prompts as inference feeds them."""
 
 from __future__ import annotations
 
@@ -255,8 +254,7 @@ def test_strip_removes_the_thoughts_of_other_fields(directory) -> None:
 
 def test_trap_28_prompts_think_as_the_checkpoints_own_template_says(directory) -> None:
     """Thinking is on by Qwen3's template, where I-DLM's figures were taken, and off by LLaDA2's: the engine
-    renders the template's default, and nothing is put in behind it.
-    """
+    renders the template's default, and nothing is put in behind it."""
     tokenizer = tokenizer_with(directory, "qwen3")
     asked = encode_prompt(tokenizer, "so the sum")
     assert tokenizer.decode(asked) == "<|im_start|>user\nso the sum<|im_end|>\n<|im_start|>assistant\n"

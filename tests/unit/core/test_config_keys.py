@@ -1,8 +1,7 @@
 """Keys of a config.json that change the arithmetic are refused by name.
 
 Those of released models are not; counts are compared with the tensors first; full diffusion is refused when
-it is loaded.
-"""
+it is loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The text of an answer: streamed pieces are the whole, whatever the chunks, and the whole is what
-transformers decodes, but for runs of byte tokens with a broken one.
-"""
+transformers decodes, but for runs of byte tokens with a broken one."""
 
 from __future__ import annotations
 

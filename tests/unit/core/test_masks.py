@@ -111,8 +111,7 @@ def visible_slots(
 
 def test_the_rows_of_the_engine_see_what_the_rows_of_training_see() -> None:
     """The engine feeds the last token and its masks after a clean prefix; its two ranges per row give the
-    visibility of the noisy rows of a block.
-    """
+    visibility of the noisy rows of a block."""
     meta = packed_meta([(6, 3)], 4)
     mask = dense_mask(meta)
     noisy = torch.nonzero(meta.is_noisy).squeeze(-1)

@@ -1,6 +1,5 @@
 """The emitted distribution by exact enumeration over all pairs, with the distributions that a CPU samples
-from.
-"""
+from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A base is loaded whole or refused: transformers would fill what is missing with random numbers. Its mask
-token is chosen with a reason that is printed.
-"""
+token is chosen with a reason that is printed."""
 
 from __future__ import annotations
 

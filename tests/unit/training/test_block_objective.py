@@ -1,8 +1,7 @@
 """Block diffusion against its definition: visibility, loss and gradients, what it may not see, and the NELBO.
 
 The reference lays every sample out by itself as `[x_t | x_0]` with the whole sample in both halves, under a
-dense mask written from the three rules, with the logits of all rows in memory.
-"""
+dense mask written from the three rules, with the logits of all rows in memory."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ def test_a_prediction_never_depends_on_the_token_it_hides() -> None:
 
 def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
     """All patterns of a block of four, integrated over the mask rate, against the mean over all orders in
-    which the block may be revealed.
-    """
+    which the block may be revealed."""
     model, sample, size = tiny_model("qwen3"), random_sample(6, prompt=4, response=4), 4
     objective = objective_of()
     tokens, is_target = torch.from_numpy(sample.token_ids), sample.supervised
@@ -204,8 +202,7 @@ def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
 @pytest.mark.sweep
 def test_the_draws_have_the_distribution_of_the_estimator() -> None:
     """Weight times frequency of every pattern of a block is the chance that a random order passes through it,
-    per token still to reveal; patterns of two blocks are independent.
-    """
+    per token still to reveal; patterns of two blocks are independent."""
     sample, size, num_draws = random_sample(1, prompt=0, response=9), 4, 6_000
     objective, stage = objective_of("all"), stage_of(size)
     mean, square, both = np.zeros(16), np.zeros(16), np.zeros(2)

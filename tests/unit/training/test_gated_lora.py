@@ -1,6 +1,5 @@
 """The gated LoRA in training: clean rows are the base's bit for bit, MASK rows follow the rule, nothing else
-trains.
-"""
+trains."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The cache of tokenised data: found again, built again when anything changed or broke, the same for any
-number of processes; and the figures and plans that are made from it.
-"""
+number of processes; and the figures and plans that are made from it."""
 
 from __future__ import annotations
 

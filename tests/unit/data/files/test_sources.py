@@ -1,6 +1,5 @@
 """Records to samples: every shape of every file format, what is supervised, and that bad records are
-named.
-"""
+named."""
 
 from __future__ import annotations
 
