@@ -258,4 +258,7 @@ class Ledger(GeneratedTask[Story]):
                 text = form.format_map(blank)
                 yield from (text, f" {text}")
         yield from (template.format_map(blank | {"v": 0}) for template in _EVENT.values())
+        # Words of no problem, which the tokenizer of the bundled models has: new models get the same ids.
+        yield from (f"0{word} {word}" for word in (*"abcdmnpqxyz", "now", "set"))
+        yield "0 becomes in print"
         yield " In total 0+0=0.\n#### 0 How many 0 do they have together? How many 0 does 0 have? +-*/"

@@ -114,7 +114,6 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
         ) from error
     _require_complete(path, report)
     _say_whether_tied(model, path)
-    generation = read_generation_config(directory)
     if generation is None and model.generation_config is not None:
         generation = savable(model.generation_config, directory)
     model.generation_config = generation

@@ -156,11 +156,10 @@ def _tensors(path: Path) -> dict[str, Stored]:
 
 
 def _readable(directory: Path) -> dict[str, Stored] | None:
-    """All tensors; None where there are none or one cannot be read."""
+    """All tensors; None where `stored_tensors` refuses them, which says so when the base is loaded."""
     try:
-        files = weight_files(directory)
-        return tensors_by_name(directory, ((path, _tensors(path)) for path in files)) or None
-    except (OSError, ValueError, SafetensorError):
+        return stored_tensors(directory)
+    except UserError:
         return None
 
 

@@ -98,6 +98,8 @@ def test_task_vocabulary_covers_what_is_never_drawn_often(task_tokenizer, tmp_pa
         for text in TASKS.get(name).surface_texts():
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert task_tokenizer.unk_token_id in task_tokenizer.encode("Lea yodels")
+    bundled = json.loads((ROOT / "recipes/assets/tiny_ar/tokenizer.json").read_text())
+    assert bundled["model"]["vocab"] == vocabulary(), "new small models have the ids of the bundled ones"
 
 
 def test_mask_token_is_the_first_spare_row(task_tokenizer):
