@@ -153,7 +153,7 @@ def test_a_server_that_ends_while_it_starts_an_engine_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_client, "PROGRAM", ("-c", "import time; time.sleep(1000)"))
-    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    arguments = EngineArguments(model="", decoder="", settings={}, options={})
     client = EngineClient(arguments, Metrics("x"))
     start = asyncio.create_subprocess_exec
     processes = []
@@ -176,7 +176,7 @@ def test_a_server_that_ends_does_not_wait_to_start_an_engine_again(
     """Nor does it fail when the engine process has ended before it is told what to load."""
     monkeypatch.setattr(engine_client, "PROGRAM", ("-c", ""))
     monkeypatch.setattr(engine_client, "FIRST_PAUSE", 1000.0)
-    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    arguments = EngineArguments(model="", decoder="", settings={}, options={})
     create = asyncio.create_subprocess_exec
 
     async def create_process(*words: Any, **options: Any) -> Any:
@@ -225,7 +225,7 @@ async def deaf_engine(
     monkeypatch.setattr(engine_client, "PROGRAM", ("-c", DEAF))
     monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.2)
-    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    arguments = EngineArguments(model="", decoder="", settings={}, options={})
     client = EngineClient(arguments, Metrics("x"), timeout=timeout)
     async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
         tasks.create_task(client.run())
@@ -280,7 +280,7 @@ def test_an_engine_process_that_cannot_be_started_is_an_error(monkeypatch: pytes
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
-    arguments: Any = SimpleNamespace(model="", decoder="", settings={}, options={})
+    arguments = EngineArguments(model="", decoder="", settings={}, options={})
     with pytest.raises(UserError, match="IDLM-0701: .*no more processes"):
         asyncio.run(asyncio.wait_for(EngineClient(arguments, Metrics("x")).run(), PATIENCE))
 

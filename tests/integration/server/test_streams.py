@@ -156,7 +156,7 @@ def test_a_stream_is_framed_for_the_clients_version_of_http(
     body = json.dumps({**asked, "stream": True}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\nconnection: close\r\n"
+        head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         data = b"".join(iter(lambda: connection.recv(1000), b""))
@@ -181,7 +181,7 @@ async def serve_one(app: ASGIApp) -> weakref.ref[TimedProtocol]:
     listener = await asyncio.get_running_loop().create_server(new_protocol, "127.0.0.1", 0)
     async with listener:
         reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname()[:2])
-        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         await reader.read()
         writer.close()
         await writer.wait_closed()
