@@ -17,14 +17,11 @@ from pathlib import Path
 
 from idlm.errors import UserError
 from idlm.files.disk import NO_LOCKS, cannot_save, lock_file
-from idlm.log import rank
 from idlm.train.distributed.collectives import from_rank_zero
 
 log = logging.getLogger(__name__)
-
-
-_HELD: set[int] = set()
-"""Descriptors of the locks of this process."""
+_HELD: dict[Path, int] = {}
+"""Descriptors of the locks of this process, by their files."""
 
 
 @contextlib.contextmanager
@@ -34,14 +31,12 @@ def exclusive_output(output_dir: str) -> Iterator[None]:
     A file system without locks gets a warning.
     """
     path = lock_path(output_dir)
-    held = from_rank_zero(lambda: _lock(path, output_dir))
-    if rank() == 0 and held is not None:
-        _HELD.add(held)
+    from_rank_zero(lambda: _lock(path, output_dir))
     try:
         yield
     finally:
-        if rank() == 0 and held is not None:
-            _HELD.discard(held)
+        held = _HELD.pop(path, None)
+        if held is not None:
             # Before the lock is released: afterwards another run may own the file.
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -49,7 +44,7 @@ def exclusive_output(output_dir: str) -> Iterator[None]:
 
 
 def _close_in_child() -> None:
-    for descriptor in _HELD:
+    for descriptor in _HELD.values():
         os.close(descriptor)
     _HELD.clear()
 
@@ -64,7 +59,7 @@ def lock_path(output_dir: str) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
-def _lock(path: Path, output_dir: str) -> int | None:
+def _lock(path: Path, output_dir: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         held = lock_file(path)
@@ -72,7 +67,7 @@ def _lock(path: Path, output_dir: str) -> int | None:
         if error.errno not in NO_LOCKS:
             raise cannot_save(path, error.strerror or str(error)) from error
         log.warning("%s: %s; see to it that no other run uses this output_dir", path, error.strerror)
-        return None
+        return
     if held is None:
         raise UserError(
             "IDLM-0525",
@@ -82,7 +77,7 @@ def _lock(path: Path, output_dir: str) -> int | None:
     os.ftruncate(held, 0)
     started = datetime.now().isoformat(sep=" ", timespec="seconds")
     os.write(held, f"process {os.getpid()} on {socket.gethostname()}, started {started}".encode())
-    return held
+    _HELD[path] = held
 
 
 def _owner(path: Path) -> str:

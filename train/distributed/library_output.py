@@ -31,14 +31,9 @@ ROUTINE = (
 by the options `model.dtype` and `train.bf16`."""
 
 
-def is_routine(message: str) -> bool:
-    """Whether a library's message is one of `ROUTINE`."""
-    return any(re.match(pattern, message) for pattern in ROUTINE)
-
-
 def _forward(record: logging.LogRecord) -> bool:
     """Filter of a library's logger: our handlers get the record in place of the library's own."""
-    if is_routine(record.getMessage()):
+    if any(re.match(pattern, record.getMessage()) for pattern in ROUTINE):
         record.levelno, record.levelname = logging.DEBUG, "DEBUG"
     ours = logging.getLogger("idlm")
     if ours.isEnabledFor(record.levelno):
