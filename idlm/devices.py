@@ -45,8 +45,7 @@ def require_gpu(device: str, *, key: str) -> None:
 
 def host_memory() -> tuple[int, int]:
     """Bytes of host memory that this process may still take, and all of them: of the machine, and of its
-    container.
-    """
+    container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     free = 1024 * _figures(meminfo)["MemAvailable:"] if meminfo.is_file() else total

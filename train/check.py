@@ -1,7 +1,6 @@
 """Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
 
-An option without effect is refused too (train/unused.py).
-"""
+An option without effect is refused too (train/unused.py)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 data.path=...`.
 
 Exit status: 0 done, 2 a mistake in the input or the configuration; after saving, 85 at the end of
-train.max_minutes, 130 and 143 stopped by SIGINT and SIGTERM.
-"""
+train.max_minutes, 130 and 143 stopped by SIGINT and SIGTERM."""
 
 from __future__ import annotations
 

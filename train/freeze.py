@@ -2,8 +2,7 @@
 ranks.
 
 Writes `<output_dir>/launch/config-<hash>.yaml` and prints that path, which the launcher passes to all ranks
-as `config=PATH`. Ranks that compose on their own could differ by a file of their machine.
-"""
+as `config=PATH`. Ranks that compose on their own could differ by a file of their machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One run from configuration to report: base model, data, training, export. Does not parse a command line.
 
-`run_training` is the entry; `_run` lists the parts in order, and each part is a function of its own.
-"""
+`run_training` is the entry; `_run` lists the parts in order, and each part is a function of its own."""
 
 from __future__ import annotations
 

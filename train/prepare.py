@@ -68,8 +68,7 @@ DATA_FILE, BASE_FILE = "data.json", "base.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
     """What a run trains on and is evaluated on; `held_out` is None without `eval.every`. `date`: the day that
-    the chat template writes, None where it writes none.
-    """
+    the chat template writes, None where it writes none."""
 
     dataset: PackedDataset
     curriculum: Curriculum
@@ -192,8 +191,7 @@ def prepare_mask(
     config: TrainConfig, model: PreTrainedModel, tokenizer: Any
 ) -> tuple[int | None, torch.Tensor | None, str | None]:
     """(mask token id, whose embedding row is usable afterwards; start [D] of an embedding that an adapter
-    trains, since it does not change the base; which token it is and why). None for what there is not.
-    """
+    trains, since it does not change the base; which token it is and why). None for what there is not."""
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None, None
     num_rows, explicit = num_vocabulary_rows(model), config.model.mask_token_id
@@ -321,8 +319,7 @@ def remember_data(
 ) -> None:
     """Store which data a run has in its folder, how its rows are counted (`Objective.row_rule`), which
     samples do not train (`left_out`), and the date that its chat template writes; UserError IDLM-0235 where a
-    resumed run has other data or rows, with which it would see some samples twice and others never.
-    """
+    resumed run has other data or rows, with which it would see some samples twice and others never."""
     now: dict[str, Any] = {"row_rule": row_rule} | ({} if date is None else {"date": date})
     if isinstance(source, CountedSource):
         now |= {"digest": source.digest(), "num_samples": source.num_samples}
@@ -359,8 +356,7 @@ def remember_data(
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
     """Store which base an adapter is trained on in the folder of its run; UserError IDLM-0518 where a resumed
-    run has another: checkpoints hold the adapter only, and the base is read again from model.path.
-    """
+    run has another: checkpoints hold the adapter only, and the base is read again from model.path."""
     now = {"base_identity": identity}
     if identity is not None and _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
         raise UserError(

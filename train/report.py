@@ -1,7 +1,6 @@
 """`report.md` next to the checkpoint: what was trained, how losses and acceptance went (plots), and samples.
 
-Samples come from a `Sampler` that the command line passes in, because training never imports the engine.
-"""
+Samples come from a `Sampler` that the command line passes in, because training never imports the engine."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def write_report(
     estimate: Estimate | None = None,
 ) -> Path:
     """Write `report.md` and its plots into `directory`; `records`: of `metrics.jsonl`, `facts`: lines of
-    the summary, `setting`: the last sections, `estimate`: what the run was expected to need.
-    """
+    the summary, `setting`: the last sections, `estimate`: what the run was expected to need."""
     metrics = training_records(records)
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
     summary = [*facts.items(), *_measured(metrics, estimate)]

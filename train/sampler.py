@@ -1,7 +1,6 @@
 """The samples of the report and of evaluations, which the engine generates from a published checkpoint.
 
-This is the only module of training that imports the engine.
-"""
+This is the only module of training that imports the engine."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def engine_sampler(config: TrainConfig) -> Sampler:
 
     The prompts are those of a task's validation split, of eval.path, or of the samples of a file that
     training leaves out; where there are none of these, trained prompts, and called so. If the engine fails
-    there are no samples: the checkpoint is published before.
-    """
+    there are no samples: the checkpoint is published before."""
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
         try:

@@ -15,8 +15,7 @@
 The host does not wait for the device, except for the guard's flag, which is set before the backward pass.
 Paper arXiv 2604.11035, section 3.1, equations 1 and 2.
 
-Shape letters: B packed rows of a micro-batch, T rows of one packed row, D width, V vocabulary.
-"""
+Shape letters: B packed rows of a micro-batch, T rows of one packed row, D width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class StepLosses:
 
     `counts` [num_terms], supervised tokens per term, are over all ranks. `sums` [num_terms], nats, the
     overlap per draft position [num_masks] and `fed` [6] (`train.data.dataset.count_fed`) are of this rank.
-    `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step.
-    """
+    `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step."""
 
     stage: Stage
     is_logged: bool
@@ -130,8 +128,7 @@ class TrainingStep:
         A balanced stage (s = L_mask / L_clean) needs the losses of the whole step before its gradients. With
         one micro-batch `loss` takes them from its own forward pass, for one more product with the head. With
         accumulation a pass without gradients over all micro-batches computes them here, about a third more
-        compute for the step. With balance=previous the losses of the step before are used, at no cost.
-        """
+        compute for the step. With balance=previous the losses of the step before are used, at no cost."""
         if not self.objective.needs_means(step.stage):
             step.weights = self.objective.weights(step.stage, None).to(step.sums.device, non_blocking=True)
         elif self.previous is not None and self.previous.means is not None:
@@ -189,8 +186,7 @@ class BodyAndHead:
     The model's own `forward` is called, never that of a submodule, and the function runs inside the forward
     pass of the head module. So wrappers (DDP, DeepSpeed, autocast) keep working, and a wrapper that gathers
     the head's weight for its forward and backward pass, as ZeRO-3 does, gathers it for the function too. The
-    loss is what the head returns: it comes back as the model's `logits`.
-    """
+    loss is what the head returns: it comes back as the model's `logits`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lm_head: nn.Linear = model.get_output_embeddings()
@@ -202,8 +198,7 @@ class BodyAndHead:
         self, model: nn.Module, batch: Batch, attention: str, compute: Callable[[Head, Tensor], Terms]
     ) -> Terms:
         """`compute(head, hidden_BTD)` of a collated batch in one forward pass of `model`, which may be
-        wrapped. Where it has a loss, the result's loss is the one that the wrapped model returned.
-        """
+        wrapped. Where it has a loss, the result's loss is the one that the wrapped model returned."""
         computed: list[Terms] = []
 
         def forward(hidden_BTD: Tensor) -> Tensor:
@@ -231,8 +226,7 @@ class BodyAndHead:
         Clean rows are the base model's: they run first, without gradients, through the base. Then the noisy
         rows of the whole batch run by themselves, through base and adapter, and see the clean keys. So no row
         is gathered in a layer, and the backward pass knows noisy rows only. `forward` gets the hidden states
-        of all rows in their places; those of padding are zero.
-        """
+        of all rows in their places; those of padding are zero."""
         assert self.gate is not None
         shape = batch["doc_ids"].shape
         noisy_M, clean_M = batch["gate_index"], batch["clean_rows"]
@@ -295,8 +289,7 @@ def _row_meta(rows: Batch) -> RowMeta:
 
 class PreviousMeans(TrainerCallback, ExportableState):
     """Keeps the global mean losses of the last optimizer step for `train.balance=previous`. They are saved in
-    `trainer_state.json`, whose decimals give the same float32 again.
-    """
+    `trainer_state.json`, whose decimals give the same float32 again."""
 
     def __init__(self) -> None:
         self.step: TrainingStep | None = None
@@ -323,8 +316,7 @@ class LossGuard:
     `note` sends the verdict to the host while the step runs, `check` reads it once the backward pass is
     launched. DeepSpeed steps at the end of its backward pass: there the optimizer's own hook checks first.
     DeepSpeed skips a step whose gradients are not finite, after which schedule and data disagree:
-    `check_skipped` ends the run then.
-    """
+    `check_skipped` ends the run then."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir

@@ -1,6 +1,5 @@
 """Options of `idlm-train` that no code reads because of another one. An option that is read but changes
-nothing passes.
-"""
+nothing passes."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ SGLang and converters read the same keys, each through the version of transforme
 written, the older ones as the base's own config.json has them, where it has them.
 
 The tokenizer's files are those of the base byte for byte, where all versions read them. transformers 5 alone
-reads some of what it writes itself: a class `TokenizersBackend`, a list of `extra_special_tokens`.
-"""
+reads some of what it writes itself: a class `TokenizersBackend`, a list of `extra_special_tokens`."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ def tokenizer_config(given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]
 
 def _added_tokens(tokenizer: Any) -> dict[str, bool]:
     """Whether a text begins with bos and ends in eos. transformers 5 does not save this, and a family's class
-    in transformers 4 (Llama, Gemma) then begins every text with bos.
-    """
+    in transformers 4 (Llama, Gemma) then begins every text with bos."""
     ids = [None, *tokenizer("a")["input_ids"]]
     ends = {
         "add_bos_token": (tokenizer.bos_token_id, ids[1:2]),

@@ -1,6 +1,5 @@
 """What an export takes over from the folder of its base besides weights: config.json, the files of the
-tokenizer, and the licence. They are read when a run starts: an export has what it was trained with.
-"""
+tokenizer, and the licence. They are read when a run starts: an export has what it was trained with."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ KNOWN_LICENSES = {
 class BaseFiles:
     """`config`: config.json, {} for new weights. `tokenizer`: content by name. `name`: that of the folder, or
     of the repository in a cache of the hub; None for new weights. `license`: keys of a model card about it.
-    `license_text`: the file of that name.
-    """
+    `license_text`: the file of that name."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)

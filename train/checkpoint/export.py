@@ -4,8 +4,7 @@ or a gated adapter as a stock PEFT directory, plus `idlm_config.json`: at the en
 Any tool that loads the base architecture loads the result. Files that do not read back bitwise equal to the
 weights in memory are not published. A stage goes to `<output_dir>/stages/<number>-stride-<stride>`, the last
 one to `output_dir` itself, before the checkpoint of the same step. So a run that resumes from a checkpoint
-has all stages that ended before it; a stage whose end is trained again is replaced by an equal one.
-"""
+has all stages that ended before it; a stage whose end is trained again is replaced by an equal one."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def export(
 
     `weights` is the whole state dict where the model holds only parts of it (ZeRO-3). `dtype` is that of the
     files; None keeps the training dtype. `base` has the files that `tokenizer` was loaded from. The model
-    does not change. Errors as in `idlm.publish.publish`.
-    """
+    does not change. Errors as in `idlm.publish.publish`."""
     weights = _converted(model.state_dict() if weights is None else weights, dtype)
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
     for name in ("bos_token_id", "pad_token_id"):
@@ -145,8 +143,7 @@ def _write_texts(staging: Path, target: Path, base: BaseFiles, card: str | None)
 def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
     """Warn when transformers' AutoTokenizer encodes with the files in `directory` otherwise than `tokenizer`.
 
-    For some values of `model_type` (qwen2) it applies that family's rules to files of a generic class.
-    """
+    For some values of `model_type` (qwen2) it applies that family's rules to files of a generic class."""
     from transformers import AutoTokenizer
 
     try:
@@ -241,8 +238,7 @@ def export_adapter(
     """Publish a gated adapter as `target`, atomically: a stock PEFT directory, tokenizer files, semantics and
     the model card `card`.
 
-    `weights`: the adapter's weights by their names in the model. Errors as in `idlm.publish.publish`.
-    """
+    `weights`: the adapter's weights by their names in the model. Errors as in `idlm.publish.publish`."""
     from safetensors.torch import load_file, save_file
 
     tensors = {

@@ -1,8 +1,7 @@
 """What the paths of a run's configuration hold, so that it may go on where data, base or folder were moved.
 
 Data is compared by sizes and sampled blocks, as its cache is; its tokens are compared once they are made. Of
-a base the files count that training reads. A name of the hub has no content here and is compared as text.
-"""
+a base the files count that training reads. A name of the hub has no content here and is compared as text."""
 
 from __future__ import annotations
 

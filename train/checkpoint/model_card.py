@@ -1,6 +1,5 @@
 """The model card (README.md) of an export, in the form that the hub shows: what was trained on what, how
-often drafts were accepted, how to load it, and what it cannot do. Every figure is one of the run.
-"""
+often drafts were accepted, how to load it, and what it cannot do. Every figure is one of the run."""
 
 from __future__ import annotations
 
@@ -211,8 +210,7 @@ def _limits(config: TrainConfig, prepared: Prepared) -> list[str]:
 
 def drafts_table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> str:
     """Return a table of records of the metrics: the stage, stride and step of each, its own cells, which
-    `header` names, and its acceptance by draft position.
-    """
+    `header` names, and its acceptance by draft position."""
     num_drafts = max(len(record["acceptance"]) for _, record in rows)
     lines = []
     for cells, record in rows:

@@ -37,8 +37,7 @@ def recut(checkpoint: Path) -> Path:
     """Return a checkpoint that holds the state of `checkpoint`, which is intact, for any number of processes;
     rank 0 makes it where it is missing or damaged. Collective.
 
-    UserError IDLM-0513 where DeepSpeed cannot convert it; those of `idlm.publish.publish`.
-    """
+    UserError IDLM-0513 where DeepSpeed cannot convert it; those of `idlm.publish.publish`."""
     target = checkpoint.parent / RECUT_FOLDER / checkpoint.name
     while_others_wait((lambda: _make(checkpoint, target)) if rank() == 0 else None)
     return target

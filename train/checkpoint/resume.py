@@ -2,8 +2,7 @@
 
 A run continues only from its own directory and with the same configuration. Every file of the checkpoint must
 be as it was published, and no other file may lie next to them. Only then the training state is read: torch
-files with weights_only, DeepSpeed's files by DeepSpeed, which unpickles.
-"""
+files with weights_only, DeepSpeed's files by DeepSpeed, which unpickles."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     older one.
 
     UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512: another configuration, number of rows
-    per step. IDLM-0302: damaged files.
-    """
+    per step. IDLM-0302: damaged files."""
     run = Path(config.output_dir) / RUN_FOLDER
     if run.is_dir():
         clear_stale(run)
@@ -93,8 +91,7 @@ def finished_text(config: TrainConfig) -> str | None:
     """Return the message if the run in `output_dir` is finished, else None.
 
     A run is not finished if its published checkpoint or report is missing or damaged, if the settings
-    `export` or `report` have changed, or if `resume` is not auto.
-    """
+    `export` or `report` have changed, or if `resume` is not auto."""
     stored = _finished_file(config)
     if config.resume != "auto" or not stored.is_file():
         return None

@@ -2,8 +2,7 @@
 
 The lock file lies next to output_dir, because publishing replaces output_dir itself. The kernel releases the
 lock when the process ends, also by a crash; a file that a dead process left blocks no run. It holds the name
-of its owner.
-"""
+of its owner."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _HELD: dict[Path, int] = {}
 def exclusive_output(output_dir: str) -> Iterator[None]:
     """Inside, no other run may use `output_dir`; UserError IDLM-0525 on all ranks while one does. Collective.
 
-    A file system without locks gets a warning.
-    """
+    A file system without locks gets a warning."""
     path = lock_path(output_dir)
     from_rank_zero(lambda: _lock(path, output_dir))
     try:

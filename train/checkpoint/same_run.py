@@ -47,8 +47,7 @@ class RunShape:
 def require_same_config(now_text: str, run: Path, *, defaults: dict[str, Any]) -> None:
     """Raise UserError IDLM-0507 where the configuration `now_text` (YAML) trains another model than the run
     in the folder `run` was started with; `defaults` are those of options. Paths may differ where they hold
-    the same.
-    """
+    the same."""
     path = run / CONFIG_FILE
     if not path.is_file():
         return

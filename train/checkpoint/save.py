@@ -4,8 +4,7 @@ Weights that are not finite are never saved. `writer.py` decides whether trainin
 Under DeepSpeed every rank writes its shard of the optimizer into the same staging directory; the manifest
 covers all of them. DeepSpeed restores its state by unpickling: that happens only for a checkpoint of the
 run's own directory, after `idlm.checkpoint.verify` found every file as it was published and no further file
-next to them. Nothing else here unpickles.
-"""
+next to them. Nothing else here unpickles."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ a thread early in the run, and kept for all saves. A thread is enough: torch, sa
 the GIL while they write and hash.
 
 DeepSpeed has writers of its own, which publish nothing atomically: here it makes its state as always, and
-hands it to `put`, file by file, in place of `torch.save`.
-"""
+hands it to `put`, file by file, in place of `torch.save`."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Buffer(NamedTuple):
 class CheckpointWriter:
     """Writes one checkpoint at a time. `num_sharing`: how many ranks of this host copy state at once.
 
-    Creating one is collective, as are `publish` and `wait`.
-    """
+    Creating one is collective, as are `publish` and `wait`."""
 
     def __init__(self, mode: str, *, num_sharing: int = 1) -> None:
         assert mode in SAVE_MODES, f"{mode=}"
@@ -115,8 +113,7 @@ class CheckpointWriter:
 
     def put(self, path: Path, state: Any, write: Callable[[Any], None]) -> None:
         """Let `write(state)` make the file `path`: now, or later with a copy of `state`, a tree of dicts,
-        lists and tuples with tensors.
-        """
+        lists and tuples with tensors."""
         if self._expected is not None:
             self._expected[path.name] = [_buffer_for(source) for source in _storages(state).values()]
             return
@@ -135,8 +132,7 @@ class CheckpointWriter:
         clean_up: Callable[[], None],
     ) -> None:
         """Write on every rank what was put, then `complete` the files in `staging` on rank 0, which closes
-        `stack`, so publishes `target`, and cleans up. `wait` raises errors that come later.
-        """
+        `stack`, so publishes `target`, and cleans up. `wait` raises errors that come later."""
 
         def work() -> None:
             with stack:
@@ -185,8 +181,7 @@ class CheckpointWriter:
     def lingering(self) -> Iterator[None]:
         """When training inside ends by an error, finish the running save first: it is worth as much as one
         that training has waited for. After an unexpected error a rank may be missing, which it needs.
-        A thread that still computes when the interpreter ends would abort the process (status 134).
-        """
+        A thread that still computes when the interpreter ends would abort the process (status 134)."""
         try:
             yield
         except BaseException as error:
@@ -199,8 +194,7 @@ class CheckpointWriter:
     def _copied(self, name: str, state: Any) -> Any:
         """A copy of `state` in host memory, in the buffers of the save before; None if it does not fit.
 
-        Tensors that share storage share it in the copy, so that a file holds it once.
-        """
+        Tensors that share storage share it in the copy, so that a file holds it once."""
         storages = _storages(state)
         if (
             lacking := self._allocate(name, [_buffer_for(source) for source in storages.values()])

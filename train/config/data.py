@@ -109,8 +109,7 @@ class DataConfig:
 class HeldOutConfig(DataConfig):
     """Held-out data: `data` with the path and the split of `eval`.
 
-    `trained_split` of the same dataset is trained on; "" where it is another dataset.
-    """
+    `trained_split` of the same dataset is trained on; "" where it is another dataset."""
 
     section: ClassVar[str] = "eval"
     trained_split: str = ""

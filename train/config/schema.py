@@ -1,8 +1,7 @@
 """The configuration of `idlm-train`: typed sections with help, and what follows from them (steps, stages).
 
 `conf/train.yaml` and recipes give values only; `train/check.py` checks them. Sections are not frozen,
-because composition fills them.
-"""
+because composition fills them."""
 
 from __future__ import annotations
 
@@ -312,8 +311,7 @@ def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
 def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
     """Return `config` with the accumulation that gives `train.global_batch` on `world_size` processes.
 
-    Raises UserError IDLM-0516 when no whole number of micro-batches does, or `train.accumulation` differs.
-    """
+    Raises UserError IDLM-0516 when no whole number of micro-batches does, or `train.accumulation` differs."""
     loop = config.train
     if loop.global_batch is None:
         return config

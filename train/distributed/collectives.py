@@ -1,8 +1,7 @@
 """Communication between the ranks of one run apart from gradients: flags, objects, results of rank 0.
 
 Control messages use a gloo group, so that asking "did any rank receive a signal?" never waits for a GPU.
-torch.distributed serializes the objects. In a run of one process nothing here communicates.
-"""
+torch.distributed serializes the objects. In a run of one process nothing here communicates."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 def raise_together(failure: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise a UserError of any rank on every rank; the ranks without one give None. Collective.
 
-    A rank with another exception raises it alone; the watchdog ends the ranks that wait for it.
-    """
+    A rank with another exception raises it alone; the watchdog ends the ranks that wait for it."""
     if failure is not None and not isinstance(failure, UserError):
         raise failure
     for found in gather_objects(failure, group=group):
@@ -73,8 +71,7 @@ def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None 
     """Run `compute` on rank 0 and return its result on every rank. Every rank raises a UserError of rank 0.
 
     Rank 0 alone raises any other exception; the watchdog ends the ranks that wait for it. Collective in
-    `group`, None: the control group.
-    """
+    `group`, None: the control group."""
     if not is_distributed():
         return compute()
     sent: list[Any] = [None, None]
@@ -113,8 +110,7 @@ def while_others_wait(work: Callable[[], None] | None) -> None:
     """Do `work` (None: wait for ranks that have some, at any length); UserErrors are raised on all ranks.
 
     Collective calls at short intervals keep the process group from timing out, and the watchdog from ending
-    the ranks that wait.
-    """
+    the ranks that wait."""
     failures: list[Exception] = []
 
     def guarded() -> None:

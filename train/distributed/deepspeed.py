@@ -1,8 +1,7 @@
 """Whether a run uses DeepSpeed ZeRO, and parameters that ZeRO-3 partitions over ranks.
 
 Every run asks these questions; `deepspeed_settings.py` is read only by runs with DeepSpeed. Functions import
-deepspeed only where parameters are partitioned.
-"""
+deepspeed only where parameters are partitioned."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def local_part(parameter: Tensor) -> Tensor:
 def gathered(parameters: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
     """Inside, `parameters` are whole on every rank; with `writes`, changes by rank 0 are kept on all ranks.
 
-    Collective. Does nothing for parameters that are not partitioned.
-    """
+    Collective. Does nothing for parameters that are not partitioned."""
     parts = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not parts:
         yield
@@ -115,8 +113,7 @@ def whole_weights(
     """The state dict of `model` with whole tensors, on rank 0; None on other ranks. Collective.
 
     Under ZeRO-3 one parameter at a time is gathered and copied to the host; otherwise nothing is copied.
-    Names of tied parameters share one tensor, as in `state_dict()`.
-    """
+    Names of tied parameters share one tensor, as in `state_dict()`."""
     keeps = not is_distributed() or torch.distributed.get_rank() == 0
     weights: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}

@@ -9,8 +9,7 @@ is imported only by functions that need it.
 
 Files of other trainers (`train.deepspeed`) say "auto" where the trainer knows the value. Here that is the
 value of our settings; an optimizer or a schedule that is "auto" is ours, and float16 that is off or "auto" is
-off. A value that is given must be that of our settings where there is one.
-"""
+off. A value that is given must be that of our settings where there is one."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration for `device_type` ("cuda" or "cpu").
 
     Sizes are "auto": the Trainer fills them in from the same settings. A file of the user (`train.deepspeed`)
-    gets defaults for the keys that it leaves out.
-    """
+    gets defaults for the keys that it leaves out."""
     if config.train.deepspeed is None:
         return _own_settings(config, config.train.zero_stage, device_type)
     given = json.loads(Path(config.train.deepspeed).read_text(encoding="utf-8"))
@@ -141,8 +139,7 @@ def prepare_environment(*, on_cpu: bool) -> None:
     process.
 
     Call it before TrainingArguments is created. Without it plain `python` asks for mpi4py, and the first run
-    on a CPU compiles an operation for a minute. UserError IDLM-0511 where DeepSpeed cannot be imported.
-    """
+    on a CPU compiles an operation for a minute. UserError IDLM-0511 where DeepSpeed cannot be imported."""
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if "RANK" not in os.environ:
@@ -195,8 +192,7 @@ def read_settings(path: Path) -> dict[str, Any] | str:
 
 def fill(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `ours`, the settings of a run of the same stage. What is "auto" is that of ours, else what
-    transformers takes from the model's width, else DeepSpeed's default.
-    """
+    transformers takes from the model's width, else DeepSpeed's default."""
     filled = dict(ours)
     filled |= {name: value for name, value in given.items() if name not in REPLACED and value != AUTO}
     filled["bf16"] = dict(given.get("bf16", {})) | ours["bf16"]

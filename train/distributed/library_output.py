@@ -1,7 +1,6 @@
 """What libraries print and log of their own accord, through our log: routine at DEBUG, warnings as such.
 
-`IDLM_LOG_LEVEL=DEBUG` shows all of it.
-"""
+`IDLM_LOG_LEVEL=DEBUG` shows all of it."""
 
 from __future__ import annotations
 

@@ -81,8 +81,7 @@ def _shorten_clipping(optimizer: Any) -> None:
 def _shorten_epilogue(optimizer: Any) -> None:
     """DeepSpeed ends each backward pass with a wait of the host for the device. The streams' order is enough:
     the optimizer waits for the sums, and buckets stay until they are reduced. The next backward pass waits at
-    its start: whatever it runs on other streams, as compiled layers may, comes later.
-    """
+    its start: whatever it runs on other streams, as compiled layers may, comes later."""
     own, own_enter = optimizer.independent_gradient_partition_epilogue, optimizer.enter_backward
     held: list[Tensor] = []
 

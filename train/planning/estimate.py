@@ -1,8 +1,7 @@
 """The memory and time that a run is expected to need, for the dry run and the report; which settings lower
 its memory; and the error for exhausted memory.
 
-The rates of GPUs are assumptions, and the dry run calls them so.
-"""
+The rates of GPUs are assumptions, and the dry run calls them so."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def estimate_run(
 ) -> Estimate | None:
     """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us.
     `num_sampled`: packed rows that are made to know the average one of a stage. `measures`: time a layer
-    where the run is for the CPU, which takes seconds.
-    """
+    where the run is for the CPU, which takes seconds."""
     shape = shape_of(model)
     if shape is None:
         return None

@@ -2,8 +2,7 @@
 
 Products only, 2 FLOPs per multiply-add. What costs time but trains nothing is left out of the count: padding,
 recomputed activations, the extra passes of a balanced loss, clean rows through the head where their weight is
-0. So MFU by this count is low rather than flattering.
-"""
+0. So MFU by this count is low rather than flattering."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class TokenCounts(NamedTuple):
 
 class Passes(NamedTuple):
     """How many rows go through the products of `layers`, `head` and `adapter`; a gradient of the input or of
-    the weight counts as once more. `pairs`: FLOPs of attention per element of a query.
-    """
+    the weight counts as once more. `pairs`: FLOPs of attention per element of a query."""
 
     layers: float = 0
     head: float = 0
@@ -78,8 +76,7 @@ class ModelWork:
     """Multiply-adds of one row: `layers` in the linear layers, `head` in the output head, `adapter` in a
     LoRA, and under the same names in `ends` the elements that go into and come out of these products;
     `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains, `is_gated`:
-    which changes noisy rows alone.
-    """
+    which changes noisy rows alone."""
 
     layers: int
     head: int
@@ -109,8 +106,7 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
     """The multiply-adds per row of a transformers model, also on the meta device.
 
     None where weights other than linear layers do, as in mixtures of experts and in GPT-2, or where the heads
-    are unknown: no count is better than a wrong one.
-    """
+    are unknown: no count is better than a wrong one."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
     head_dim = head_dim_of(config)
@@ -166,8 +162,7 @@ def train_passes(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True
     with a target. Gated LoRA: one product for every row; for noisy rows, which alone are changed by what
     trains, also that for the gradient of the activations, three products with A and B, and the backward pass
     of attention. A LoRA that is not gated does so for every row. The head of a frozen base gives no gradient
-    of its weights.
-    """
+    of its weights."""
     targets = fed.noisy_targets + (fed.clean_targets if trains_clean else 0)
     if not work.is_frozen:
         return Passes(3 * fed.rows, 3 * targets, pairs=(PAIR_FORWARD + PAIR_BACKWARD) * fed.pairs)
@@ -184,8 +179,7 @@ def extra_passes(
     fed: TokenCounts, *, is_gated: bool, checkpoints: bool, distills: bool, balances: bool
 ) -> Passes:
     """What the settings add: a forward pass of the layers for recomputed activations, the teacher's logits,
-    and a forward pass, with the head, that balances the terms of an accumulated step.
-    """
+    and a forward pass, with the head, that balances the terms of an accumulated step."""
     again = fed._replace(clean_rows=0, clean_pairs=0) if is_gated else fed
     targets = fed.clean_targets + fed.noisy_targets
     return Passes(

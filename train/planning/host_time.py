@@ -2,8 +2,7 @@
 
 A decoder layer and the head of the run's shape are timed, forward and backward, on a short row of the run's
 own data, and scaled by their FLOPs. A shape that would take more than a few seconds, or too much memory, is
-planned by the rate of one matrix product. AdamW is timed on a part of the weights.
-"""
+planned by the rate of one matrix product. AdamW is timed on a part of the weights."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ layer keeps was read off autograd's saved tensors, eager and compiled
 (tests/unit/planning/test_memory_plan.py does it again). Masks of `idlm_documents` are left out.
 
 D width, F ffn, Q and K elements of all query and KV heads, V vocabulary, L layers, R rows fed at once, M of
-them MASK rows, r rank; P trained and Z frozen parameters; e bytes of a parameter.
-"""
+them MASK rows, r rank; P trained and Z frozen parameters; e bytes of a parameter."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class MemoryPlan:
 
 def shape_of(model: PreTrainedModel) -> ModelShape | None:
     """The shape of a transformers decoder, wherever its weights lie, its adapter left out; None for one that
-    is not dense, or whose configuration or layers go by other names.
-    """
+    is not dense, or whose configuration or layers go by other names."""
     config = model.config.get_text_config()
     sizes = ("intermediate_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
     layers = [list(module) for name, module in model.named_modules() if name.endswith("layers")]
@@ -113,8 +111,7 @@ def kept_per_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     the same of the norms of queries and keys; what attention takes and gives; gate, up, silu(gate) and the
     product. Compiled, element-wise steps are done again: outputs of products, inputs of products and of
     attention are kept. Under autocast the residual stream is float32 and each product has a narrow input of
-    its own. A frozen layer keeps no input of a product.
-    """
+    its own. A frozen layer keeps no input of a product."""
     d, f, q, k = shape.width, shape.ffn, shape.queries, shape.keys
     e, norm = run.size, int(shape.has_qk_norm)
     if run.autocast:
@@ -145,8 +142,7 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
 def kept_per_clean_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     """(bytes, formula) that one layer keeps of one clean row of a gated adapter: keys and values of the pass
     without gradients, and once more next to those of noisy rows. Checkpointed layers make the latter again.
-    Other attention than `idlm_split` has a query of it too, and its result.
-    """
+    Other attention than `idlm_split` has a query of it too, and its result."""
     if run.is_checkpointed:
         return _sum((2 * run.size, shape.keys, "K"))
     is_padded = run.attention not in ("auto", "idlm_split") or not (run.is_bf16 or run.autocast)

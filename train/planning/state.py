@@ -1,8 +1,7 @@
 """Bytes of training state, in memory and on disk: weights, sums of gradients, float32 masters, AdamW moments.
 
 `state_terms` is the one formula: the memory plan, the advice after an out-of-memory error and the check of
-the disk use it.
-"""
+the disk use it."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class RunSetup:
     """How a model is trained. `rows` and `targets` (rows with a label) of a micro-batch; an adapter changes
     `mask_rows` of them: the noisy ones, all if it is not gated. `zero_stage` None: without DeepSpeed.
     `is_bf16`: weights are bfloat16; `autocast`: float32 weights, bfloat16 products. `rank` 0: all weights
-    train; else a LoRA with `adapter_parameters`. `attention` is that of `model.attention`.
-    """
+    train; else a LoRA with `adapter_parameters`. `attention` is that of `model.attention`."""
 
     rows: int
     targets: int
@@ -96,8 +94,7 @@ def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
     """Bytes on one GPU of weights, gradients that outlive a micro-batch and the optimizer's state.
 
     Offloading moves the optimizer to the host, and from ZeRO-2 on the sums of the gradients too. ZeRO-1 sums
-    the gradients of all weights on the GPU before it hands a part to the host.
-    """
+    the gradients of all weights on the GPU before it hands a part to the host."""
     weights, gradients, optimizer = run.parts(SHARDS_WEIGHTS), run.parts(2), run.parts(1)
     # Without DeepSpeed an adapter stays float32 next to a bfloat16 base.
     trained_size = run.size if run.has_masters or not run.rank else 4
@@ -153,8 +150,7 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     """What the run will write; `model` with its adapter, if any.
 
     A checkpoint holds all training state but gradients. One more than `save_total_limit` exists while the
-    newest is written. Every stage publishes the weights, or a gated adapter alone.
-    """
+    newest is written. Every stage publishes the weights, or a gated adapter alone."""
     trained = num_trained_parameters(model)
     whole = replace(state_setup(config, world_size=1), offloads=False)
     published = trained

@@ -7,8 +7,7 @@ gated LoRA. The plan is within a tenth of every measured step (tests/unit/planni
 model waits for its host, whose launches take as long whatever its width: the plan assumes the hosts of those
 machines.
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
-optimizer on the host or a network take longer.
-"""
+optimizer on the host or a network take longer."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from idlm.train.planning.state import RunSetup
 
 ATTENTION, GATED_ATTENTION = 0.48, 0.63
 """Rate of the attention kernels over that of products: forward 0.53, backward 0.39 (16 query heads) and 0.54
-(32), and 0.65 to 0.75 where clean keys need no gradient.
-"""
+(32), and 0.65 to 0.75 where clean keys need no gradient."""
 OPERANDS = 0.75
 """Share of the time of moving operands that is added to that of multiply-adds."""
 ELEMENTWISE = 1.4
@@ -56,8 +54,7 @@ links are assumed to reach 0.8 of theirs."""
 
 PartsOf = Callable[[Passes, TokenCounts], dict[str, float]]
 """`(passes, fed) -> seconds of one step by part` on one device, whose rows need `passes`; `fed`: the average
-packed row.
-"""
+packed row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
