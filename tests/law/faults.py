@@ -310,8 +310,8 @@ def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
 @fault("greedy")
 def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
     def mistaken(original: Callable[..., Batch]) -> Callable[..., Batch]:
-        def batch(*args: Any) -> Batch:
-            true = original(*args)
+        def batch(*args: Any, **options: Any) -> Batch:
+            true = original(*args, **options)
             return replace(true, samples_B=true.samples_B | (true.num_feed_B == 7))
 
         return batch
