@@ -35,7 +35,7 @@ from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts
-from idlm.infer.runtime.deterministic import request_strict_products, set_deterministic
+from idlm.infer.runtime.deterministic import check_products, request_strict_products
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, max_stored_rows
 from idlm.infer.runtime.model_runner import (
@@ -160,11 +160,11 @@ def _assemble(
     settings = _with_loads(settings, model.device, decoder.kv_policy)
     sizes = _sizes(settings, model, decoder)
     stack = None if not accelerators else stack_of(accelerators, _spec(settings, model, decoder, sizes))
-    device, dtype, num_lanes, max_length = model.device, model.dtype, sizes.num_lanes, sizes.max_length
+    device, size, max_length = model.device, model.spec.vocab_size, sizes.max_length
     _check_lanes(settings, sizes, device)
     with translate_memory_errors(device):
-        decoder.allocate(num_lanes, max_length, model.spec.vocab_size, dtype=dtype, device=device)
-        table = SequenceState(num_lanes, max_length, device)
+        decoder.allocate(sizes.num_lanes, max_length, size, dtype=model.dtype, device=device)
+        table = SequenceState(sizes.num_lanes, max_length, device)
         memory = MEMORY_MANAGERS.get(settings.memory)()
         pool, planned = _pool(settings, model, decoder, sizes, stack, shards, memory)
         attention = _attention(settings, model, sizes.kv_dtype)
@@ -180,9 +180,8 @@ def _assemble(
                 plan=planned,
             )
         )
-    eager, policy = [] if stack is None else stack.eager, decoder.kv_policy
-    settings = _resolve_graphs(settings, attention, model, eager, policy)
-    set_deterministic(model, settings.deterministic)
+    settings = _resolve_graphs(settings, attention, model, stack.eager if stack else [], decoder.kv_policy)
+    _set_products(settings, model)
     return EngineParts(
         settings=settings,
         model=model,
@@ -207,6 +206,13 @@ def _assemble(
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
         grammars=functools.cache(lambda: GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids)),
     )
+
+
+def _set_products(settings: EngineSettings, model: LoadedModel) -> None:
+    """Choose between products whose bits of a row depend on it alone and the fastest ones."""
+    if settings.deterministic:
+        check_products(model)
+    model.trunk.linears.deterministic = settings.deterministic
 
 
 def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCosts | None:

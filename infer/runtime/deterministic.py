@@ -31,10 +31,9 @@ def request_strict_products(device: torch.device) -> None:
         os.environ.setdefault(MKL_VARIABLE, STRICT)
 
 
-def set_deterministic(model: LoadedModel, value: bool) -> None:
-    """Choose between products whose bits depend on the row alone (True) and the fastest ones. UserError
-    IDLM-0456 on a device whose products cannot do the former."""
-    if value and not check_rows_agree(model.device, model.dtype):
+def check_products(model: LoadedModel) -> None:
+    """UserError IDLM-0456 on a device where the bits of a product's row depend on how many rows there are."""
+    if not check_rows_agree(model.device, model.dtype):
         on_gpu = model.device.type == "cuda"
         device = torch.cuda.get_device_name(model.device) if on_gpu else "this CPU"
         raise UserError(
@@ -43,7 +42,6 @@ def set_deterministic(model: LoadedModel, value: bool) -> None:
             f"with {model.dtype}",
             fix="use deterministic=false, or a Hopper GPU" if on_gpu else _fix_on_a_cpu(model.dtype),
         )
-    model.trunk.linears.deterministic = value
 
 
 def _fix_on_a_cpu(dtype: torch.dtype) -> str:
