@@ -19,7 +19,7 @@ from idlm.text.chat import TRAILING, conversation
 from idlm.text.detokenizer import answer_text
 from idlm.text.left_out import Piece
 from idlm.text.templates import with_date, writes_date
-from idlm.text.thoughts import OPEN, REASONING_KEYS, without_thinking
+from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, reasoning, without_thinking
 from idlm.text.tokenizer import (
     Message,
     encode_bare,
@@ -39,7 +39,7 @@ TURNS = ("all", "last", "each")
 SILENT = "answers of calls alone, which the chat template leaves out, are context"
 HISTORY = "the chat template leaves out thoughts of earlier turns"
 SPECIAL = "turns hold the text of special tokens, which become those tokens, as at inference"
-RENDERING = 2
+RENDERING = 3
 """Goes up when records become other samples: caches hold them."""
 LEFT_OUT = ("error", "accept")
 
@@ -292,6 +292,8 @@ class Encoder:
         kept = {key: value for key, value in message.items() if key not in dropped}
         if self.thinking != "keep":
             content = without_thinking(content, origin=origin)
+        elif thought := reasoning(kept).strip():
+            content = _without_repeated(content, thought, origin)
         is_empty = not content.strip() and not any(kept.get(key) for key in ("tool_calls", *REASONING_KEYS))
         if is_target and is_empty:
             raise _nothing_to_predict(origin, "an empty response")
@@ -346,6 +348,21 @@ def _left_out(piece: Piece, origin: str) -> UserError:
         f"{origin}: the chat template leaves out {piece.name}{text}",
         fix=f"{fix}; data.left_out=accept trains without what is left out, and counts it",
     )
+
+
+def _without_repeated(content: str, thought: str, origin: str) -> str:
+    """Return a content without the block that has the turn's `thought` once more."""
+    before, close, answer = content.partition(CLOSE)
+    inline = before.strip()
+    if not close or (inline.removeprefix(OPEN).strip() != thought and not inline.startswith(OPEN)):
+        return content
+    if inline.removeprefix(OPEN).strip() != thought:
+        raise UserError(
+            "IDLM-0202",
+            f"{origin}: an assistant turn has a thought of its own and another one in its content",
+            fix="delete one of them, or set data.thinking=strip",
+        )
+    return answer.lstrip("\n")
 
 
 def _nothing_to_predict(origin: str, found: str) -> UserError:

@@ -177,7 +177,7 @@ def test_a_system_prompt_beside_a_system_turn() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [(key, 0) for key in ("weight", "train", "training", "trainable", "loss", "loss_mask", "train_on_turn")]
-    + [("weight", 0.0), ("train", False), ("masked", True), ("mask", 1)],
+    + [("weight", 0.0), ("train", False), ("masked", True), ("mask", 1), ("no_loss", True), ("learn", False)],
 )
 def test_turns_without_weight_are_context(key: str, value: Any) -> None:
     bad = ANSWER | {"content": "bad"}
@@ -276,7 +276,8 @@ def test_preferences_are_trained_on_where_that_is_said() -> None:
     assert "several shapes: messages, preference" in refusal(both)
     assert read(both, "messages") == {"messages": CHAT, "ignored": {"chosen", "rejected"}}
     assert "without a prompt" in refusal({"chosen": "b", "rejected": "c"}, "preference")
-    assert "label=False" in refusal({"prompt": "a", "completion": "b", "label": False})
+    for label in (False, 0):
+        assert f"label={label}," in refusal({"prompt": "a", "completion": "b", "label": label})
 
 
 @pytest.mark.parametrize("beside", [{"role": "prompter"}, {"system": "s"}, {"tools": [TOOL]}])

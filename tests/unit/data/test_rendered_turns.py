@@ -51,6 +51,21 @@ def parts(tokenizer: Any, sample: Sample) -> tuple[str, list[str]]:
     return tokenizer.decode(sample.token_ids[:first]), [tokenizer.decode(run) for run in runs if run]
 
 
+@pytest.mark.parametrize("form", ["chatml", "last thought", "opened"])
+def test_a_thought_that_is_given_twice_is_trained_once(folder: Path, form: str) -> None:
+    encoder = encoder_of(form_tokenizer(folder, form))
+
+    def ids(**fields: str) -> list[int]:
+        [sample] = encoder.messages([QUESTION, answer(**fields)], origin="here")
+        return sample.token_ids.tolist()
+
+    expected = ids(content="Yes it is", reasoning_content="WHY so")
+    assert ids(content=THOUGHT, reasoning_content="WHY so\n") == expected
+    assert ids(content=THOUGHT.removeprefix("<think>"), reasoning="WHY so") == expected
+    with pytest.raises(UserError, match="IDLM-0202: here.*another one"):
+        ids(content=THOUGHT, reasoning_content="so")
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("closed", "calls")])
 @pytest.mark.parametrize("is_field", [False, True])
 def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(

@@ -32,7 +32,7 @@ CONTENT_KEYS = ("content", "value", "text")
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of those parts of a content that are text."""
 
-SYSTEM_KEYS = ("system", "system_prompt", "system_message")
+SYSTEM_KEYS = ("system", "system_prompt", "system_message", "sys_prompt", "system_instruction")
 TOOLS_KEYS = ("tools", "functions")
 HISTORY_KEY = "history"
 TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
@@ -60,6 +60,11 @@ UNTRAINED_BY = {
     "masked": 1,
     "is_masked": 1,
     "ignore_loss": 1,
+    "no_loss": 1,
+    "is_trained": 0,
+    "is_train": 0,
+    "do_train": 0,
+    "learn": 0,
 }
 """Weights of turns, and the value with which a turn is context alone."""
 LISTED_WEIGHTS = UNTRAINED_BY | {

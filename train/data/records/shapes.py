@@ -72,9 +72,9 @@ def _messages(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Enco
 
 def _pair(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, response = (record[key] for key in keys)
-    if record.get(LABEL_KEY) is False:
+    if record.get(LABEL_KEY) == 0:
         raise unusable(
-            "label=False, so the response is one that is not wanted",
+            f"label={record[LABEL_KEY]}, so the response is one that is not wanted",
             fix="delete the record, or set data.on_bad_record=skip",
         )
     for key, value in present(record, () if keys[0] == "prompt" else QUESTION_PARTS).items():
