@@ -51,6 +51,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
     "include_obfuscation": (False,),
+    # Other engines' own values where a client says nothing.
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "detokenize": (True,),
 }
 """Fields that are not supported, and their values that ask for nothing."""
 
