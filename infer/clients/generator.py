@@ -143,7 +143,7 @@ async def _answer(server: Server, client: httpx.AsyncClient, job: Job) -> Record
                 usage = chunk.get("usage") or usage
         _count(record, usage)
     except RequestFailure as failure:
-        record.error, record.error_code = failure.message, failure.status
+        record.error, record.error_code = str(failure), failure.status
     except TimeoutError:
         record.error = f"no whole answer after {server.timeout:g} s"
     except (httpx.HTTPError, LookupError, TypeError, AttributeError) as error:

@@ -39,7 +39,7 @@ class RequestFailure(Exception):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status = status
 
 
 def no_answer(error: Exception) -> UserError:

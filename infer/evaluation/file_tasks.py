@@ -37,8 +37,8 @@ class FileTask(ABC):
     @classmethod
     def load(cls, name: str, path: str, *, allow_code: bool) -> FileTask:
         """Read the file. UserError IDLM-0481 for a file that cannot be read, IDLM-0482 for another schema."""
-        records = [cls.normalised(record) for record in read_records(name, path, cls)]
-        kept = [record for record in records if cls.is_wanted(record)]
+        prepared = map(cls.prepared, read_records(name, path, cls))
+        kept = [record for record in prepared if record is not None]
         if not kept:
             raise UserError(
                 "IDLM-0482", f"data={path!r} holds no problem of task={name}", fix="give its test file"
@@ -46,14 +46,9 @@ class FileTask(ABC):
         return cls(kept)
 
     @classmethod
-    def normalised(cls, record: Record) -> Record:
-        """The record with the names of fields that this class uses."""
+    def prepared(cls, record: Record) -> Record | None:
+        """The record with the names of fields that this class uses; None for a problem of another split."""
         return record
-
-    @classmethod
-    def is_wanted(cls, record: Record) -> bool:
-        """Whether a problem is of the split that is evaluated."""
-        return True
 
     @abstractmethod
     def prompt(self, record: Record) -> str:

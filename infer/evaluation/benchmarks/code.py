@@ -84,18 +84,16 @@ class Mbpp(CodeTask):
     fields: ClassVar = {"prompt|text": str, "code": str, "test_list": list, "task_id": int}
 
     @classmethod
-    def normalised(cls, record: Record) -> Record:
+    def prepared(cls, record: Record) -> Record | None:
         """Both published files: `prompt` and `test_imports`, or `text` and `test_setup_code`."""
+        if not 11 <= int(record["task_id"]) <= 510:
+            return None
         setup = [*record.get("test_imports", ()), record.get("test_setup_code", "")]
         return {
             **record,
             "prompt": record.get("prompt", record.get("text")),
             "setup": "\n".join(filter(None, setup)),
         }
-
-    @classmethod
-    def is_wanted(cls, record: Record) -> bool:
-        return 11 <= int(record["task_id"]) <= 510
 
     def prompt(self, record: Record) -> str:
         tests = "\n".join(record["test_list"])
