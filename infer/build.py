@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -325,10 +325,21 @@ def _check_mask_row(model: LoadedModel, num_rows: int) -> None:
 def _spec(settings: EngineSettings, model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> EngineSpec:
     """The engine as accelerators see it."""
     budget, num_sequences = settings.row_budget, settings.max_sequences
-    stored_rows = max_stored_rows(decoder.kv_policy, budget=budget, num_sequences=num_sequences)
-    return EngineSpec.of(
-        decoder,
-        model,
+    policy, local = decoder.kv_policy, model.local
+    stored_rows = max_stored_rows(policy, budget=budget, num_sequences=num_sequences)
+    return EngineSpec(
+        decoder=decoder.name,
+        decoder_options=asdict(decoder.config),
+        block_size=policy.block_size if policy.kind == "block" else None,
+        num_layers=local.num_layers,
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+        routes_blocks=local.moe is not None and local.moe.capacity is not None,
+        edits_blocks=bool(model.semantics.edit_token_ids),
+        logit_shift=model.semantics.logit_shift,
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,10 +25,6 @@ from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import fill_lanes
 from idlm.kernels.paged_attention import BeforeBlock
 from idlm.registry import Registry
-
-if TYPE_CHECKING:
-    from idlm.infer.decoders.base import Decoder
-    from idlm.infer.models.loader import LoadedModel
 
 Side = Literal["kv", "rows"]
 
@@ -63,26 +59,6 @@ class EngineSpec:
     edits_blocks: bool = False
     logit_shift: bool = False
     num_slots: int | None = None
-
-    @classmethod
-    def of(cls, decoder: Decoder, model: LoadedModel, **others: Any) -> EngineSpec:
-        """That of an engine with these. `others`: the sizes and settings among the fields."""
-        policy, local = decoder.kv_policy, model.local
-        return cls(
-            decoder=decoder.name,
-            decoder_options=asdict(decoder.config),
-            block_size=policy.block_size if policy.kind == "block" else None,
-            num_layers=local.num_layers,
-            num_heads=local.num_heads,
-            num_kv_heads=local.num_kv_heads,
-            head_dim=local.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-            routes_blocks=local.moe is not None and local.moe.capacity is not None,
-            edits_blocks=bool(model.semantics.edit_token_ids),
-            logit_shift=model.semantics.logit_shift,
-            **others,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
