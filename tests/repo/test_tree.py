@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("idlm", "infer", "train", "kernels")
-MAX_FILES_IN_FOLDER, MAX_PRODUCT_LINES = 14, 59_900
+MAX_FILES_IN_FOLDER, MAX_PRODUCT_LINES = 14, 59_650
 Graph = dict[str, set[str]]
 
 
