@@ -169,10 +169,7 @@ class Wire:
         if not kinds:
             raise Lost(told)
         try:
-            args = [self.unpack(each) for each in reply["args"]]
-            # Those of libraries may be made of other arguments than they keep.
-            is_built_in = kinds[0].__module__ == "builtins"
-            error = kinds[0](*args) if is_built_in else kinds[0].__new__(kinds[0], *args)
+            error = _made(kinds, [self.unpack(each) for each in reply["args"]])
         except (TypeError, RuntimeError):
             error = kinds[-1](told)
         error.add_note(told)
@@ -308,6 +305,19 @@ class Wire:
         module, _, name = kind.partition(".")
         made = getattr(importlib.import_module(module), name)
         return getattr(made, "fromisoformat", made)(*items)
+
+
+def _made(kinds: list[type[Exception]], args: list[Any]) -> Exception:
+    """An exception of the first kind that can be made of `args` and has words. No constructor of the library
+    is called: it may take other arguments than the exception keeps, and the words may need what it sets."""
+    for kind in kinds:
+        try:
+            error = kind(*args) if kind.__module__ == "builtins" else kind.__new__(kind, *args)
+            str(error)
+        except Exception:
+            continue
+        return error
+    raise TypeError
 
 
 def _library_class(name: str) -> Any:
