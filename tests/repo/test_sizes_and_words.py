@@ -18,6 +18,7 @@ MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 60, 150
 CENTRAL = (
     "infer/engine.py",
     "infer/build.py",
+    "infer/evaluation/sandbox_candidate.py",
     "infer/runtime/stride_controller.py",
     "infer/state/batch.py",
     "train/step.py",
