@@ -260,7 +260,18 @@ def _plain_verify(
     q_BJ = store.probs_ZJV[lanes_B[:, None], depth_J, ids_BJ]
     passes_BJ = uniforms_BJ[:, :num_masks] * q_BJ < (1.0 + tau_Z[lanes_B, None]) * p_BJ
     accepted_B = (passes_BJ & is_draft_BJ).long().cumprod(-1).sum(-1)
-    rejected_B = (accepted_B < is_draft_BJ.sum(-1)).long()
+    return plain_verdict(accepted_B, tables, (lanes_B, first_B, active_B, drafts_ZJ, layout_Z))
+
+
+def plain_verdict(
+    accepted_B: Tensor, tables: LayoutTables, columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+) -> Verdict:
+    """The verdict that accepts so many drafts of each sequence. `columns`: lanes_B, first_rows_B, active_B,
+    drafts_ZJ, layout_Z."""
+    lanes_B, first_B, active_B, drafts_ZJ, layout_Z = columns
+    depth_J = torch.arange(drafts_ZJ.shape[1], device=lanes_B.device)
+    layout_B = layout_Z[lanes_B]
+    rejected_B = (accepted_B < torch.where(active_B, tables.num_drafts_Y[layout_B], 0)).long()
     rows_BJ = tables.draft_rows_YAJ[layout_B, accepted_B]
     is_row_BJ = (rows_BJ >= 0) & active_B[:, None]
     active = active_B.long()
@@ -272,7 +283,7 @@ def _plain_verify(
         rejected_B,
         tables.next_layouts_YA[layout_B, accepted_B] * active,
     )
-    accepted_ids_BJ = torch.where(depth_J < accepted_B[:, None], ids_BJ, 0)
+    accepted_ids_BJ = torch.where(depth_J < accepted_B[:, None], drafts_ZJ[lanes_B], 0)
     token_ids_BA = torch.nn.functional.pad(accepted_ids_BJ, (0, 1))
     values_FB = torch.stack(fields)
     draft_rows_BJ = torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.engine.decoding.trace import Trace
 from idlm.infer.decoders import isd
 from idlm.kernels.sampling import LayoutTables, Verdict
+from idlm.kernels.sampling.drafts import plain_verdict
 
 STEP_BETWEEN_LANES = 617
 """Offset between the places of the trace at which lanes begin, so that they are not in step."""
@@ -66,7 +67,7 @@ class Replay:
     def _overwrite_plainly(
         self, verdict: Verdict, tables: LayoutTables, columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     ) -> None:
-        lanes_B, first_B, active_B, drafts_ZJ, layout_Z = columns
+        lanes_B, _, active_B, drafts_ZJ, layout_Z = columns
         num_masks = drafts_ZJ.shape[1]
         layout_B = layout_Z[lanes_B]
         num_drafts_B = torch.where(active_B, tables.num_drafts_Y[layout_B], 0)
@@ -76,25 +77,11 @@ class Replay:
             self.filled_S[place_B % len(self.filled_S)],
             self.accepted_S[place_B % len(self.accepted_S)],
         )
-        accepted_B = torch.minimum(traced_B, num_drafts_B)
-        rejected_B = (accepted_B < num_drafts_B).long()
-        active = active_B.long()
         self.num_tests_Z[lanes_B] += (num_drafts_B > 0).long()
-        values = (
-            accepted_B,
-            accepted_B + rejected_B,
-            accepted_B + active,
-            torch.where(active_B, first_B + accepted_B, -1),
-            rejected_B,
-            tables.next_layouts_YA[layout_B, accepted_B] * active,
-        )
-        verdict.values_FB.copy_(torch.stack(values))
-        depth_J = torch.arange(num_masks, device=lanes_B.device)
-        ids_BJ = torch.where(depth_J < accepted_B[:, None], drafts_ZJ[lanes_B], 0)
-        verdict.token_ids_BA[:, :num_masks] = ids_BJ
-        rows_BJ = tables.draft_rows_YAJ[layout_B, accepted_B]
-        is_row_BJ = (rows_BJ >= 0) & active_B[:, None]
-        verdict.draft_rows_BJ.copy_(torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1))
+        traced = plain_verdict(torch.minimum(traced_B, num_drafts_B), tables, columns)
+        verdict.values_FB.copy_(traced.values_FB)
+        verdict.token_ids_BA.copy_(traced.token_ids_BA)
+        verdict.draft_rows_BJ.copy_(traced.draft_rows_BJ)
 
 
 @contextlib.contextmanager
