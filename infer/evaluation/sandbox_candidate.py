@@ -169,9 +169,10 @@ class Wire:
         if not kinds:
             raise Lost(told)
         try:
-            error = _made(kinds, [self.unpack(each) for each in reply["args"]])
+            args = [self.unpack(each) for each in reply["args"]]
         except (TypeError, RuntimeError):
-            error = kinds[-1](told)
+            kinds, args = kinds[-1:], [told]
+        error = _made(kinds, args)
         error.add_note(told)
         raise error
 
@@ -317,7 +318,7 @@ def _made(kinds: list[type[Exception]], args: list[Any]) -> Exception:
         except Exception:
             continue
         return error
-    raise TypeError
+    return Exception(*args)
 
 
 def _library_class(name: str) -> Any:
