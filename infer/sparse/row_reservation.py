@@ -115,14 +115,14 @@ class RowReservation:
         head, fed, kept = (late.choose(num_decoding) for late in (self._head, self._fed, self._kept))
         if not self._drops:
             schedule.limits = BlockLimits(num_wanted=head)
-        elif head is not None and fed is not None and kept is not None:
+            return
+        if head is not None and fed is not None and kept is not None:
             capacity = PassRows(fed=certain + fed, kept=certain + kept, head=head)
-            schedule.limits = BlockLimits(capacity=capacity)
         else:
             num_places = self._block_size * num_decoding
             num_rows = certain + num_places + num_places // PARTS
             capacity = PassRows(fed=num_rows, kept=num_rows, head=num_places)
-            schedule.limits = BlockLimits(capacity=capacity)
+        schedule.limits = BlockLimits(capacity=capacity)
 
     def observe(self, demands: Sequence[RowDemand], computed: PassRows) -> None:
         """Note a finished pass, by request, and the rows that it computed."""
