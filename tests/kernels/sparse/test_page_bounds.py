@@ -26,14 +26,14 @@ TYPES |= dict.fromkeys(("stride_slot", "stride_head", "stride_piece", "stride_ta
 @pytest.mark.parametrize("name", ["bounds_kernel", "score_kernel"])
 def test_the_kernels_compile_for_hopper(name: str) -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.page_bounds import kernel, launch
+    from idlm.kernels.page_bounds import kernel, op
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     constants: dict[str, Any] = {"H": 128, "PAGE": 32, "SIZE": 16, "BLOCK_H": 128}
     if name == "bounds_kernel":
         constants |= {"SCALED": False, "k_scale_K": None, "BLOCK_F": 16}
     else:
-        constants |= {"W": 32, "K": 8, "G": 4, "PIECES": 1, "TILES": launch.TILES, "BLOCK_W": 32}
-        constants |= {"BLOCK_M": launch.BLOCK_M, "BLOCK_P": launch.BLOCK_P}
+        constants |= {"W": 32, "K": 8, "G": 4, "PIECES": 1, "TILES": op.TILES, "BLOCK_W": 32}
+        constants |= {"BLOCK_M": op.BLOCK_M, "BLOCK_P": op.BLOCK_P}
     made = compile_for_hopper(getattr(kernel, name), TYPES, constants, num_warps=4)
     assert made.spilled_bytes == 0 and made.registers <= 128
