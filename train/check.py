@@ -227,6 +227,11 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
         )
     if config.adapter is None:
         return problems + (["export.merge=true: there is no adapter to merge"] if config.export.merge else [])
+    if config.model.path is None:
+        problems.append(
+            "an adapter on new random weights cannot be used, its base is stored nowhere: give model.path, "
+            "or train the new weights first and adapt their checkpoint"
+        )
     if not config.adapter.targets:
         problems.append("adapter.targets is empty: name at least one linear layer")
     if not config.adapter.gated:

@@ -173,12 +173,6 @@ def prepare_model(
     if config.model.path is not None:
         check_architecture(base_config(config.model.path), attention=needed_attention(config, attention))
         return load_base(config.model.path, attention=attention, dtype=dtype)
-    if config.adapter is not None:
-        raise UserError(
-            "IDLM-0531",
-            "an adapter on new random weights cannot be used: its base is stored nowhere",
-            fix="give model.path, or train the new weights first and adapt their checkpoint",
-        )
     values = dict(config.model.config)
     values.setdefault("vocab_size", num_padded_rows(num_token_ids(tokenizer)))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

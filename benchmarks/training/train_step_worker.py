@@ -21,7 +21,6 @@ from benchmarks.stream import matmul_rate
 from benchmarks.training.packed_text import TextSource
 from idlm.config.compose import compose
 from idlm.train import pipeline
-from idlm.train.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.base import SOURCES
 from idlm.train.distributed.deepspeed import zero_stage
@@ -76,7 +75,6 @@ def main() -> int:
     """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`."""
     target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     config = compose("train", TrainConfig, overrides)
-    check_config(config)
     args = pipeline.training_arguments(config)
     prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
     estimate = estimate_run(
