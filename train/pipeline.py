@@ -26,7 +26,7 @@ from idlm.train.arguments import (
 )
 from idlm.train.check import check_config
 from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
-from idlm.train.checkpoint.recut import recut
+from idlm.train.checkpoint.reshard import reshard
 from idlm.train.checkpoint.resume import (
     RUN_FOLDER,
     choose_checkpoint,
@@ -35,7 +35,7 @@ from idlm.train.checkpoint.resume import (
     store_finished,
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
-from idlm.train.checkpoint.same_run import needs_recut
+from idlm.train.checkpoint.same_run import needs_resharding
 from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import held_out_text
@@ -48,7 +48,7 @@ from idlm.train.distributed.deepspeed import (
 )
 from idlm.train.distributed.library_output import route_library_output
 from idlm.train.loop.progress import Progress
-from idlm.train.loop.trainer import IdlmTrainer, MemoryOfSaves, StopRequests, TimeLimit
+from idlm.train.loop.trainer import IdlmTrainer, PrepareSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.estimate import explain_out_of_memory
@@ -112,8 +112,8 @@ def _run(
         return Outcome(signal=None, last_step=0)
     now = shape(config.train)
     checkpoint = from_rank_zero(lambda: choose_checkpoint(config, now))
-    if checkpoint is not None and needs_recut(now, checkpoint):
-        checkpoint = recut(checkpoint)
+    if checkpoint is not None and needs_resharding(now, checkpoint):
+        checkpoint = reshard(checkpoint)
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
@@ -234,7 +234,7 @@ def train(
         trainer.add_callback(StageExports(prepared.curriculum, publish))
     trainer.add_callback(stop)
     if writer.is_async:
-        trainer.add_callback(MemoryOfSaves(trainer))
+        trainer.add_callback(PrepareSaves(trainer))
     _open_tracker(config, progress)
     try:
         with stop.listening(), writer.lingering():

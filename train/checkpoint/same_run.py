@@ -105,7 +105,7 @@ def require_same_shape(now: RunShape, checkpoint: Path) -> None:
         )
 
 
-def needs_recut(now: RunShape, checkpoint: Path) -> bool:
+def needs_resharding(now: RunShape, checkpoint: Path) -> bool:
     """Return whether `checkpoint` holds ZeRO parts of another number of processes."""
     before = RunShape(**read_json(checkpoint / SHAPE_FILE))
     return bool(before.zero_stage) and before.world_size != now.world_size

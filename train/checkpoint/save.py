@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import publish
-from idlm.train.checkpoint.recut import RECUT_FOLDER, MendLoaded, remove_recut
+from idlm.train.checkpoint.reshard import RESHARDED_FOLDER, SeparateStepCounts, remove_resharded
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
 from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.distributed.collectives import from_rank_zero, highest
@@ -52,11 +52,11 @@ class SavingTrainer(Trainer):
     _staging: str | None = None
 
     def resume(self, checkpoint: Path) -> None:
-        """Train on from `checkpoint`, which `idlm.train.checkpoint.recut` may have made for DeepSpeed."""
-        if checkpoint.parent.name == RECUT_FOLDER:
+        """Train on from `checkpoint`, which `idlm.train.checkpoint.reshard` may have made for DeepSpeed."""
+        if checkpoint.parent.name == RESHARDED_FOLDER:
             plugin = self.accelerator.state.deepspeed_plugin
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
-            self.add_callback(MendLoaded())
+            self.add_callback(SeparateStepCounts())
         self.train(resume_from_checkpoint=str(checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -170,7 +170,7 @@ class SavingTrainer(Trainer):
         """What the checkpoint that has just been published replaces. On rank 0."""
         run = Path(self.args.output_dir)
         rotate_checkpoints(output_dir=str(run), save_total_limit=self.args.save_total_limit, use_mtime=False)
-        remove_recut(run)
+        remove_resharded(run)
 
 
 @contextlib.contextmanager

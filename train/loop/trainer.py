@@ -303,7 +303,7 @@ class StopRequests(TrainerCallback):
         self.received, control.should_training_stop = number, True
 
 
-class MemoryOfSaves(TrainerCallback):
+class PrepareSaves(TrainerCallback):
     """After the first step, which makes the optimizer's state, the writer learns what saves will copy. Behind
     `StopRequests`: a save that follows at once need not be expected."""
 

@@ -251,15 +251,15 @@ def savable(config: GenerationConfig, directory: Path) -> GenerationConfig:
                 "%s says how to sample but not whether: the export says do_sample=true", GENERATION_CONFIG
             )
             return sampled
-    mended = copy.deepcopy(config)
+    fixed = copy.deepcopy(config)
     names = re.findall(r"^- `(\w+)`:", problem, flags=re.MULTILINE)
     for name in names:
-        setattr(mended, name, None)
-    left = _problem(mended)
+        setattr(fixed, name, None)
+    left = _problem(fixed)
     if left is not None or not names:
         raise _unreadable(directory, left or problem)
     log.warning("%s: transformers will not save these values: %s", GENERATION_CONFIG, ", ".join(names))
-    return mended
+    return fixed
 
 
 def _problem(config: GenerationConfig) -> str | None:

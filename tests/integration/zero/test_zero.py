@@ -114,10 +114,10 @@ def test_every_stage_is_published(parity: dict[str, Any]) -> None:
         assert not parity[world]["left"], "no staging directory is left behind"
 
 
-def check_recut(told: dict[str, Any], expected: list[list[float]], *, tolerance: float) -> None:
+def check_resharded(told: dict[str, Any], expected: list[list[float]], *, tolerance: float) -> None:
     for way, run in told.items():
         assert set(run["status"].values()) == {0}, (way, run["log"])
-        assert "recut" not in run["left"], "its own checkpoint replaces the cut"
+        assert "resharded" not in run["left"], "its own checkpoint replaces the resharded one"
         found = losses(run)
         assert len(found) == len(expected)
         for first, second in zip(expected, found, strict=True):
@@ -126,7 +126,7 @@ def check_recut(told: dict[str, Any], expected: list[list[float]], *, tolerance:
 
 @pytest.mark.sweep
 def test_a_run_goes_on_with_another_number_of_processes(deaths: dict[str, Any]) -> None:
-    check_recut(deaths["recut"], losses(deaths["one"]), tolerance=1e-6)
+    check_resharded(deaths["resharded"], losses(deaths["one"]), tolerance=1e-6)
 
 
 @pytest.mark.sweep
@@ -153,8 +153,8 @@ def test_every_zero_stage_trains_resumes_and_exports(sweeps: dict[str, Any]) -> 
         assert norms(run) == pytest.approx(norms(one), rel=max(tolerance, 1e-4)), name
         assert len(run["weights"]) == 2, name
         assert run.get("floats_left", 0) < 1000
-        if "recut" in run:
-            check_recut(run["recut"], losses(run), tolerance=tolerance)
+        if "resharded" in run:
+            check_resharded(run["resharded"], losses(run), tolerance=tolerance)
 
 
 @pytest.mark.sweep

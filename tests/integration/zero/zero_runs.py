@@ -69,7 +69,7 @@ def deaths(folder: Path, base: Path) -> dict[str, Any]:
         "complaints": one.tally.complaints + two.tally.complaints,
         "orphans": orphans(folder, base),
         "floats_left": floats_left(folder, base, zero_stage=2),
-        "recut": _recut(folder, base, folder / "two" / "to-one", two),
+        "resharded": _reshard(folder, base, folder / "two" / "to-one", two),
         "refusals": {
             "batch": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.accumulation": 8}),
             "uneven": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.batch_size": 3}),
@@ -125,7 +125,7 @@ def orphans(folder: Path, base: Path) -> dict[str, Any]:
     return {"left": left, "num_checkpoints": len(checkpoints), "log": world.log(run)}
 
 
-def _recut(folder: Path, base: Path, run: Path, two: resume.World) -> dict[str, Any]:
+def _reshard(folder: Path, base: Path, run: Path, two: resume.World) -> dict[str, Any]:
     """Runs that go on with another number of processes: `run` from two to one, a new one from one to two."""
     lone = resume.World.__new__(resume.World)
     lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
@@ -175,7 +175,7 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
             told[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
         told[name]["complaints"] = world.tally.complaints
         if name in ("zero3", "bf16"):
-            told[name]["recut"] = _recut(folder, base, folder / name / "to-one", world)
+            told[name]["resharded"] = _reshard(folder, base, folder / name / "to-one", world)
     return told
 
 

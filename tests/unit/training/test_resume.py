@@ -20,14 +20,14 @@ from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import clear_stale, publish
 from idlm.train.check import check_config
-from idlm.train.checkpoint import recut
+from idlm.train.checkpoint import reshard
 from idlm.train.checkpoint.resume import (
     choose_checkpoint,
     config_hash,
     config_text,
     store_config,
 )
-from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_recut
+from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_resharding
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.loop.metrics import read_metrics
 from idlm.train.loop.trainer import StopRequests
@@ -123,31 +123,31 @@ def test_zero_parts_of_other_processes_are_cut_anew_and_a_damaged_cut_is_made_ag
 ) -> None:
     target = save(tmp_path, 4)
     now = replace(SHAPE, world_size=4, accumulation=8)
-    assert needs_recut(now, target) and not needs_recut(SHAPE, target)
-    assert not needs_recut(now, save(tmp_path, 5, replace(SHAPE, zero_stage=None)))
+    assert needs_resharding(now, target) and not needs_resharding(SHAPE, target)
+    assert not needs_resharding(now, save(tmp_path, 5, replace(SHAPE, zero_stage=None)))
     made: list[Path] = []
 
     def convert(checkpoint: Path, staging: Path) -> None:
         made.append(checkpoint)
         (staging / "part.pt").write_bytes(b"abc")
 
-    monkeypatch.setattr(recut, "_convert", convert)
-    cut = recut.recut(target)
-    assert cut == recut.recut(target) and made == [target], "an intact cut is kept"
-    (cut / "part.pt").write_bytes(b"abd")
-    recut.recut(target)
-    assert made == [target, target] and (cut / "part.pt").read_bytes() == b"abc"
+    monkeypatch.setattr(reshard, "_convert", convert)
+    resharded = reshard.reshard(target)
+    assert resharded == reshard.reshard(target) and made == [target], "an intact one is kept"
+    (resharded / "part.pt").write_bytes(b"abd")
+    reshard.reshard(target)
+    assert made == [target, target] and (resharded / "part.pt").read_bytes() == b"abc"
     assert "part.pt" in caplog.text
-    recut.remove_recut(target.parent)
-    assert not cut.exists() and target.exists()
+    reshard.remove_resharded(target.parent)
+    assert not resharded.exists() and target.exists()
 
 
 def test_what_deepspeed_cannot_convert_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     target = save(tmp_path, 4)
     with pytest.raises(UserError, match=r"IDLM-0513.*checkpoint-4"):
-        recut.recut(target)
-    assert not (target.parent / "recut" / target.name).exists()
+        reshard.reshard(target)
+    assert not (target.parent / "resharded" / target.name).exists()
 
 
 def test_without_zero_another_number_of_processes_goes_on(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Cuts a checkpoint of ZeRO-1, 2 or 3 anew for another number of processes.
+"""Reshards a checkpoint of ZeRO-1, 2 or 3 for another number of processes.
 
 ZeRO stores one part of the optimizer's state per process. DeepSpeed's `ds_to_universal` writes it parameter
 by parameter instead, which any number of processes can load. It unpickles: the files of the checkpoint have
@@ -29,22 +29,22 @@ from idlm.publish import publish
 from idlm.train.distributed.collectives import while_others_wait
 
 log = logging.getLogger(__name__)
-RECUT_FOLDER = "recut"
+RESHARDED_FOLDER = "resharded"
 SECONDS_BETWEEN_LOOKS = 5.0
 
 
-def recut(checkpoint: Path) -> Path:
+def reshard(checkpoint: Path) -> Path:
     """Return a checkpoint that holds the state of `checkpoint`, which is intact, for any number of processes;
     rank 0 makes it where it is missing or damaged. Collective.
 
     UserError IDLM-0513 where DeepSpeed cannot convert it; those of `idlm.publish.publish`."""
-    target = checkpoint.parent / RECUT_FOLDER / checkpoint.name
+    target = checkpoint.parent / RESHARDED_FOLDER / checkpoint.name
     while_others_wait((lambda: _make(checkpoint, target)) if rank() == 0 else None)
     return target
 
 
-class MendLoaded(TrainerCallback):
-    """Mends what DeepSpeed 0.19 leaves wrong under ZeRO-3 when it has loaded a recut checkpoint.
+class SeparateStepCounts(TrainerCallback):
+    """Corrects what DeepSpeed 0.19 leaves wrong under ZeRO-3 when it has loaded a resharded checkpoint.
 
     All groups of weights share one tensor as AdamW's count of steps, which then grows once for every group.
     """
@@ -58,9 +58,9 @@ class MendLoaded(TrainerCallback):
             values["step"] = copy.deepcopy(values["step"])
 
 
-def remove_recut(run: Path) -> None:
+def remove_resharded(run: Path) -> None:
     """Remove what a run has left behind once it has a checkpoint of its own."""
-    shutil.rmtree(run / RECUT_FOLDER, ignore_errors=True)
+    shutil.rmtree(run / RESHARDED_FOLDER, ignore_errors=True)
 
 
 def _make(checkpoint: Path, target: Path) -> None:
@@ -71,7 +71,7 @@ def _make(checkpoint: Path, target: Path) -> None:
         except UserError as error:
             log.warning("%s is damaged and is made again: %s", target, error.message)
             shutil.rmtree(target)
-    log.info("cutting %s for another number of processes", checkpoint)
+    log.info("resharding %s for another number of processes", checkpoint)
     with publish(target) as staging, translate_disk_errors(target, written=staging), _noting_growth(staging):
         _convert(checkpoint, staging)
 
@@ -104,7 +104,7 @@ def _convert(checkpoint: Path, staging: Path) -> None:
             raise
         raise UserError(
             "IDLM-0513",
-            f"DeepSpeed cannot cut {checkpoint} for another number of processes: {type(error).__name__}: "
+            f"DeepSpeed cannot reshard {checkpoint} for another number of processes: {type(error).__name__}: "
             f"{error}",
             fix="continue on as many processes as saved it, or start a new run from the weights of the last "
             "finished stage (model.path)",
