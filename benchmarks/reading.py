@@ -3,8 +3,9 @@
     python -m benchmarks.reading [command=generate|train] [files=true] [record=true]
 
 `generate` runs up to the last token of one prompt, `train` up to the end of the first optimizer step. A file
-counts with all its lines once one of its functions runs; code at module level alone does not count. The
-traced process is a fresh one, so that no earlier import or cache hides a call.
+counts with all its lines once one of its functions runs; code at module level alone does not count.
+`lines_run` are the lines of the functions that run. The traced process is a fresh one, so that no earlier
+import or cache hides a call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import tomllib
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from benchmarks.results import append_rows, result_row
@@ -30,7 +31,7 @@ FOLDERS = ("idlm", "infer", "train", "kernels")
 DEFAULTS = defaults("command=generate files=false record=false")
 PROMPT = "Mia has 5 nuts. Mia breaks 2. Mia picks 1. Mia uses 4. Mia earns 6. How many nuts does Mia have?"
 END_OF_STEP = ("trainer_callback.py", "on_step_end")
-METRICS = ("files_entered", "lines_entered")
+METRICS = ("files_entered", "lines_entered", "lines_run")
 
 
 class Tracer:
@@ -39,7 +40,7 @@ class Tracer:
     def __init__(
         self, root: Path = ROOT, folders: tuple[str, ...] = FOLDERS, ends_at: tuple[str, str] | None = None
     ) -> None:
-        self.functions: dict[str, set[str]] = {}
+        self.functions: dict[str, set[CodeType]] = {}
         self._root, self._folders = root, folders
         self._ends_at, self._is_done = ends_at, False
         self._paths: dict[str, str | None] = {}
@@ -55,24 +56,29 @@ class Tracer:
         threading.setprofile(None)
 
     def counts(self) -> dict[str, Any]:
-        """`files_entered`, `lines_entered`, `functions_entered`, and the lines of each file in `files`."""
-        lines = {path: (self._root / path).read_text("utf-8").count("\n") for path in sorted(self.functions)}
+        """The three metrics, `functions_entered`, and all lines and the lines run of each file in `files`."""
+        files = {
+            path: ((self._root / path).read_text("utf-8").count("\n"), len(set().union(*map(_lines, run))))
+            for path, run in sorted(self.functions.items())
+        }
         return {
-            "files_entered": len(lines),
-            "lines_entered": sum(lines.values()),
+            "files_entered": len(files),
+            "lines_entered": sum(all_lines for all_lines, _ in files.values()),
+            "lines_run": sum(lines_run for _, lines_run in files.values()),
             "functions_entered": sum(map(len, self.functions.values())),
-            "files": lines,
+            "files": files,
         }
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if self._is_done:
             return
-        # Bodies of modules and classes are not optimized code; those of functions are.
-        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:
+        # Code of a function is optimized; that of a module or class is not, but for its comprehensions.
+        is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_qualname.startswith("<")
+        if event == "call" and is_function:
             path = self._path(code.co_filename)
             if path is not None:
-                self.functions.setdefault(path, set()).add(f"{code.co_qualname}:{code.co_firstlineno}")
+                self.functions.setdefault(path, set()).add(code)
         elif event == "return" and self._ends_at is not None:
             file, function = self._ends_at
             self._is_done = code.co_name == function and code.co_filename.endswith(file)
@@ -86,6 +92,14 @@ class Tracer:
             is_traced = relative is not None and relative.parts[0] in self._folders
             self._paths[name] = relative.as_posix() if relative is not None and is_traced else None
         return self._paths[name]
+
+
+def _lines(code: CodeType) -> range:
+    """Numbers of the lines of a function with its decorators, or of a lambda or a generator expression."""
+    if code.co_name.startswith("<"):
+        return range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1)
+    source, first = inspect.getsourcelines(code)
+    return range(first, first + len(source))
 
 
 def arguments_of(name: str, folder: Path) -> list[str]:
@@ -122,8 +136,8 @@ def measure(arguments: list[str]) -> int:
         subprocess.run(run, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         found = json.loads(result.read_text("utf-8"))
     if options["files"] == "true":
-        for path, lines in found["files"].items():
-            print(f"{lines:5} {path}")
+        for path, (all_lines, lines_run) in found["files"].items():
+            print(f"{all_lines:5} {lines_run:5} {path}")
     print(f"{name}: " + ", ".join(f"{found[key]:,} {key}" for key in (*METRICS, "functions_entered")))
     if options["record"] == "true":
         rows = [
