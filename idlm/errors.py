@@ -7,11 +7,8 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 MAX_NAMED = 8
-HIDDEN = ("Cc", "Cf", "Cs")
-"""Categories of Unicode: controls, formats (such as the direction of writing) and halves of pairs."""
 ROOT = Path(__file__).resolve().parents[1]
 """The clone; of an installed wheel, the folder of all packages."""
 
@@ -29,12 +26,6 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Of what it was made: processes of a pool send exceptions."""
         return partial(type(self), fix=self.fix), (self.code, self.message)
-
-
-def printable(text: str) -> str:
-    """Return a text for a terminal: characters that control it, which files may hold, are escaped."""
-    escaped = (char if char in "\n\t" or category(char) not in HIDDEN else ascii(char)[1:-1] for char in text)
-    return "".join(escaped)
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
 from idlm.cli.help import CommandHelp, print_help
-from idlm.cli.imports import importing, leave_out_unused
 
 if TYPE_CHECKING:
     from idlm.train.pipeline import Outcome
@@ -57,8 +56,8 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
         # Checked before torch is imported. The dry run lists these with all other problems.
         refuse_problems(missing_keys(config))
     if config.train.sizes == "auto":
-        with importing():
-            leave_out_unused()
+        with command.importing():
+            command.leave_out_unused()
             from idlm.train.planning.sizes import with_sizes
 
         config = with_sizes(config)
@@ -66,8 +65,8 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
     console = Console()
     if config.dry_run:
-        with importing():
-            leave_out_unused()
+        with command.importing():
+            command.leave_out_unused()
             from idlm.train.planning.dry_run import dry_run
 
         if rank() == 0:
@@ -76,7 +75,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
     if num_processes() == 1:
         # Importing the rest of training takes seconds.
-        with importing():
+        with command.importing():
             from idlm.train.check import check_config
             from idlm.train.checkpoint.resume import finished_text
 
@@ -86,8 +85,8 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
             return 0
 
-    with importing():
-        leave_out_unused()
+    with command.importing():
+        command.leave_out_unused()
         from idlm.train.pipeline import run_training
 
     if sampler is None and (config.report.enabled or config.eval.num_prompts):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainingArguments
 
-from idlm.cli.imports import absent
+from idlm.cli.command import absent
 from idlm.devices import host_memory, is_out_of_memory, require_gpu
 from idlm.log import num_local_processes, num_processes, rank
 from idlm.train.arguments import (

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from idlm.cli.imports import importing
+from idlm.cli.command import importing
 from idlm.cli.progress import Progress
 from idlm.contracts import Completion, SamplingParams
 

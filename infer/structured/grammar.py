@@ -27,8 +27,6 @@ from idlm.infer.structured.schemas import JSON_OPTIONS, answer_rules, read_warni
 from idlm.infer.structured.vocabulary import Vocabulary
 from idlm.log import get_logger
 
-LOG = get_logger(__name__)
-
 STACK_BYTES = 1 << 29
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
@@ -200,7 +198,7 @@ class GrammarCompiler:
             compiled = str(error)
         if isinstance(compiled, Grammar):
             if compiled.notes:
-                LOG.warning("constraint: %s", "; ".join(compiled.notes))
+                get_logger(__name__).warning("constraint: %s", "; ".join(compiled.notes))
             if not self._budget.is_short:
                 self._thread.submit(self._add_peers, constraint, compiled.peers, self._seconds)
             return compiled

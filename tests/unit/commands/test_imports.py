@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from idlm.cli.imports import absent
+from idlm.cli.command import absent
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = """
 import gc
 from importlib.util import find_spec
-from idlm.cli import imports
-from idlm.cli.imports import UNUSED, importing, leave_out_unused
+from idlm.cli import command
+from idlm.cli.command import UNUSED, importing, leave_out_unused
 
-imports.owns_process = True
+command.owns_process = True
 with importing():
     assert not gc.isenabled()
     leave_out_unused()

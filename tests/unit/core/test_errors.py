@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 
-from idlm.errors import UserError, printable
+from idlm.cli.command import printable
+from idlm.errors import UserError
 
 
 def test_a_copy_keeps_its_parts() -> None:
