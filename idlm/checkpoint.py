@@ -1,4 +1,5 @@
-"""Checks a published checkpoint directory by its sha256 manifest, and reads its JSON files.
+"""Checks a published checkpoint directory by its sha256 manifest, reads its JSON files, and refuses keys of a
+model's config.json that may change the forward pass and that no code here reads.
 
 `idlm/publish.py` writes such directories. Layout while publishing: `.<name>.staging-XXXX/{lock, files/}`."""
 
@@ -10,8 +11,9 @@ import glob
 import hashlib
 import json
 import os
+import re
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -29,6 +31,21 @@ MODEL_CARD, LICENSE = "README.md", "LICENSE"
 FOR_PEOPLE = (MODEL_CARD, LICENSE)
 """Files that people write and edit: a changed one does not damage a checkpoint, and is never replaced."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SUSPECT = re.compile(
+    r"expert|moe|rout|topk|window|scal(e|ing)|multiplier|softcap|token_?(ids?|idx|index|offset)(_|$)"
+)
+"""Words in the names of keys that may change the forward pass; other unknown keys pass. Two published models
+may share architecture strings and tensor names and differ only in such a key."""
+READ = "read"
+OF_THE_TOKENIZER = "the files of the tokenizer define the tokens of a text"
+COMMON_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "eos_token_id", "mask_token_id"), READ),
+    **dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers"), READ),
+    **dict.fromkeys((f"{name}_token_id" for name in ("bos", "pad", "unk", "sep", "cls")), OF_THE_TOKENIZER),
+}
+"""Keys that any model's config may have: `READ`, or why the key is ignored."""
+HARMLESS_KEYS = {key for key, reason in COMMON_KEYS.items() if reason != READ}
+CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def recover(target: Path) -> None:
@@ -224,3 +241,55 @@ def sha256_of(paths: list[Path]) -> list[str]:
 
     with ThreadPoolExecutor(max_workers=HASHING_THREADS) as pool:
         return list(pool.map(digest, paths))
+
+
+def refuse_unknown_keys(
+    config: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    foreign: Mapping[str, str] | None = None,
+    source: str = "config.json",
+) -> None:
+    """Raise UserError IDLM-0618 for keys that are not `known` and may change the computation, in nested
+    sections too; a key that is null, false or empty enables nothing. `foreign`: keys of published models that
+    share the architecture strings but compute something else, and the names of the models."""
+    unknown = dict(_suspects(config, {*known, *COMMON_KEYS}))
+    if not unknown:
+        return
+    listed = ", ".join(f"{key}={value!r:.60}" for key, value in unknown.items())
+    models = " or ".join(dict.fromkeys(name for key, name in (foreign or {}).items() if key in unknown))
+    raise UserError(
+        "IDLM-0618",
+        f"{source} has keys that change what a model computes and that this version does not know: {listed}"
+        + f"; this is {models}, which this version does not support" * bool(models),
+        fix="use another checkpoint; take a key out of config.json only if the model computes the same "
+        "without it",
+    )
+
+
+def _suspects(
+    section: Mapping[str, Any], known: Collection[str], path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of unknown suspect keys, also of nested sections that no code here reads."""
+    for key, value in section.items():
+        if key in known or value is None or value is False or value in ("", [], {}):
+            continue
+        if SUSPECT.search(key.lower()) or SUSPECT.search(CAMEL.sub("_", key).lower()):
+            yield path + key, value
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield from _suspects(item, HARMLESS_KEYS, f"{path}{key}.")
+
+
+def refuse_impossible_counts(
+    counts: Mapping[str, Any], num_tensors: int, *, source: str = "config.json"
+) -> None:
+    """Raise UserError IDLM-0603 for more layers or experts than tensors, before any loop runs over them."""
+    for key, value in counts.items():
+        if isinstance(value, int) and value > num_tensors:
+            raise UserError(
+                "IDLM-0603",
+                f"{source} says {key}={value}, and the weight files hold {num_tensors} tensors",
+                fix="use the config.json that belongs to these weights, and download all weight files",
+            )

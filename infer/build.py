@@ -30,8 +30,8 @@ from idlm.infer.memory.base import (
     runner_of,
 )
 from idlm.infer.models import fp8, moe
+from idlm.infer.models.base import ALONE, Shards
 from idlm.infer.models.loader import LoadedModel, load_outline, read_outline, slot_share
-from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts

@@ -17,12 +17,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from idlm.infer.request import Request
+from idlm.infer.request import Request, Waiting
 from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS
 from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
-from idlm.infer.waiting import Waiting
 
 STEPS_TO_RESTORE = 16
 PROMPT_SHARE = 1.25

@@ -24,7 +24,7 @@ from idlm.infer.distributed.messages import receive, send
 from idlm.infer.distributed.rank import describe
 from idlm.infer.distributed.worker_loop import worker_loop
 from idlm.infer.engine import Engine
-from idlm.infer.models.shards import Shards
+from idlm.infer.models.base import Shards
 from idlm.infer.settings import check_options
 
 LONGEST_WAIT = timedelta(seconds=60)

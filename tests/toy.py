@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from idlm.infer.models.base import ALONE, Shards
 from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
-from idlm.infer.models.shards import ALONE, Shards
 from idlm.semantics import Semantics
 from tests.small_tokenizers import save_byte_level
 

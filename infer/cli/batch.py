@@ -16,9 +16,16 @@ from idlm.cli.progress import Progress
 from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
-from idlm.infer.cli.config import EngineArguments, GenerateConfig, check_printed, require_tokenizer
+from idlm.infer.cli.config import (
+    EngineArguments,
+    GenerateConfig,
+    Tally,
+    check_printed,
+    engine_name,
+    print_stream,
+    require_tokenizer,
+)
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
-from idlm.infer.cli.progress import Tally, engine_name, print_stream
 from idlm.infer.cli.prompts import (
     PromptLine,
     check_prompts,

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig, check_printed, check_text, read_arguments, require_tokenizer
-from idlm.infer.cli.progress import print_stream
+from idlm.infer.cli.config import (
+    GenerateConfig,
+    check_printed,
+    check_text,
+    print_stream,
+    read_arguments,
+    require_tokenizer,
+)
 
 
 def main() -> int:

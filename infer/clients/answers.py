@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import require_tokenizer
-from idlm.infer.cli.progress import engine_name
+from idlm.infer.cli.config import engine_name, require_tokenizer
 from idlm.infer.cli.prompts import check_system
 from idlm.text.tokenizer import encode_messages
 

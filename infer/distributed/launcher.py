@@ -33,7 +33,7 @@ from idlm.errors import UserError
 from idlm.infer.build import build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.distributed.worker_loop import digest
-from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.models.base import ALONE, Shards
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult

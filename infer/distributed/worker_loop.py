@@ -11,7 +11,7 @@ import torch
 
 from idlm.infer.build import build
 from idlm.infer.distributed.messages import Message, schedule_from_message
-from idlm.infer.models.shards import Shards
+from idlm.infer.models.base import Shards
 from idlm.infer.request import Request
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.settings import check_options

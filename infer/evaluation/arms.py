@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from idlm.config.compose import parse_value
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments
-from idlm.infer.cli.progress import engine_name
+from idlm.infer.cli.config import EngineArguments, engine_name
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.semantics import Semantics
 

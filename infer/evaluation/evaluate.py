@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EngineArguments, read_arguments
+from idlm.infer.cli.config import EngineArguments, engine_name, read_arguments
 from idlm.infer.cli.output import answer_file, exclusive_output
-from idlm.infer.cli.progress import engine_name
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.evaluation.arms import AUTO, read_arms, run_arms
 from idlm.infer.evaluation.config import EvaluateConfig

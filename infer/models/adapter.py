@@ -13,9 +13,8 @@ from torch import nn
 from idlm.checkpoint import ADAPTER_CONFIG, verify
 from idlm.errors import UserError, some_of
 from idlm.infer.models import weights
-from idlm.infer.models.base import TensorNames
+from idlm.infer.models.base import ALONE, TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
-from idlm.infer.models.shards import ALONE
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics

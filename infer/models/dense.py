@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
-from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.models.base import ALONE, KVAccess, ModelSpec, Shards, TensorNames
 from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from idlm.errors import MAX_NAMED, UserError
 from idlm.infer.models import weights
-from idlm.infer.models.base import ModelSpec, TensorNames
+from idlm.infer.models.base import ModelSpec, Shards, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
 from idlm.infer.models.moe import refuse
-from idlm.infer.models.shards import Shards
 from idlm.kernels.linear import Fp8Weight, quantise_fp8
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")

@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import is_adapter, read_json, recover, verify
+from idlm.checkpoint import (
+    is_adapter,
+    read_json,
+    recover,
+    refuse_impossible_counts,
+    refuse_unknown_keys,
+    verify,
+)
 from idlm.config.suggest import did_you_mean
-from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_adapter
-from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
+from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
 from idlm.infer.models.rope import extended
-from idlm.infer.models.shards import ALONE, Shards
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 

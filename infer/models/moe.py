@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from idlm.errors import UserError
-from idlm.infer.models.base import ModelSpec, MoeSpec, TensorNames
+from idlm.infer.models.base import ALONE, ModelSpec, MoeSpec, Shards, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, Rows, WeightTarget, empty_weight, target_of
-from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.experts import experts, route
 from idlm.kernels.linear import Linears
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import runs_kernels
-from idlm.kernels.library import library_linear
+from idlm.kernels.backend import library_linear, runs_kernels
 
 MAX_PARTS = 3
 

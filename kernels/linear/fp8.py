@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import FP8
-from idlm.kernels.library import library_linear
+from idlm.kernels.backend import FP8, library_linear
 
 LARGEST = 448.0
 MANTISSA = 0x7FFFFF

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import computes, has_pdl
+from idlm.kernels.backend import computes, has_pdl, library_linear
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
-from idlm.kernels.library import library_linear
 from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.swiglu import swiglu
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.backend import INTERPRETED
-from idlm.kernels.library import library_linear
+from idlm.kernels.backend import INTERPRETED, library_linear
 from idlm.kernels.linear_cross_entropy.op import chunk_rows as even_chunk_rows
 from idlm.kernels.masked_logits.types import Proposals
 from idlm.kernels.sampling import entropy as entropy_of

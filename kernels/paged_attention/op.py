@@ -59,6 +59,8 @@ def plan_attention(
 ) -> Plan:
     """Plan one step by a back end without `problems`. Only "triton" needs `shape`; `launch`: its launch
     parameters (`choice.Launch`)."""
+    is_whole = rows.listed_B is None or (rows.starts_B is not None and rows.num_listed > 0)
+    assert is_whole, f"listed_B needs starts_B and the width of lists: {rows.num_listed=}"
     return _module(backend).plan(rows, shape, deterministic=deterministic, launch=launch)
 
 

@@ -42,10 +42,6 @@ class AttentionRows:
     num_listed: int = 0
     """C, the width of the lists."""
 
-    def __post_init__(self) -> None:
-        is_whole = self.listed_B is None or (self.starts_B is not None and self.num_listed > 0)
-        assert is_whole, f"listed_B needs starts_B and the width of lists: {self.num_listed=}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeBlock:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.progress import Tally
+from idlm.infer.cli.config import Tally
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.memory import base as caching
 from idlm.infer.models import dense, fp8
-from idlm.infer.models.shards import Shards
+from idlm.infer.models.base import Shards
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.kernels.linear import Fp8Weight, dequantised, quantise_fp8

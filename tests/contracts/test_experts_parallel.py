@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from idlm.infer.models import weights
+from idlm.infer.models.base import Shards
 from idlm.infer.models.moe import MoeLayer
-from idlm.infer.models.shards import Shards
 from tests.contracts.engines import assert_idle, build_engine, clear_answers, greedy
 from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada2_bare, llada22, sdar_moe
 from tests.ranks import group_engine, group_of_threads

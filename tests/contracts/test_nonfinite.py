@@ -16,8 +16,8 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
-from idlm.kernels import library
-from idlm.kernels.library import library_linear
+from idlm.kernels import backend as library
+from idlm.kernels.backend import library_linear
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
     MASK_ID,

@@ -19,7 +19,7 @@ from idlm.errors import UserError
 from idlm.infer.distributed import launcher as groups
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
 from idlm.infer.engine import Engine
-from idlm.infer.models.shards import Shards
+from idlm.infer.models.base import Shards
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.semantics import Semantics

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from idlm.checkpoint import read_json, verify
-from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
+from idlm.checkpoint import read_json, refuse_impossible_counts, refuse_unknown_keys, verify
 from idlm.errors import UserError, some_of
 from idlm.log import rank
 from idlm.text.tokenizer import check_vocabulary

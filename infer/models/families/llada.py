@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from idlm.config_keys import READ
+from idlm.checkpoint import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
 from idlm.infer.models.config import UNBOUNDED, ConfigReader, dense_spec, standard
 from idlm.semantics import Semantics

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from idlm.config_keys import READ
+from idlm.checkpoint import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
 from idlm.infer.models.config import MAX_COUNT, UNBOUNDED, ConfigReader, dense_spec, standard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from idlm.config_keys import READ
+from idlm.checkpoint import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
 from idlm.infer.models.config import MAX_COUNT, ConfigReader, dense_spec
 

@@ -15,8 +15,8 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from idlm.infer.models.base import Shards
 from idlm.infer.models.dense import DenseTrunk
-from idlm.infer.models.shards import Shards
 from idlm.infer.mosaic.canvas_ops import CanvasRows
 from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import Plan, plan_template

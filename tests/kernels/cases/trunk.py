@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.backend import has_pdl, library_linear, runs_kernels
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
-from idlm.kernels.library import library_linear
 from idlm.kernels.linear import Fp8Weight, Linears, dequantised, linear, linear_swiglu, quantise_fp8
 from idlm.kernels.linear.launch import Launch, make_workspace, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache

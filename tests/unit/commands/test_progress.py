@@ -21,7 +21,7 @@ from rich.console import Console
 from idlm.cli.progress import Progress, remaining
 from idlm.contracts import Completion
 from idlm.infer.cli.batch import AnswerProgress
-from idlm.infer.cli.progress import loading
+from idlm.infer.cli.config import loading
 from idlm.infer.engine import StreamEvent
 from idlm.train.loop.metrics import describe
 from idlm.train.loop.progress import _new_bar

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.config_keys import COMMON_KEYS, SUSPECT, refuse_impossible_counts
+from idlm.checkpoint import COMMON_KEYS, SUSPECT, refuse_impossible_counts
 from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.models.base import FAMILIES

@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterable
 
 from idlm.contracts import SamplingParams
-from idlm.infer.request import Request, Turn
-from idlm.infer.waiting import Waiting
+from idlm.infer.request import Request, Turn, Waiting
 
 
 def request(name: str, index: int = 0, *, client: str = "", priority: int = 0, user: str = "") -> Request:

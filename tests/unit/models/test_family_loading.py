@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.models import fp8, weights
-from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.base import FAMILIES, Shards
 from idlm.infer.models.dense import weight_targets
 from idlm.infer.models.loader import make_trunk
-from idlm.infer.models.shards import Shards
 from idlm.semantics import Semantics
 from tests.numerics import full_reference
 from tests.numerics.llada2_reference import CONFIG as LLADA2
