@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from idlm.errors import UserError
 from idlm.files.disk import MANIFEST
-from idlm.files.paths import read_file
 
 T = TypeVar("T")
 
@@ -30,6 +29,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CARD, LICENSE = "README.md", "LICENSE"
 FOR_PEOPLE = (MODEL_CARD, LICENSE)
 """Files that people write and edit: a changed one does not damage a checkpoint, and is never replaced."""
+MAX_WHOLE_FILE = 1 << 27
+"""Bytes of the largest file of a checkpoint that is read whole; those of large tokenizers have a quarter."""
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SUSPECT = re.compile(
     r"expert|moe|rout|topk|window|scal(e|ing)|multiplier|softcap|token_?(ids?|idx|index|offset)(_|$)"
@@ -141,6 +142,22 @@ def _index(directory: Path) -> dict[str, Path]:
                 fix="do not use this checkpoint unless you know where it comes from",
             )
     return {tensor: directory / name for tensor, name in weight_map.items()}
+
+
+def check_file(path: str | Path) -> None:
+    """Raise OSError for a file that cannot be read whole: there is none, it is a pipe, a device or a folder,
+    or it has more than `MAX_WHOLE_FILE` bytes."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if found.st_size > MAX_WHOLE_FILE:
+        most = f"at most {MAX_WHOLE_FILE} are read"
+        raise OSError(errno.EINVAL, f"it has {found.st_size} bytes, {most}", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    check_file(path)
+    return path.read_bytes()
 
 
 def read_json(path: Path) -> dict[str, Any]:

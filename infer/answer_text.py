@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from idlm.contracts import SamplingParams
-from idlm.text.detokenizer import Detokenizer
 from idlm.text.templates import all_template_text
 from idlm.text.thoughts import CLOSE, ThoughtReader, is_opened
-from idlm.text.tokenizer import hidden_token_ids
+from idlm.text.tokenizer import Detokenizer, hidden_token_ids
 
 FIRST_MARK, NUM_MARKS = 0xD800, 0x800
 """Half surrogates, which no text has, stand for tokens."""

@@ -22,8 +22,7 @@ from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
-from idlm.text.detokenizer import answer_text
-from idlm.text.tokenizer import encode_prompts
+from idlm.text.tokenizer import answer_text, encode_prompts
 
 Prompt = str | Sequence[int]
 

@@ -16,7 +16,6 @@ import yaml
 from idlm.config import schema as schemas
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.files.paths import expand_home
 
 T = TypeVar("T")
 CONF_DIR = Path(__file__).parents[1] / "conf"
@@ -155,7 +154,7 @@ def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
 
 def _file(given: str) -> Path:
     try:
-        return Path(expand_home(given))
+        return Path(schemas.expand_home(given))
     except ValueError as error:
         raise UserError("IDLM-0104", f"there is no file {given}: {error}", fix="check the path") from error
 

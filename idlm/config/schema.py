@@ -8,6 +8,7 @@ when imported."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +17,6 @@ from typing import Any, Literal
 
 from idlm.config.suggest import ALIASES, absent, nearest
 from idlm.errors import UserError
-from idlm.files.paths import expand_home
 
 ITEM = "*"
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -31,6 +31,15 @@ def option(text: str, default: Any, *, is_path: bool = False, reset_by: Sequence
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def expand_home(path: str) -> str:
+    """Return the path with a leading `~` or `~user` replaced by that home. ValueError where no such home is
+    known, else a mistyped name would become a new folder."""
+    expanded = os.path.expanduser(path)
+    if expanded == path and path.startswith("~"):
+        raise ValueError(f"{path.split('/')[0]} is the home of no known user; write ./{path} for such a name")
+    return expanded
 
 
 def fields_of(schema: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:

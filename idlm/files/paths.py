@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import io
 import json
 import lzma
-import os
-import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,43 +21,21 @@ DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 PACKINGS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd"}
 """Endings of compressed files, and how their content begins. No JSON begins so."""
 BOM = b"\xef\xbb\xbf"
-MAX_WHOLE_FILE = 1 << 27
-"""Bytes of the largest file of a checkpoint that is read whole; those of large tokenizers have a quarter."""
 
 
-def expand_home(path: str) -> str:
-    """Return the path with a leading `~` or `~user` replaced by that home. ValueError where no such home is
-    known, else a mistyped name would become a new folder."""
-    expanded = os.path.expanduser(path)
-    if expanded == path and path.startswith("~"):
-        raise ValueError(f"{path.split('/')[0]} is the home of no known user; write ./{path} for such a name")
-    return expanded
+def path_error(code: str, path: str | Path, error: OSError, *, fix: str) -> UserError:
+    """The UserError `code` about `path`, or about the related file that failed."""
+    failed = str(path if error.filename is None else error.filename)
+    return UserError(code, f"cannot open {failed!r}: {error.strerror}", fix=fix)
 
 
 @contextmanager
 def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[None]:
-    """Inside, an OSError raises the UserError `code` about `path`, or about the related file that failed."""
+    """Inside, an OSError raises `path_error`."""
     try:
         yield
     except OSError as error:
-        failed = str(path if error.filename is None else error.filename)
-        raise UserError(code, f"cannot open {failed!r}: {error.strerror}", fix=fix) from error
-
-
-def check_file(path: str | Path) -> None:
-    """Raise OSError for a file that cannot be read whole: there is none, it is a pipe, a device or a folder,
-    or it has more than `MAX_WHOLE_FILE` bytes."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if found.st_size > MAX_WHOLE_FILE:
-        most = f"at most {MAX_WHOLE_FILE} are read"
-        raise OSError(errno.EINVAL, f"it has {found.st_size} bytes, {most}", str(path))
-
-
-def read_file(path: Path) -> bytes:
-    check_file(path)
-    return path.read_bytes()
+        raise path_error(code, path, error, fix=fix) from error
 
 
 def packing(file: BinaryIO, path: Path) -> str | None:

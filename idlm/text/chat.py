@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from idlm.errors import UserError
 from idlm.text.left_out import Piece, left_out
-from idlm.text.templates import marks_answers
+from idlm.text.templates import Message, marks_answers
 from idlm.text.thoughts import split_prefill, thought_of
-from idlm.text.tokenizer import Message, encode_text, plain_text, special_token_ids
+from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
 from idlm.text.turns import Template
 
 TRAILING = "turns behind the last trained answer are left out"

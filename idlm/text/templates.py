@@ -1,4 +1,4 @@
-"""Chat templates as text: their files, which of several renders a conversation, the date that one writes."""
+"""Chat templates: their files, the text of a conversation by one of them, and the date that one writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from idlm.checkpoint import check_file
 from idlm.errors import UserError
-from idlm.files.paths import check_file
 
 _SWITCHES = tuple(
     re.compile(rf"\{{%[^%]*(?<![\w.'\"])({name})(?![\w'\"])") for name in ("enable_thinking", "thinking")
@@ -23,6 +23,16 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 """Where a tokenizer keeps templates beside its first one, as *.jinja."""
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 DEFAULT, TOOL_USE = "default", "tool_use"
+_TAKEN_NAMES = frozenset(
+    (
+        *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"),
+    )
+)
+"""What transformers itself passes to a template."""
+
+Message = Mapping[str, Any]
 
 
 def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -47,6 +57,72 @@ def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> st
             f"default, or give it the name {DEFAULT!r} where it is listed",
         )
     return str(template[name])
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    open_turn: bool,
+    enable_thinking: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the text of a conversation; with `open_turn` it ends where the assistant's turn begins. `tools`
+    that the assistant may call: JSON schemas of functions, as OpenAI writes them. `template_kwargs`: further
+    names that the template sees.
+
+    Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages."""
+    template = template_text(tokenizer, tools)
+    if not messages:
+        return ""
+    extra = template_names(template, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
+    try:
+        text: str = tokenizer.apply_chat_template(
+            known_roles(template, messages), tokenize=False, add_generation_prompt=open_turn, **extra
+        )
+    # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0217",
+            f"the chat template refuses {[message.get('role') for message in messages]}: {error}",
+            fix="give messages with the roles and fields that this model's template knows",
+        ) from error
+    return text
+
+
+def template_names(
+    template: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    enable_thinking: bool | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what a template sees beside the messages, `enable_thinking` under the name that it has there.
+    UserError IDLM-0217 for names that are not free."""
+    extra: dict[str, Any] = dict(template_kwargs or {})
+    taken = sorted(extra.keys() & _TAKEN_NAMES)
+    if taken:
+        raise UserError(
+            "IDLM-0217",
+            f"an argument of the chat template has the name {taken[0]!r}, which transformers uses itself",
+            fix="leave it out",
+        )
+    if enable_thinking is not None:
+        extra[thinking_switch(template) or "enable_thinking"] = enable_thinking
+    if tools:
+        extra["tools"] = [dict(tool) for tool in tools]
+    return extra
+
+
+def known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages; for a template that does not know developers, these speak as the system."""
+    plain = [dict(message) for message in messages]
+    if "developer" not in template:
+        for message in plain:
+            if message.get("role") == "developer":
+                message["role"] = "system"
+    return plain
 
 
 def all_template_text(tokenizer: Any) -> str:

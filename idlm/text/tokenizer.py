@@ -1,4 +1,5 @@
-"""Text to token ids: tokenizer files, special and stop ids, and prompts through the chat template.
+"""Text to token ids and back: tokenizer files, special and stop ids, prompts through the chat template, and
+the text of an answer, whole or piece by piece.
 
 This is the only module that loads transformers' tokenizers; it does so lazily, offline and without remote
 code. A checkpoint without tokenizer files is valid everywhere: its tokenizer is None and callers use token
@@ -8,19 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
 from idlm.text.split_tokens import SplitTokens, restored, written_marks
-from idlm.text.templates import (
-    TEMPLATE_FILES,
-    all_template_text,
-    template_text,
-    thinking_switch,
-    unusable_files,
-)
+from idlm.text.templates import TEMPLATE_FILES, Message, all_template_text, render, unusable_files
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,19 +39,13 @@ MAX_CHARS_PER_TOKEN = 256
 USUAL_CHARS_PER_TOKEN, PIECE_CHARS = 16, 1 << 14
 """Texts with more characters per allowed token are encoded in pieces first, of so many characters."""
 
-_TAKEN_NAMES = frozenset(
-    (
-        *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"),
-    )
-)
-
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tags in an answer that its readers look for."""
 _LINE = "\n"
-
-Message = Mapping[str, Any]
+REPLACEMENT = "\ufffd"
+MAX_BYTES = 4
+"""Largest number of bytes of a character, and so of tokens that it is split over."""
+CHUNK = 64
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -72,15 +61,9 @@ def load_tokenizer(path: Path | str) -> Any:
     present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     if not present:
         return None
-    unusable = unusable_files(directory, TOKENIZER_FILES)
-    if unusable:
-        raise UserError(
-            "IDLM-0203",
-            f"the tokenizer files in {directory} cannot be loaded: {'; '.join(unusable)}",
-            fix="copy the original checkpoint's tokenizer files into the folder again",
-        )
-
     try:
+        if unusable := unusable_files(directory, TOKENIZER_FILES):
+            raise ValueError("; ".join(unusable))
         tokenizer = _tokenizer_class(directory).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
@@ -166,9 +149,8 @@ def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
 def stop_token_ids(
     tokenizer: Any, generation_config: Mapping[str, Any] | None, *, source: str = "generation_config.json"
 ) -> tuple[int, ...]:
-    """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos.
-    Either argument may be None; `generation_config` is the content of the file `source`. Raises `UserError`
-    IDLM-0216 when `eos_token_id` is neither an id nor a list."""
+    """Return the ids that end a response, sorted: those of `generation_config`, the content of the file
+    `source`, and the tokenizer's eos. UserError IDLM-0216 for an `eos_token_id` that is no id and no list."""
     given = (generation_config or {}).get("eos_token_id")
     listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     wrong = [value for value in listed if not isinstance(value, int) or isinstance(value, bool) or value < 0]
@@ -200,7 +182,7 @@ def encode_prompts(
     is_bare, texts = template == "none" or not tokenizer.chat_template, list(prompts)
     if not is_bare:
         turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
-        texts = [render(tokenizer, turn, open_turn=True, enable_thinking=None) for turn in turns]
+        texts = [render(tokenizer, turn, open_turn=True) for turn in turns]
     for text in texts:
         check_size(tokenizer, text, max_tokens)
     return encode_bare(tokenizer, texts) if is_bare else _encode_each(tokenizer, texts)
@@ -216,12 +198,10 @@ def encode_messages(
     max_tokens: int | None = None,
     split_special_tokens: bool = False,
 ) -> list[int]:
-    """Return the ids of a conversation that the assistant is to continue.
-
-    The template gets `enable_thinking` unless it is None, and `template_kwargs`. With `split_special_tokens`
-    only the template's own special tokens and marks of turns are tokens; those that messages, tools and
-    `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens`
-    as in `encode_prompt`."""
+    """Return the ids of a conversation that the assistant is to continue. With `split_special_tokens` only
+    the template's own special tokens and marks of turns are tokens; those that messages, tools and
+    `template_kwargs` spell are text. Errors are those of `render`, and UserError IDLM-0240; `max_tokens` as
+    in `encode_prompt`."""
 
     def rendered(given: Any) -> str:
         messages, tools, extra = given
@@ -242,19 +222,16 @@ def encode_messages(
 
 @functools.lru_cache(maxsize=4)
 def _splitter(tokenizer: Any, template: str) -> SplitTokens:
-    rendered = functools.partial(render, tokenizer, open_turn=True, enable_thinking=None)
+    rendered = functools.partial(render, tokenizer, open_turn=True)
     marks = written_marks(tokenizer, template, rendered, tags=TAGS)
     return SplitTokens(tokenizer, special_token_ids(tokenizer) | marks, hidden_token_ids(tokenizer) | marks)
 
 
 def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
-    """Raise UserError IDLM-0412, before encoding, for a text that `max_tokens` tokens cannot hold; None
-    allows any.
-
-    Encoding a text of 100 MB takes minutes and gigabytes. No token holds more characters than the longest of
-    the vocabulary, except that a tokenizer may merge a run of unknown characters or of spaces into one token:
-    such tokens may hold `MAX_CHARS_PER_TOKEN` on average. A text of few enough characters that are more than
-    usual is counted piece by piece, up to twice the tokens: the ends of pieces add few."""
+    """Raise UserError IDLM-0412 for a text that `max_tokens` tokens (None: any number) cannot hold, before
+    encoding, which takes minutes and gigabytes for 100 MB. No token holds more characters than the longest of
+    the vocabulary, but for merged runs of spaces or unknown characters (`MAX_CHARS_PER_TOKEN`). A text with
+    more than usual is counted piece by piece, up to twice the tokens: the ends of pieces add few."""
     if max_tokens is None or len(text) <= max_tokens * USUAL_CHARS_PER_TOKEN:
         return
     longest = MAX_CHARS_PER_TOKEN
@@ -278,41 +255,9 @@ def _has_more_tokens(tokenizer: Any, text: str, most: int) -> bool:
     return False
 
 
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    open_turn: bool,
-    enable_thinking: bool | None,
-    tools: Sequence[Mapping[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the text of a conversation; with `open_turn` it ends where the assistant's turn begins. `tools`
-    that the assistant may call: JSON schemas of functions, as OpenAI writes them. `template_kwargs`: further
-    names that the template sees.
-
-    Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages."""
-    template = template_text(tokenizer, tools)
-    if not messages:
-        return ""
-    extra = template_names(template, tools, enable_thinking=enable_thinking, template_kwargs=template_kwargs)
-    try:
-        text: str = tokenizer.apply_chat_template(
-            known_roles(template, messages), tokenize=False, add_generation_prompt=open_turn, **extra
-        )
-    # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
-    except Exception as error:
-        raise UserError(
-            "IDLM-0217",
-            f"the chat template refuses {[message.get('role') for message in messages]}: {error}",
-            fix="give messages with the roles and fields that this model's template knows",
-        ) from error
-    return text
-
-
 def encode_text(tokenizer: Any, text: str, *, after: str = "") -> list[int]:
-    """Return the ids of a text as it is, which goes on the text `after`: there, a tokenizer that begins each
-    text with a space (sentencepiece) adds none, except behind a special token."""
+    """Return the ids of a text that goes on the text `after`: there, a tokenizer that begins each text with a
+    space (sentencepiece) adds none, except behind a special token."""
     if after and text and _adds_space(tokenizer):
         ends = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
         end = max((end for end in ends if after.endswith(end)), key=len, default=_LINE)
@@ -328,40 +273,6 @@ def _adds_space(tokenizer: Any) -> bool:
     return line + alone != both
 
 
-def template_names(
-    template: str,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    enable_thinking: bool | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return what a template sees beside the messages, `enable_thinking` under the name that it has there.
-    UserError IDLM-0217 for names that are not free."""
-    extra: dict[str, Any] = dict(template_kwargs or {})
-    taken = sorted(extra.keys() & _TAKEN_NAMES)
-    if taken:
-        raise UserError(
-            "IDLM-0217",
-            f"an argument of the chat template has the name {taken[0]!r}, which transformers uses itself",
-            fix="leave it out",
-        )
-    if enable_thinking is not None:
-        extra[thinking_switch(template) or "enable_thinking"] = enable_thinking
-    if tools:
-        extra["tools"] = [dict(tool) for tool in tools]
-    return extra
-
-
-def known_roles(template: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages; for a template that does not know developers, these speak as the system."""
-    plain = [dict(message) for message in messages]
-    if "developer" not in template:
-        for message in plain:
-            if message.get("role") == "developer":
-                message["role"] = "system"
-    return plain
-
-
 def added_prefix(tokenizer: Any) -> list[int]:
     """Return the ids that the tokenizer itself puts in front of a text, such as bos."""
     bare, whole = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
@@ -370,8 +281,7 @@ def added_prefix(tokenizer: Any) -> list[int]:
 
 
 def encode_bare(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each text, which is to go on: with what the tokenizer puts in front, such as bos, and
-    without what it puts behind."""
+    """Return the ids of each text, with what the tokenizer puts in front, such as bos, and nothing behind."""
     prefix = added_prefix(tokenizer)
     return [prefix + ids for ids in _encode_each(tokenizer, texts)]
 
@@ -379,3 +289,111 @@ def encode_bare(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 def _encode_each(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+class Detokenizer:
+    """Turns a stream of token ids into pieces of text; the cuts between calls make no difference.
+
+    If no character is broken, the text is what transformers decodes without special tokens, with spaces
+    unchanged. A character split over several tokens is held back until it is complete or can no longer become
+    so: each byte token that belongs to no character becomes one U+FFFD, where transformers replaces a whole
+    run of them, with characters before it that a stream could not take back. Ids without a token are dropped,
+    and hidden tokens unless `keeps_hidden`. A stream of n ids takes time in the order of n."""
+
+    def __init__(self, tokenizer: Any, *, keeps_hidden: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._dropped = frozenset() if keeps_hidden else hidden_token_ids(tokenizer)
+        # Decoding starts one settled group early, because some decoders strip the first token's space.
+        self._context: list[int] = []
+        self._before = ""
+        self._pending: list[int] = []
+        self._num_emitted = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next ids and return the text that is settled by them (often empty, never wrong)."""
+        kept = self.kept(token_ids)
+        return "".join(self._push_chunk(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
+
+    def flush(self) -> str:
+        """Return the text still held back; an incomplete character becomes U+FFFD."""
+        return self._settle(self._text(self._pending), len(self._pending)) if self._pending else ""
+
+    def kept(self, token_ids: Iterable[int]) -> list[int]:
+        """Return those of the ids that are text."""
+        given = list(token_ids)
+        # Look up each id once: a long answer has few different ids, and the look-up costs more than decoding.
+        asked = list(set(given) - self._dropped)
+        names = self._tokenizer.convert_ids_to_tokens(asked)
+        text_ids = {token_id for token_id, name in zip(asked, names, strict=True) if name is not None}
+        return [token_id for token_id in given if token_id in text_ids]
+
+    def _push_chunk(self, token_ids: list[int]) -> str:
+        """Decode many ids at once if no character is broken: the same result, and much faster."""
+        if len(token_ids) > 1 and self._before:
+            together = self._pending + token_ids
+            text = self._text(together)
+            if REPLACEMENT not in text:
+                self._pending = together
+                return self._settle(text, len(together))
+        return "".join(map(self._push_one, token_ids))
+
+    def _push_one(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._text(self._pending)
+        settled = text.rstrip(REPLACEMENT)
+        if len(settled) == len(text):
+            return self._settle(text, len(self._pending))
+        if len(settled) > self._num_emitted:
+            return self._emit_beginning(text, settled)
+        num_broken = self._num_broken()
+        if not num_broken:
+            return ""
+        delta = self._settle(self._text(self._pending[:num_broken]), num_broken)
+        rest = self._text(self._pending)
+        return delta if rest.endswith(REPLACEMENT) else delta + self._settle(rest, len(self._pending))
+
+    def _emit_beginning(self, text: str, settled: str) -> str:
+        """Return the newly `settled` start of the pending `text`, whose end is a broken character."""
+        delta = settled[self._num_emitted :]
+        # Only the last token is broken: the others need not be decoded again.
+        self._pending = self._pending[-1:]
+        self._num_emitted = len(self._text(self._pending)) - (len(text) - len(settled))
+        return delta
+
+    def _num_broken(self) -> int:
+        """Return how many of the pending ids, which end in a broken character, no later id can complete."""
+        cuts = range(1, len(self._pending))
+        for cut in cuts:
+            if not self._text(self._pending[cut:]).endswith(REPLACEMENT):
+                return cut
+        if len(self._pending) < MAX_BYTES:
+            return 0
+        # Every cut through a character breaks it once more.
+        halves = [self._text(self._pending[:cut]) + self._text(self._pending[cut:]) for cut in cuts]
+        return min(cuts, key=lambda cut: len(halves[cut - 1]))
+
+    def _settle(self, text: str, num_ids: int) -> str:
+        """Return the rest of the `text` of the first `num_ids` pending ids and remove them."""
+        delta = text[self._num_emitted :]
+        done, self._pending = self._pending[:num_ids], self._pending[num_ids:]
+        before = plain_text(self._tokenizer, done)
+        # A context must have text without a broken character at its end, to show whether later ids change it.
+        if not before.endswith(REPLACEMENT) and (before or not self._context):
+            self._context, self._before = done, before
+        self._num_emitted = max(self._num_emitted - len(text), 0)
+        return delta
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Return the text of ids after the context, or alone if they break a run of bytes at its end."""
+        text = plain_text(self._tokenizer, self._context + token_ids)
+        if self._context and not text.startswith(self._before):
+            return plain_text(self._tokenizer, token_ids)
+        return text[len(self._before) :]
+
+
+def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return the text that a stream of these ids gives, decoded in one call if no character is broken."""
+    detokenizer = Detokenizer(tokenizer)
+    kept = detokenizer.kept(token_ids)
+    text = plain_text(tokenizer, kept)
+    return text if REPLACEMENT not in text else detokenizer.push(kept) + detokenizer.flush()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from idlm.errors import UserError
-from idlm.text.templates import template_text, thinking_switch
+from idlm.text.templates import Message, known_roles, render, template_names, template_text, thinking_switch
 from idlm.text.thoughts import CLOSE, OPEN, after_prefill, is_closed, split_prefill, thought_of
-from idlm.text.tokenizer import Message, known_roles, render, special_token_ids, template_names
+from idlm.text.tokenizer import special_token_ids
 
 _WORD = "zqcontentqz"
 REFUSED = "IDLM-0217"
@@ -53,7 +53,6 @@ class Template:
             self.tokenizer,
             messages,
             open_turn=is_open,
-            enable_thinking=None,
             tools=self.tools,
             template_kwargs=self.names,
         )

@@ -15,7 +15,8 @@ from idlm.infer.cli.batch import AnswerRun, check_lines
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.extraction import strip_thinking
-from idlm.text.tokenizer import encode_bare, encode_text, render
+from idlm.text.templates import render
+from idlm.text.tokenizer import encode_bare, encode_text
 
 DEFAULT_MAX_TOKENS = 256
 """Of an answer, where neither the task nor the caller says it (lm-eval's default)."""
@@ -50,7 +51,7 @@ class EngineRequests:
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, open_turn: bool) -> str:
         """The text of a conversation by the tokenizer's chat template."""
         plain = [dict(message) for message in messages]
-        return render(self.engine.tokenizer, plain, open_turn=open_turn, enable_thinking=None)
+        return render(self.engine.tokenizer, plain, open_turn=open_turn)
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Answer each (context, settings of the task), of which `until` and the length count; the thinking is

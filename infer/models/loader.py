@@ -22,7 +22,7 @@ from idlm.checkpoint import (
 )
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.files.paths import translate_path_errors
+from idlm.files.paths import path_error
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, check_adapter, open_adapter
 from idlm.infer.models.base import ALONE, FAMILIES, Family, ModelSpec, Shards, TensorNames
@@ -122,8 +122,10 @@ def read_outline(
     `dtype` "auto" is the checkpoint's. `semantics` overrides idlm_config.json, `mask_token_id` the id in
     either, and `base` the path of an adapter's base. `rope_factor`: see `rope.extended` (None: the
     checkpoint's own rotation). Raises UserError (IDLM-0302, 0303, 0600 to 0619)."""
-    with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
+    try:
         directory, adapter = _open(Path(path), base, semantics)
+    except OSError as error:
+        raise path_error("IDLM-0600", path, error, fix="give another model= or base=") from error
     verify(directory, required=False)
     config = read_json(directory / "config.json")
     architecture, family = _family(config)

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
 from idlm.text.chat import conversation
-from idlm.text.tokenizer import Message
+from idlm.text.templates import Message
 from idlm.text.turns import Template
 
 

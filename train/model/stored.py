@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, tensors_by_name, weight_files
+from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, check_file, tensors_by_name, weight_files
 from idlm.errors import UserError, some_of
-from idlm.files.paths import check_file
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

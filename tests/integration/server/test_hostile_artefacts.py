@@ -20,7 +20,8 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.server import templates
 from idlm.infer.server.templates import TemplateProcess
-from idlm.text.tokenizer import load_tokenizer, render
+from idlm.text.templates import render
+from idlm.text.tokenizer import load_tokenizer
 from tests.integration.server import hostile
 from tests.integration.server.hostile import CANARY, TEMPLATES, Artefact, artefacts
 
@@ -159,8 +160,8 @@ def test_a_hostile_template_is_refused(tokenizer: Any, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "chat_template", TEMPLATES[name])
         with pytest.raises(UserError, match="IDLM-0217: the chat template refuses") as refusal:
-            render(tokenizer, messages, open_turn=True, enable_thinking=None)
+            render(tokenizer, messages, open_turn=True)
         check(refusal.value, "template")
     assert tokenizer.chat_template == good
-    assert "Hi" in render(tokenizer, messages, open_turn=True, enable_thinking=None)
+    assert "Hi" in render(tokenizer, messages, open_turn=True)
     assert not Path(CANARY).exists()

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from idlm.checkpoint import read_json, verify
+from idlm.checkpoint import MAX_WHOLE_FILE, read_json, verify
 from idlm.errors import UserError
-from idlm.files.paths import MAX_WHOLE_FILE
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.model.stored import read_generation_config
 

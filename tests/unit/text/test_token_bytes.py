@@ -11,9 +11,8 @@ import pytest
 from idlm.infer.server.messages import Event, Figures
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
-from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
-from idlm.text.tokenizer import encode_text, load_tokenizer
+from idlm.text.tokenizer import answer_text, encode_text, load_tokenizer
 from tests.small_tokenizers import TEXTS, save_byte_fallback, save_byte_level, save_tagged
 
 SAVERS = {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback, "tagged": save_tagged}
