@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import threading
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from unicodedata import category
 
 from idlm.errors import UserError
 
@@ -62,8 +62,8 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
 
 def printable(text: str) -> str:
     """Return a text for a terminal: characters that control it, which files may hold, are escaped."""
-    escaped = (char if char in "\n\t" or category(char) not in HIDDEN else ascii(char)[1:-1] for char in text)
-    return "".join(escaped)
+    is_shown = [char in "\n\t" or unicodedata.category(char) not in HIDDEN for char in text]
+    return "".join(char if shown else ascii(char)[1:-1] for char, shown in zip(text, is_shown, strict=True))
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
@@ -74,9 +74,9 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _print_warning(message: Warning | str, kind: type[Warning], *_: Any, **__: Any) -> None:
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Print only warnings for the user, without the position in the code."""
-    if issubclass(kind, UserWarning):
+    if issubclass(category, UserWarning):
         print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
