@@ -30,7 +30,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, FieldError, from_validation
-from idlm.infer.server.messages import EngineInfo, Event
+from idlm.infer.server.messages import AnswerEvent, EngineInfo
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.protocol.requests import CompletionRequest
 from idlm.infer.settings import EngineSettings
@@ -125,7 +125,7 @@ def params_of(request: Request, defaults: SamplingParams) -> SamplingParams:
     return body.params(defaults)
 
 
-def chunk_of(event: Event, num_prompt_tokens: int) -> Chunk:
+def chunk_of(event: AnswerEvent, num_prompt_tokens: int) -> Chunk:
     """An event in Dynamo's form."""
     chunk: Chunk = {"token_ids": event.token_ids, "index": 0}
     if event.logprobs:

@@ -14,7 +14,7 @@ from idlm.cli import command
 from idlm.cli.help import CommandHelp, print_help
 
 if TYPE_CHECKING:
-    from idlm.train.pipeline import Outcome
+    from idlm.train.pipeline import RunOutcome
     from idlm.train.report import Sampler
 
 TIME_UP_STATUS = 85
@@ -102,7 +102,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     return 0
 
 
-def _print_how_to_resume(console: Any, argv: list[str], outcome: Outcome) -> None:
+def _print_how_to_resume(console: Any, argv: list[str], outcome: RunOutcome) -> None:
     from idlm.log import num_processes
 
     kept = [argument for argument in argv if not argument.startswith("resume=")]

@@ -63,7 +63,7 @@ ASSUMED_BYTES_PER_SECOND = 200e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """`signal` stopped the run, or the end of its time; `saved_step` is that of its last save."""
 
     signal: int | None
@@ -73,7 +73,7 @@ class Outcome:
     report: Path | None = None
 
 
-def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None = None) -> Outcome:
+def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None = None) -> RunOutcome:
     """Train, export and report. Every rank of a distributed run calls this; rank 0 publishes and reports."""
     start = time.perf_counter()
     check_config(config)
@@ -102,14 +102,14 @@ def _run(
     console: Any,
     sampler: Sampler | None,
     start: float,
-) -> Outcome:
+) -> RunOutcome:
     require_same_config_everywhere(config)
     finished = from_rank_zero(lambda: finished_text(config)) if is_distributed() else None
     if finished is not None:
         # In a run of one process the command line has asked this before the imports of this file.
         if rank() == 0:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
-        return Outcome(signal=None, last_step=0)
+        return RunOutcome(signal=None, last_step=0)
     now = shape(config.train)
     checkpoint = from_rank_zero(lambda: choose_checkpoint(config, now))
     if checkpoint is not None and needs_resharding(now, checkpoint):
@@ -137,7 +137,7 @@ def _run(
             facts = {"num_gpus": args.world_size, "seconds": seconds}
             report = write_report(config, prepared, sampler, free=free, **facts)
         store_finished(config, num_steps=last_step)
-    return Outcome(signal=None, last_step=last_step, report=report)
+    return RunOutcome(signal=None, last_step=last_step, report=report)
 
 
 def write_report(
@@ -205,7 +205,7 @@ def train(
     console: Any,
     watchdog: Watchdog,
     sampler: Sampler | None,
-) -> tuple[Outcome, Callable[[], None]]:
+) -> tuple[RunOutcome, Callable[[], None]]:
     """Train until the last step or a stop; returns also what gives the memory of training back."""
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     loop, failed = config.train, True
@@ -248,7 +248,7 @@ def train(
         progress.close()
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
-    outcome = Outcome(
+    outcome = RunOutcome(
         signal=stop.received,
         last_step=trainer.state.global_step,
         saved_step=trainer.saved_step,

@@ -25,7 +25,7 @@ from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from benchmarks.stream import Timer, matmul_rate
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.launch import Launch, choose, grouped, plan_tiles
+from idlm.kernels.experts.launch import ExpertsLaunch, choose, grouped, plan_tiles
 from idlm.kernels.experts.op import plain_experts, plain_route
 from idlm.kernels.linear import Linears
 from idlm.kernels.swiglu import swiglu
@@ -73,7 +73,7 @@ class Layer:
     def rows(self, num: int) -> Tensor:
         return torch.randn(num, self.shape.width, device=self.device, dtype=BF16)
 
-    def ours(self, x_RD: Tensor, launch: Launch | None = None, pdl: bool | None = None) -> Tensor:
+    def ours(self, x_RD: Tensor, launch: ExpertsLaunch | None = None, pdl: bool | None = None) -> Tensor:
         """Our layer, as infer/models/moe.py runs it."""
         chosen, weights = route(self.linears.linear(x_RD, self.router), self.routing, pdl=pdl)
         return experts(x_RD, self.gate_up, self.down, chosen, weights, launch=launch, pdl=pdl)
@@ -105,7 +105,7 @@ class Layer:
         gate_up_PF = grouped_mm(x_PD, self.gate_up.transpose(1, 2), offsets_E)
         return grouped_mm(swiglu(gate_up_PF), self.down.transpose(1, 2), offsets_E)
 
-    def products(self, x_RD: Tensor, launch: Launch | None = None) -> Callable[[], Any]:
+    def products(self, x_RD: Tensor, launch: ExpertsLaunch | None = None) -> Callable[[], Any]:
         """Our two products with a given plan; they include SwiGLU and the gather of rows."""
         chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
         launch = launch or choose(len(x_RD), self.shape.num_chosen, self.shape.num_experts, BF16)

@@ -32,7 +32,7 @@ from idlm.kernels.linear import (
     quantise_fp8,
 )
 from idlm.kernels.linear.launch import (
-    Launch,
+    LinearLaunch,
     Workspace,
     few_rows_launch,
     fixed_launch,
@@ -64,7 +64,7 @@ class Bench:
         rows: int,
         weights: Sequence[Weight],
         plain: Sequence[Tensor],
-        launch: Launch,
+        launch: LinearLaunch,
     ) -> None:
         """Time our launch and cuBLAS in turns, and check ours on the first copy."""
         gated = self.shapes[name][2]
@@ -134,12 +134,12 @@ def shapes_of(model: dict[str, Any]) -> dict[str, tuple[int, int, bool]]:
     }
 
 
-def _call(weight: Weight, launch: Launch, gated: bool, space: Workspace, x_RD: Tensor) -> Tensor:
+def _call(weight: Weight, launch: LinearLaunch, gated: bool, space: Workspace, x_RD: Tensor) -> Tensor:
     op = linear_swiglu if gated else linear
     return op(x_RD, weight, launch=launch, workspace=space)
 
 
-def _is_right(weight: Weight, launch: Launch, gated: bool, space: Workspace, x_RD: Tensor) -> bool:
+def _is_right(weight: Weight, launch: LinearLaunch, gated: bool, space: Workspace, x_RD: Tensor) -> bool:
     """Whether the error against fp64 is at most 1.5 times that of torch, on the first and last outputs."""
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     picked = torch.arange(outputs, device="cuda")

@@ -146,7 +146,7 @@ class World:
         }
         return [f"{key}={value}" for key, value in values.items()]
 
-    def start(self, run: Path, plan: crashes.Plan | None = None) -> list[int]:
+    def start(self, run: Path, plan: crashes.CrashPlan | None = None) -> list[int]:
         run.mkdir(exist_ok=True)
         return crashes.start(
             self.arguments(run),
@@ -156,24 +156,24 @@ class World:
             log=run / "log.txt",
         )
 
-    def run(self, run: Path, plan: crashes.Plan | None = None) -> dict[int, int]:
+    def run(self, run: Path, plan: crashes.CrashPlan | None = None) -> dict[int, int]:
         """Run once to the end."""
         return crashes.wait(self.start(run, plan), seconds=RUN_SECONDS)
 
     def log(self, run: Path) -> str:
         return (run / "log.txt").read_text()[-4000:]
 
-    def finish(self, run: Path, story: str) -> None:
+    def finish(self, run: Path, scenario: str) -> None:
         """Resume until the end and compare."""
         status = self.run(run)
         self.tally.resumes += 1
         if set(status.values()) != {0}:
-            self.tally.complaints.append(f"{story}: the resumed run ended with {status}: {self.log(run)}")
+            self.tally.complaints.append(f"{scenario}: the resumed run ended with {status}: {self.log(run)}")
             return
         found = outcome(run, world_size=self.world_size)
         wrong = [key for key, value in self.expected.items() if found[key] != value]
         if wrong:
-            self.tally.complaints.append(f"{story}: {wrong} differ: {[found[key] for key in wrong]}")
+            self.tally.complaints.append(f"{scenario}: {wrong} differ: {[found[key] for key in wrong]}")
         else:
             self.tally.equal += 1
             shutil.rmtree(run)
@@ -207,12 +207,12 @@ def kill_points(world: World, points: str, generator: random.Random) -> int:
     """
     before = world.folder / "before"
     # The state to start from: the checkpoint of the step before.
-    world.run(before, crashes.Plan(rank=0, step=STAGE_END, point=1))
+    world.run(before, crashes.CrashPlan(rank=0, step=STAGE_END, point=1))
     tried = 0
     for rank in range(world.world_size):
         counted = world.folder / f"counted-{rank}"
         shutil.copytree(before, counted)
-        world.run(counted, crashes.Plan(rank=rank, step=STAGE_END, counts=True))
+        world.run(counted, crashes.CrashPlan(rank=rank, step=STAGE_END, counts=True))
         # The export of the stage is the same for both writers.
         is_async = world.changes["train.save"] == "async"
         listed = _points_of_first_save(counted / "trace" / f"points-{rank}.jsonl", of_save=is_async)
@@ -220,7 +220,7 @@ def kill_points(world: World, points: str, generator: random.Random) -> int:
         for point in chosen:
             run = world.folder / f"point-{rank}-{point['point']}"
             shutil.copytree(before, run)
-            pids = world.start(run, crashes.Plan(rank=rank, step=STAGE_END, point=point["point"]))
+            pids = world.start(run, crashes.CrashPlan(rank=rank, step=STAGE_END, point=point["point"]))
             status = crashes.wait_for_first(pids, seconds=RUN_SECONDS)
             assert -9 in status.values(), f"{point=} {status=} {world.log(run)}"
             tried += 1

@@ -36,7 +36,7 @@ class TaskSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Grade:
     correct: bool = False
     """Every step and the final answer are right, and there is nothing else."""
     final_answer_correct: bool = False
@@ -51,27 +51,25 @@ class UnreadablePromptError(Exception):
     """A prompt is not a problem with an answer; raised by the `execute` of `judge`."""
 
 
-def judge(
-    prompt: str, response: str, execute: Callable[[str], tuple[Sequence[Sequence[str]], str]]
-) -> Verdict:
+def judge(prompt: str, response: str, execute: Callable[[str], tuple[Sequence[Sequence[str]], str]]) -> Grade:
     """Compare `response` with a run of `prompt`. `execute` returns the accepted forms of every step, and the
     ending, whose last line is `#### answer`."""
     try:
         steps, ending = execute(prompt)
     except UnreadablePromptError as error:
-        return Verdict(reason=f"prompt: {error}")
+        return Grade(reason=f"prompt: {error}")
     final_ok, position = response.endswith(ending.lstrip()), 0
     for idx, forms in enumerate(steps):
         matched = next((form for form in forms if response.startswith(form, position)), None)
         if matched is None:
             found = response[position : position + MAX_QUOTED]
             reason = f"step {idx}: found {found!r}, expected for example {forms[0]!r}"
-            return Verdict(final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
+            return Grade(final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
         position += len(matched)
     if response[position:] != ending:
         reason = f"ending: found {response[position : position + MAX_QUOTED]!r}, expected {ending!r}"
-        return Verdict(final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
-    return Verdict(correct=True, final_answer_correct=True)
+        return Grade(final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
+    return Grade(correct=True, final_answer_correct=True)
 
 
 class Task(Protocol):
@@ -83,7 +81,7 @@ class Task(Protocol):
         """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index)."""
         ...
 
-    def check(self, prompt: str, response: str) -> Verdict: ...
+    def check(self, prompt: str, response: str) -> Grade: ...
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

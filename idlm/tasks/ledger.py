@@ -79,7 +79,7 @@ _PLAIN_GIVE = (
 )
 
 
-class Event(NamedTuple):
+class AmountChange(NamedTuple):
     """One change: `actor` and `other` are entity indices, `other` is -1 unless something is given."""
 
     kind: str
@@ -88,16 +88,16 @@ class Event(NamedTuple):
     other: int
 
 
-class Story(NamedTuple):
+class WordProblem(NamedTuple):
     """The structure of a problem, without words. `asked` is an entity index or -1 for the total."""
 
     starts: tuple[int, ...]
-    events: tuple[Event, ...]
+    events: tuple[AmountChange, ...]
     asked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class LedgerConfig:
     """All knobs. Amounts are whole, never negative and never above `cap`."""
 
     min_entities: int = 1
@@ -129,9 +129,9 @@ class Config:
 
 
 LEVELS = {
-    "tiny": Config(),
-    "p4": Config(paraphrases=4, start_max=50, cap=99),
-    "multi": Config(
+    "tiny": LedgerConfig(),
+    "p4": LedgerConfig(paraphrases=4, start_max=50, cap=99),
+    "multi": LedgerConfig(
         min_entities=2,
         max_entities=3,
         min_steps=5,
@@ -144,7 +144,7 @@ LEVELS = {
 }
 
 
-def _draw_event(random: Callable[[], float], config: Config, amounts: list[int]) -> Event:
+def _draw_event(random: Callable[[], float], config: LedgerConfig, amounts: list[int]) -> AmountChange:
     """Draw a legal event uniformly over operations (by rejection) and apply it to `amounts` in place."""
     num_entities = len(amounts)
     while True:
@@ -169,27 +169,27 @@ def _draw_event(random: Callable[[], float], config: Config, amounts: list[int])
         amounts[actor] = _CHANGE[kind](have, operand)
         if kind == "give":
             amounts[other] += operand
-        return Event(kind, actor, operand, other)
+        return AmountChange(kind, actor, operand, other)
 
 
-def render_prompt(story: Story, names: Sequence[str], item: str, verbs: Sequence[str]) -> str:
+def render_prompt(problem: WordProblem, names: Sequence[str], item: str, verbs: Sequence[str]) -> str:
     """Write the problem; `verbs` has one verb per event."""
-    parts = [f"{names[idx]} has {start} {item}." for idx, start in enumerate(story.starts)]
-    for (kind, actor, operand, other), verb in zip(story.events, verbs, strict=True):
+    parts = [f"{names[idx]} has {start} {item}." for idx, start in enumerate(problem.starts)]
+    for (kind, actor, operand, other), verb in zip(problem.events, verbs, strict=True):
         parts.append(_EVENT[kind].format(n=names[actor], v=verb, k=operand, o=names[other]))
-    if story.asked == _TOTAL:
+    if problem.asked == _TOTAL:
         parts.append(f"How many {item} do they have together?")
     else:
-        parts.append(f"How many {item} does {names[story.asked]} have?")
+        parts.append(f"How many {item} does {names[problem.asked]} have?")
     return " ".join(parts)
 
 
 def render_response(
-    story: Story, names: Sequence[str], item: str, *, forms: Sequence[int], restate: bool
+    problem: WordProblem, names: Sequence[str], item: str, *, forms: Sequence[int], restate: bool
 ) -> str:
     """Write the reference solution; `forms` has one surface form (0-based) per event."""
-    amounts, parts = list(story.starts), []
-    for (kind, actor, operand, other), form in zip(story.events, forms, strict=True):
+    amounts, parts = list(problem.starts), []
+    for (kind, actor, operand, other), form in zip(problem.events, forms, strict=True):
         have, words = amounts[actor], {"n": names[actor], "k": operand, "i": item, "s": amounts[actor]}
         if kind == "give":
             had = amounts[other]
@@ -207,19 +207,19 @@ def render_response(
         words["r"] = amounts[actor]
         plain = _PLAIN_GIVE if kind == "give" else _PLAIN_ONE
         parts.append((_RESTATED[kind] if restate else plain)[form].format_map(words))
-    answer = sum(amounts) if story.asked == _TOTAL else amounts[story.asked]
-    if story.asked == _TOTAL:
+    answer = sum(amounts) if problem.asked == _TOTAL else amounts[problem.asked]
+    if problem.asked == _TOTAL:
         parts.append(f"In total {'+'.join(map(str, amounts))}={answer}.")
     return f"{' '.join(parts)}\n#### {answer}"
 
 
 @TASKS.register("ledger")
-class Ledger(GeneratedTask[Story]):
+class Ledger(GeneratedTask[WordProblem]):
     name: ClassVar[str] = "ledger"
-    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
+    LEVELS: ClassVar[Mapping[str, LedgerConfig]] = LEVELS
     check = staticmethod(check_ledger)
 
-    def draw(self, rng: Random) -> Story:
+    def draw(self, rng: Random) -> WordProblem:
         config = self.config
         random = rng.random
         num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
@@ -228,15 +228,15 @@ class Ledger(GeneratedTask[Story]):
         amounts = list(starts)
         events = tuple(_draw_event(random, config, amounts) for _ in range(num_steps))
         total = config.question == "total" or (config.question == "any" and random() < 0.5)
-        return Story(starts, events, _TOTAL if total else int(random() * num_entities))
+        return WordProblem(starts, events, _TOTAL if total else int(random() * num_entities))
 
     @staticmethod
-    def canonical_prompt(problem: Story) -> str:
+    def canonical_prompt(problem: WordProblem) -> str:
         """Return the prompt with the first item, and the first verb of each kind."""
         names = [canonical_entity(idx) for idx in range(len(problem.starts))]
         return render_prompt(problem, names, ITEMS[0], [VERBS[event.kind][0] for event in problem.events])
 
-    def write(self, problem: Story, random: Callable[[], float]) -> TaskSample:
+    def write(self, problem: WordProblem, random: Callable[[], float]) -> TaskSample:
         names = draw_names(NAMES, len(problem.starts), random)
         item = ITEMS[int(random() * len(ITEMS))]
         verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in problem.events]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from idlm.tasks.base import UnreadablePromptError, Verdict, judge
+from idlm.tasks.base import Grade, UnreadablePromptError, judge
 
 _HAS = re.compile(r"([A-Z][a-z]+) has (0|[1-9]\d*) ([a-z]+)\.")
 _CHANGE = re.compile(r"([A-Z][a-z]+) ([a-z]+) (0|[1-9]\d*)\.")
@@ -23,7 +23,7 @@ _SIGNS = {
 }
 
 
-def check_ledger(prompt: str, response: str) -> Verdict:
+def check_ledger(prompt: str, response: str) -> Grade:
     """Compare `response` with the run of `prompt`, sentence by sentence, any accepted form in any place."""
     return judge(prompt, response, _execute)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import re
 
-from idlm.tasks.base import UnreadablePromptError, Verdict, judge
+from idlm.tasks.base import Grade, UnreadablePromptError, judge
 
 _RECORD = re.compile(r" ([a-z]+)([a-z])\.")
 _FILLER = re.compile(r" [A-Z][a-z]+(?: now)? [a-z]+ [a-z]+\.")
 _QUESTION = re.compile(r" ([a-z]+)\?")
 
 
-def check_recall(prompt: str, response: str) -> Verdict:
+def check_recall(prompt: str, response: str) -> Grade:
     """Compare `response` with the records of `prompt`, pair by pair."""
     return judge(prompt, response, _execute)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from idlm.errors import UserError
-from idlm.text.left_out import Piece, left_out
+from idlm.text.left_out import TurnText, left_out
 from idlm.text.templates import Message, marks_answers
 from idlm.text.thoughts import split_prefill, thought_of
 from idlm.text.tokenizer import encode_text, plain_text, special_token_ids
@@ -29,7 +29,7 @@ class Conversation:
     text: str
     answers: Mapping[int, str]
     num_turns: int
-    left_out: Sequence[Piece] = ()
+    left_out: Sequence[TurnText] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -12,7 +12,7 @@ from idlm.errors import UserError
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, TAGS, Rendering, reasoning, thought_of
 
 Message = Mapping[str, Any]
-Replace = Callable[["Piece"], str]
+Replace = Callable[["TurnText"], str]
 Redraw = Callable[[Sequence[Message], Sequence[Message]], tuple[str, Mapping[int, str]]]
 MAX_KNOWN = 4096
 SURE_LENGTH = 24
@@ -20,7 +20,7 @@ SURE_LENGTH = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TurnText:
     """A text of turn `turn` (-1: the tools); `is_thought` for what an assistant thinks."""
 
     turn: int
@@ -50,7 +50,7 @@ def left_out(
     *,
     redraw: Redraw,
     known: dict[Any, frozenset[int]],
-) -> list[Piece]:
+) -> list[TurnText]:
     """Return the pieces of a conversation that its rendering lacks: `whole`, and `answers` by turn, where the
     pieces of those turns must be.
 
@@ -81,13 +81,13 @@ def left_out(
 
 
 def _vanishing(
-    messages: Sequence[Message], tools: Sequence[Message], pieces: Sequence[Piece], redraw: Redraw
+    messages: Sequence[Message], tools: Sequence[Message], pieces: Sequence[TurnText], redraw: Redraw
 ) -> frozenset[int]:
     """Return the numbers of the pieces that the template leaves out whatever they say."""
     words = [f"zq{number}qz" for number in range(len(pieces))]
     rest = iter(words)
 
-    def replaced(piece: Piece) -> str:
+    def replaced(piece: TurnText) -> str:
         return next(rest)
 
     changed = [_changed(message, turn, replaced) for turn, message in enumerate(messages)]
@@ -104,10 +104,10 @@ def _vanishing(
     )
 
 
-def _pieces(messages: Sequence[Message], tools: Sequence[Message]) -> list[Piece]:
-    found: list[Piece] = []
+def _pieces(messages: Sequence[Message], tools: Sequence[Message]) -> list[TurnText]:
+    found: list[TurnText] = []
 
-    def noted(piece: Piece) -> str:
+    def noted(piece: TurnText) -> str:
         found.append(piece)
         return piece.text
 
@@ -126,7 +126,7 @@ def _changed(message: Message, turn: int, replace: Replace) -> dict[str, Any]:
     if isinstance(content, str) and content.strip():
         changed["content"] = _changed_content(message, content, turn, replace)
     if role == "assistant" and reasoning(message):
-        word = replace(Piece(turn, role, REASONING_KEYS[0], reasoning(message), is_thought=True))
+        word = replace(TurnText(turn, role, REASONING_KEYS[0], reasoning(message), is_thought=True))
         changed |= {key: word for key in REASONING_KEYS if message.get(key)}
     calls = message.get("tool_calls")
     if isinstance(calls, (list, tuple)):
@@ -137,13 +137,13 @@ def _changed(message: Message, turn: int, replace: Replace) -> dict[str, Any]:
 def _changed_content(message: Message, content: str, turn: int, replace: Replace) -> str:
     role = str(message["role"])
     if role != "assistant" or CLOSE not in content:
-        return replace(Piece(turn, role, "content", content))
+        return replace(TurnText(turn, role, "content", content))
     thought = thought_of({"content": content})
     parts = TAGS.split(content)
     for place, part in enumerate(parts):
         if part.strip() and part not in (OPEN, CLOSE):
             is_thought = thought is not None and part == thought.text
-            word = replace(Piece(turn, role, "content", part, is_thought=is_thought))
+            word = replace(TurnText(turn, role, "content", part, is_thought=is_thought))
             parts[place] = part.replace(part.strip(), word)
     return "".join(parts)
 
@@ -154,7 +154,7 @@ def _changed_call(call: Any, turn: int, replace: Replace) -> Any:
         return call
     changed = dict(function)
     if isinstance(function.get("name"), str):
-        changed["name"] = replace(Piece(turn, "assistant", "tool_calls", function["name"]))
+        changed["name"] = replace(TurnText(turn, "assistant", "tool_calls", function["name"]))
     changed["arguments"] = _changed_leaves(function.get("arguments"), turn, replace)
     return {**call, "function": changed} if "function" in call else changed
 
@@ -167,7 +167,7 @@ def _changed_leaves(value: Any, turn: int, replace: Replace) -> Any:
     if value is None or value == "":
         return value
     # A template may write numbers and truth values in other ways, and still has to write them.
-    return replace(Piece(turn, "assistant", "tool_calls", value if isinstance(value, str) else ""))
+    return replace(TurnText(turn, "assistant", "tool_calls", value if isinstance(value, str) else ""))
 
 
 def _changed_tool(tool: Message, replace: Replace) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _changed_tool(tool: Message, replace: Replace) -> dict[str, Any]:
     function = tool.get("function", tool)
     changed: dict[str, Any] = dict(function) if isinstance(function, Mapping) else {}
     if isinstance(changed.get("name"), str):
-        changed["name"] = replace(Piece(-1, "", "tools", changed["name"]))
+        changed["name"] = replace(TurnText(-1, "", "tools", changed["name"]))
     changed = _changed_schema(changed, replace)
     return {**tool, "function": changed} if "function" in tool else changed
 
@@ -188,10 +188,10 @@ def _changed_schema(value: Any, replace: Replace) -> Any:
     changed: dict[str, Any] = {}
     for key, inner in value.items():
         if key == "description" and isinstance(inner, str) and inner.strip():
-            changed[key] = replace(Piece(-1, "", "tools", inner))
+            changed[key] = replace(TurnText(-1, "", "tools", inner))
         elif key == "properties" and isinstance(inner, Mapping):
             changed[key] = {
-                replace(Piece(-1, "", "tools", name)): _changed_schema(schema, replace)
+                replace(TurnText(-1, "", "tools", name)): _changed_schema(schema, replace)
                 for name, schema in inner.items()
             }
         else:

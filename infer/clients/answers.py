@@ -1,6 +1,6 @@
 """Where `idlm-chat` gets its answers from: an engine of this process, or a server.
 
-Both yield a `Piece` for each forward pass that emits tokens."""
+Both yield a `Chunk` for each forward pass that emits tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """What one pass emitted, and the answer so far: its forward passes, and its drafts. A server says the
     last three at the end of an answer only, and counts tokens per piece if it is one that does; None is
     unknown."""
@@ -50,7 +50,7 @@ class EngineAnswerer:
         """Raise UserError IDLM-0458 for a system prompt that the chat template cannot honour."""
         check_system(self._engine.tokenizer, system)
 
-    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
+    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Chunk]:
         """Stream the next turn. `always`: settings that hold even if they are the defaults. Raises UserError;
         KeyboardInterrupt after Ctrl-C, when the request has ended: it waits for the end of a pass, and the
         engine goes on afterwards. Closing it aborts."""
@@ -63,7 +63,7 @@ class EngineAnswerer:
                 if done is not None:
                     accepted, tested = sum(done.accepted_by_position), sum(done.tested_by_position)
                     num_forwards = done.num_forwards
-                yield Piece(event.text, len(event.token_ids), num_forwards, accepted, tested)
+                yield Chunk(event.text, len(event.token_ids), num_forwards, accepted, tested)
                 if event.error is not None:
                     raise event.error
 
@@ -75,7 +75,7 @@ class ServerAnswerer:
     def check_system(self, system: str | None) -> None:
         """Do nothing: the server refuses it with the turn."""
 
-    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Piece]:
+    def answer(self, messages: Messages, params: SamplingParams, always: Collection[str]) -> Generator[Chunk]:
         """See `EngineAnswerer`. Raises UserError IDLM-0709 for what the server refuses."""
         import httpx
 
@@ -90,7 +90,7 @@ class ServerAnswerer:
                     total = usage.get("completion_tokens")
                     is_empty = is_empty and not text
                     if text or total is not None:
-                        yield Piece(text, None if total is None else total - num_tokens, *draft_counts(usage))
+                        yield Chunk(text, None if total is None else total - num_tokens, *draft_counts(usage))
                         num_tokens = num_tokens if total is None else total
         except (RequestFailure, httpx.HTTPError, LookupError, TypeError) as error:
             raise no_answer(error) from error

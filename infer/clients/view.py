@@ -18,7 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from idlm.infer.clients.answers import Piece
+from idlm.infer.clients.answers import Chunk
 
 STYLES = ("cyan", "green", "yellow", "magenta")
 REFRESHES_PER_SECOND = 12
@@ -27,13 +27,13 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 @dataclass(slots=True)
-class Figures:
+class AnswerFigures:
     num_tokens: int | None = 0
     num_pieces: int = 0
-    last: Piece = Piece("")
+    last: Chunk = Chunk("")
     start: float = field(default_factory=time.perf_counter)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Chunk) -> None:
         counted = self.num_tokens is not None and piece.num_tokens is not None
         self.num_tokens = (self.num_tokens or 0) + (piece.num_tokens or 0) if counted else None
         self.num_pieces += 1
@@ -67,9 +67,9 @@ class PlainView:
             raise EOFError
         return line.rstrip("\r\n")
 
-    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
+    def show(self, pieces: Iterable[Chunk]) -> Iterator[str]:
         """Show an answer as it comes; yields all of it so far after each piece."""
-        figures, text = Figures(), ""
+        figures, text = AnswerFigures(), ""
         try:
             for piece in pieces:
                 figures.add(piece)
@@ -103,8 +103,8 @@ class TerminalView:
     def read(self) -> str:
         return input("> ")
 
-    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
-        figures, text, tail = Figures(), "", Text()
+    def show(self, pieces: Iterable[Chunk]) -> Iterator[str]:
+        figures, text, tail = AnswerFigures(), "", Text()
         console, styles = self._console, itertools.cycle(STYLES)
         try:
             with Live(
@@ -155,7 +155,7 @@ def unechoed() -> Iterator[None]:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
-def next_style(piece: Piece, styles: Iterator[str]) -> str:
+def next_style(piece: Chunk, styles: Iterator[str]) -> str:
     """The style of a piece: the next one for a group of tokens, none for a single one."""
     return "" if piece.num_tokens is not None and piece.num_tokens < 2 else next(styles)
 

@@ -40,11 +40,11 @@ from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import (
     BlockLanes,
     BlockShape,
-    Limits,
     PassBlocks,
-    Places,
+    Positions,
     Proposed,
     Resizing,
+    Rules,
     decide_blocks,
     places_of,
 )
@@ -232,7 +232,7 @@ class BlockDecoder(Decoder):
         is_maskable_BW, has_logits_BW = active.is_maskable_BW, active.has_logits_BW
         return is_maskable_BW if has_logits_BW is None else is_maskable_BW & has_logits_BW
 
-    def _places(self, table: SequenceState, plan: StepPlan) -> Places:
+    def _places(self, table: SequenceState, plan: StepPlan) -> Positions:
         """The positions that this pass may change."""
         known_B = table.num_known_Z[plan.lanes_B]
         return places_of(known_B, self.blocks, self.shape, _given(plan), edits=self._edits)
@@ -240,7 +240,7 @@ class BlockDecoder(Decoder):
     def _decide(self, table: SequenceState, plan: StepPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
         """Decide, edit and commit; returns tokens [B, W], and how many of each sequence are emitted."""
         options = self.options
-        limits = Limits(
+        limits = Rules(
             threshold_Z=options.threshold_Z,
             edit_threshold_Z=options.edit_threshold_Z,
             entropy_bound_Z=options.entropy_bound_Z,

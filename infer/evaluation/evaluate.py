@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from idlm.infer.cli.batch import AnswerProgress
     from idlm.infer.engine import Engine
     from idlm.infer.evaluation.file_tasks import FileTask
-    from idlm.tasks import Task, TaskSample, Verdict
+    from idlm.tasks import Grade, Task, TaskSample
 
 NUM_SEEDS = 2**63
 DEFAULT_NUM = 200
@@ -169,7 +169,7 @@ class Evaluation:
     seconds: float
     exactness: str
     completions: tuple[Completion, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Grade, ...]
 
     @property
     def num_failed(self) -> int:
@@ -255,7 +255,7 @@ def evaluate(
     )
 
 
-def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Verdict:
+def _verdict(task: Task | FileTask, prompt: str, done: Completion) -> Grade:
     verdict = task.check(prompt, done.text)
     if done.error is None:
         return verdict

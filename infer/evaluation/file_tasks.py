@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from idlm.errors import UserError
 from idlm.files.paths import BOM, DAMAGE, json_lines, json_problem, translate_path_errors, unpacked
 from idlm.registry import Registry
-from idlm.tasks import TaskSample, Verdict
+from idlm.tasks import Grade, TaskSample
 
 KINDS = {str: "text", int: "an integer", list: "a list of texts"}
 Record = Mapping[str, Any]
@@ -59,7 +59,7 @@ class FileTask(ABC):
         """The right answer, for the log."""
 
     @abstractmethod
-    def judge(self, record: Record, response: str) -> Verdict:
+    def judge(self, record: Record, response: str) -> Grade:
         pass
 
     def sample(self, index: int, split: str) -> TaskSample:
@@ -67,7 +67,7 @@ class FileTask(ABC):
         record = self.records[index]
         return TaskSample(prompt=self.prompt(record), response=self.reference(record))
 
-    def check(self, prompt: str, response: str) -> Verdict:
+    def check(self, prompt: str, response: str) -> Grade:
         return self.judge(self._by_prompt[prompt], response)
 
 
@@ -75,9 +75,9 @@ FILE_TASKS: Registry[type[FileTask]] = Registry("file_task", "idlm.infer.evaluat
 """Classes by the name of the task."""
 
 
-def verdict_of(*, is_correct: bool, reason: str) -> Verdict:
+def verdict_of(*, is_correct: bool, reason: str) -> Grade:
     """A judgement of a final answer, without steps."""
-    return Verdict(correct=is_correct, final_answer_correct=is_correct, reason="" if is_correct else reason)
+    return Grade(correct=is_correct, final_answer_correct=is_correct, reason="" if is_correct else reason)
 
 
 def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]:

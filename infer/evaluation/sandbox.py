@@ -29,7 +29,7 @@ MIN_LINUX = [5, 14]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """What a program may use. `memory` is of one process, of which there are at most `processes - 1` (the
     checker is one); sizes in bytes."""
 
@@ -62,7 +62,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     passed: bool
     reason: str
 
@@ -71,14 +71,14 @@ class Outcome:
 class Sandbox:
     """Runs programs. Building one runs an empty program: UserError IDLM-0480 where that fails."""
 
-    limits: Limits = Limits()
+    limits: ProgramLimits = ProgramLimits()
 
     def __post_init__(self) -> None:
         tried = self.run(Program(code="", test="", functions={}), seconds=PROBE_SECONDS)
         if not tried.passed:
             _refuse(tried.reason)
 
-    def run(self, program: Program, *, seconds: float | None = None) -> Outcome:
+    def run(self, program: Program, *, seconds: float | None = None) -> ProgramOutcome:
         """Run one program, for the seconds of the limits or others. Threads may call it at the same time."""
         if sys.platform != "linux" or platform.machine() != "x86_64":
             _refuse("it is made of namespaces and system calls of Linux on x86-64")
@@ -104,7 +104,7 @@ class Sandbox:
         try:
             out, err = process.communicate(json.dumps(request).encode(), timeout=seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            return Outcome(passed=False, reason=f"no result after {seconds:g} s")
+            return ProgramOutcome(passed=False, reason=f"no result after {seconds:g} s")
         finally:
             # Its child dies with it, and with that everything inside.
             process.kill()
@@ -113,16 +113,16 @@ class Sandbox:
         return _outcome(out[:MAX_REPORT], err)
 
 
-def _outcome(out: bytes, err: bytes) -> Outcome:
+def _outcome(out: bytes, err: bytes) -> ProgramOutcome:
     try:
         result = json.loads(out)
     except ValueError:
         if err:
             _refuse(err.decode(errors="replace").strip().splitlines()[-1])
-        return Outcome(passed=False, reason="the checker was killed (memory or CPU time)")
+        return ProgramOutcome(passed=False, reason="the checker was killed (memory or CPU time)")
     if "refused" in result:
         _refuse(result["refused"])
-    return Outcome(passed=result["passed"] is True, reason=result["reason"])
+    return ProgramOutcome(passed=result["passed"] is True, reason=result["reason"])
 
 
 def _refuse(why: str) -> NoReturn:

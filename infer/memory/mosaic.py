@@ -13,7 +13,7 @@ from idlm.errors import UserError
 from idlm.infer.memory.base import CANVAS, MEMORY_MANAGERS, MemoryDemand, MemoryPlan
 from idlm.infer.mosaic.canvas import workspace_bytes
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
-from idlm.infer.mosaic.planner import Plan
+from idlm.infer.mosaic.planner import ArenaPlan
 
 
 @MEMORY_MANAGERS.register("mosaic")
@@ -28,7 +28,7 @@ class Mosaic:
         forward, size = trunk_forward(demand.canvas), demand.page_size
         capacity = workspace_bytes(demand.canvas, demand.device)
         most = demand.max_pages * size
-        if isinstance(search(forward, length=most, wanted=most, capacity=capacity), Plan):
+        if isinstance(search(forward, length=most, wanted=most, capacity=capacity), ArenaPlan):
             return MemoryPlan(num_pages=demand.max_pages, workspace_bytes=capacity)
         num_rows = max_length(forward, capacity=capacity, wanted_share=1.0)
         if num_rows < size:

@@ -23,8 +23,8 @@ from idlm.infer.models.moe import Experts, MoeLayer
 from idlm.infer.mosaic.arena import Arena
 from idlm.infer.mosaic.canvas import PIECE_ROWS, PROPOSAL_BYTES
 from idlm.infer.mosaic.canvas_attention import attend
-from idlm.infer.mosaic.planner import Plan
-from idlm.infer.mosaic.template import Step
+from idlm.infer.mosaic.planner import ArenaPlan
+from idlm.infer.mosaic.template import OpCall
 from idlm.infer.state.batch import Propose, WantedRows
 from idlm.kernels.experts import add_experts, expert_hidden, expert_outputs, route, sort_pairs
 from idlm.kernels.linear import library_linear
@@ -41,24 +41,24 @@ class CanvasPass:
     `bounds`: rows bounds[b] : bounds[b + 1] are the canvas of sequence b; rows after the last are padding."""
 
     trunk: DenseTrunk
-    plan: Plan
+    plan: ArenaPlan
     arena: Arena
     token_ids_R: Tensor
     positions_R: Tensor
     rows_X: Tensor
     bounds: tuple[int, ...]
 
-    def execute(self, step: Step, op: Callable[[CanvasPass, Step], None] | None = None) -> None:
+    def execute(self, step: OpCall, op: Callable[[CanvasPass, OpCall], None] | None = None) -> None:
         """Run one call of the template; `op` in place of the function of its name."""
         (op or OPS[step.op.name])(self, step)
 
-    def whole(self, step: Step, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
+    def whole(self, step: OpCall, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of all rows, whatever rows the call has; [rows, *width]."""
         size, sizes = self.plan.template.tensors[name], self.plan.sizes
         num_rows = sizes.num_rows(size.rows) * size.repeat
         return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
 
-    def rows(self, step: Step, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
+    def rows(self, step: OpCall, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
         """The rows of a call in a tensor of all rows, or in one of chunk size; [m, *width]."""
         size = self.plan.template.tensors[name]
         if size.chunks is None:
@@ -66,13 +66,13 @@ class CanvasPass:
         num_rows = (step.stop - step.start) * size.repeat
         return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
 
-    def layer(self, step: Step) -> Layer:
+    def layer(self, step: OpCall) -> Layer:
         """The layer of a call."""
         layer = self.trunk.layers[step.layer]
         assert isinstance(layer, Layer)
         return layer
 
-    def experts(self, step: Step) -> Experts:
+    def experts(self, step: OpCall) -> Experts:
         """The experts of a call's layer."""
         layer = self.trunk.layers[step.layer]
         assert isinstance(layer, MoeLayer)
@@ -90,18 +90,18 @@ def norm_rows(run: CanvasPass, x_mD: Tensor, weight_D: Tensor, out_mD: Tensor) -
         add_rms_norm(x_mD[rows], None, weight_D, eps=run.trunk.spec.norm_eps, out_RD=out_mD[rows])
 
 
-def _embed(run: CanvasPass, step: Step) -> None:
+def _embed(run: CanvasPass, step: OpCall) -> None:
     x_RD = run.rows(step, "x", run.trunk.spec.width)
     torch.index_select(run.trunk.embed, 0, run.token_ids_R, out=x_RD)
 
 
-def _attention_norm(run: CanvasPass, step: Step) -> None:
+def _attention_norm(run: CanvasPass, step: OpCall) -> None:
     [out] = step.op.writes
     width = run.trunk.spec.width
     norm_rows(run, run.rows(step, "x", width), run.layer(step).attention_norm, run.rows(step, out, width))
 
 
-def _project(run: CanvasPass, step: Step, first_head: int, num_heads: int) -> Tensor:
+def _project(run: CanvasPass, step: OpCall, first_head: int, num_heads: int) -> Tensor:
     """The product of the normed rows and some heads of the fused projection, at its place, [m, heads, H]."""
     spec, layer, (source, *_), [out] = run.trunk.spec, run.layer(step), step.op.reads, step.op.writes
     heads = slice(first_head * spec.head_dim, (first_head + num_heads) * spec.head_dim)
@@ -111,7 +111,7 @@ def _project(run: CanvasPass, step: Step, first_head: int, num_heads: int) -> Te
     return out_mE.view(len(out_mE), num_heads, spec.head_dim)
 
 
-def _rotate(run: CanvasPass, step: Step, x_mYH: Tensor, first_head: int) -> None:
+def _rotate(run: CanvasPass, step: OpCall, x_mYH: Tensor, first_head: int) -> None:
     """Norm and rotate heads in place; cos and sin exist for a piece of rows only."""
     trunk, norm_JH = run.trunk, run.layer(step).qk_norm
     norm_YH = None if norm_JH is None else norm_JH[first_head : first_head + x_mYH.shape[1]]
@@ -121,21 +121,21 @@ def _rotate(run: CanvasPass, step: Step, x_mYH: Tensor, first_head: int) -> None
         rotate_heads(x_mYH[rows], rope=rope, norm_YH=norm_YH, norm_eps=trunk.spec.norm_eps)
 
 
-def _q_proj(run: CanvasPass, step: Step) -> None:
+def _q_proj(run: CanvasPass, step: OpCall) -> None:
     _rotate(run, step, _project(run, step, 0, run.trunk.spec.num_heads), 0)
 
 
-def _k_proj(run: CanvasPass, step: Step) -> None:
+def _k_proj(run: CanvasPass, step: OpCall) -> None:
     spec = run.trunk.spec
     _rotate(run, step, _project(run, step, spec.num_heads, spec.num_kv_heads), spec.num_heads)
 
 
-def _v_proj(run: CanvasPass, step: Step) -> None:
+def _v_proj(run: CanvasPass, step: OpCall) -> None:
     spec = run.trunk.spec
     _project(run, step, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
 
 
-def _attention(run: CanvasPass, step: Step) -> None:
+def _attention(run: CanvasPass, step: OpCall) -> None:
     """Every row sees the whole canvas of its sequence, and no other."""
     spec = run.trunk.spec
     q_mNH, heads_mNH = (run.rows(step, name, spec.num_heads, spec.head_dim) for name in ("q", "heads"))
@@ -148,24 +148,24 @@ def _attention(run: CanvasPass, step: Step) -> None:
     heads_mNH[max(0, run.bounds[-1] - step.start) :] = 0
 
 
-def _o_proj(run: CanvasPass, step: Step) -> None:
+def _o_proj(run: CanvasPass, step: OpCall) -> None:
     spec, layer = run.trunk.spec, run.layer(step)
     heads_mE = run.rows(step, "heads", spec.num_heads * spec.head_dim)
     out_mD = run.rows(step, "attention_out", spec.width)
     library_linear(heads_mE, layer.o, bias_E=layer.o_bias, out_RE=out_mD)
 
 
-def _add(run: CanvasPass, step: Step) -> None:
+def _add(run: CanvasPass, step: OpCall) -> None:
     source, width = step.op.reads[0], run.trunk.spec.width
     run.rows(step, "x", width).add_(run.rows(step, source, width))
 
 
-def _ffn_norm(run: CanvasPass, step: Step) -> None:
+def _ffn_norm(run: CanvasPass, step: OpCall) -> None:
     width = run.trunk.spec.width
     norm_rows(run, run.rows(step, "x", width), run.layer(step).mlp_norm, run.rows(step, "ffn_in", width))
 
 
-def _dense(run: CanvasPass, step: Step) -> tuple[DenseLayer, Tensor]:
+def _dense(run: CanvasPass, step: OpCall) -> tuple[DenseLayer, Tensor]:
     """The layer of a call and its gate and up rows [m, 2F]."""
     layer = run.layer(step)
     assert isinstance(layer, DenseLayer)
@@ -173,20 +173,20 @@ def _dense(run: CanvasPass, step: Step) -> tuple[DenseLayer, Tensor]:
     return layer, run.rows(step, name, 2 * layer.spec.ffn_width)
 
 
-def _gate_up(run: CanvasPass, step: Step) -> None:
+def _gate_up(run: CanvasPass, step: OpCall) -> None:
     layer, gate_up_mE = _dense(run, step)
     normed_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
     library_linear(normed_mD, layer.gate_up, bias_E=layer.gate_up_bias, out_RE=gate_up_mE)
 
 
-def _activate(run: CanvasPass, step: Step) -> None:
+def _activate(run: CanvasPass, step: OpCall) -> None:
     """The hidden row takes the place of its gate."""
     layer, gate_up_mE = _dense(run, step)
     for rows in pieces(len(gate_up_mE)):
         swiglu(gate_up_mE[rows], out_RF=gate_up_mE[rows, : layer.spec.ffn_width])
 
 
-def _down(run: CanvasPass, step: Step) -> None:
+def _down(run: CanvasPass, step: OpCall) -> None:
     layer, gate_up_mE = _dense(run, step)
     hidden_mF, out_mD = (
         gate_up_mE[:, : layer.spec.ffn_width],
@@ -195,7 +195,7 @@ def _down(run: CanvasPass, step: Step) -> None:
     library_linear(hidden_mF, layer.down, bias_E=layer.down_bias, out_RE=out_mD)
 
 
-def _router(run: CanvasPass, step: Step) -> None:
+def _router(run: CanvasPass, step: OpCall) -> None:
     experts = run.experts(step)
     weight_ED = experts.router
     logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
@@ -204,17 +204,17 @@ def _router(run: CanvasPass, step: Step) -> None:
         library_linear(x_mD[rows].to(weight_ED.dtype), weight_ED, out_RE=logits_mE[rows])
 
 
-def _ids(run: CanvasPass, step: Step) -> Tensor:
+def _ids(run: CanvasPass, step: OpCall) -> Tensor:
     """Place of the chosen experts [m, C]."""
     return run.rows(step, "expert_ids", run.experts(step).moe.num_chosen, dtype=torch.int32)
 
 
-def _weights(run: CanvasPass, step: Step) -> Tensor:
+def _weights(run: CanvasPass, step: OpCall) -> Tensor:
     """Place of the weights of the chosen experts [m, C]."""
     return run.rows(step, "expert_weights", run.experts(step).moe.num_chosen, dtype=torch.float32)
 
 
-def _choose_experts(run: CanvasPass, step: Step) -> None:
+def _choose_experts(run: CanvasPass, step: OpCall) -> None:
     experts, ids_mC, weights_mC = run.experts(step), _ids(run, step), _weights(run, step)
     weight_ED = experts.router
     logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
@@ -223,7 +223,7 @@ def _choose_experts(run: CanvasPass, step: Step) -> None:
         ids_mC[rows], weights_mC[rows] = found_mC, found_weights_mC
 
 
-def _sorted_pairs(run: CanvasPass, step: Step) -> tuple[Tensor, Tensor]:
+def _sorted_pairs(run: CanvasPass, step: OpCall) -> tuple[Tensor, Tensor]:
     """Places of the sorted pairs [P] and of their tiles, flat; both int32."""
     order_P = run.rows(step, "expert_order", dtype=torch.int32)
     num_bytes = run.plan.num_bytes["expert_tiles"]
@@ -231,38 +231,38 @@ def _sorted_pairs(run: CanvasPass, step: Step) -> tuple[Tensor, Tensor]:
     return order_P, tiles
 
 
-def _sort_pairs(run: CanvasPass, step: Step) -> None:
+def _sort_pairs(run: CanvasPass, step: OpCall) -> None:
     num_experts, dtype = run.experts(step).moe.num_experts, run.trunk.embed.dtype
     sort_pairs(_ids(run, step), *_sorted_pairs(run, step), num_experts=num_experts, dtype=dtype)
 
 
-def _expert_hidden(run: CanvasPass, step: Step) -> None:
+def _expert_hidden(run: CanvasPass, step: OpCall) -> None:
     experts, ids_mC = run.experts(step), _ids(run, step)
     x_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
     out_PF = run.rows(step, "hidden", experts.moe.ffn_width)
     expert_hidden(x_mD, experts.gate_up, ids_mC, *_sorted_pairs(run, step), out_PF)
 
 
-def _expert_outputs(run: CanvasPass, step: Step) -> None:
+def _expert_outputs(run: CanvasPass, step: OpCall) -> None:
     experts, ids_mC = run.experts(step), _ids(run, step)
     hidden_PF = run.rows(step, "hidden", experts.moe.ffn_width)
     out_PD = run.rows(step, "expert_out", run.trunk.spec.width)
     expert_outputs(hidden_PF, experts.down, ids_mC, *_sorted_pairs(run, step), out_PD)
 
 
-def _add_experts(run: CanvasPass, step: Step) -> None:
+def _add_experts(run: CanvasPass, step: OpCall) -> None:
     width = run.trunk.spec.width
     y_PD, x_mD = run.rows(step, "expert_out", width), run.rows(step, "x", width)
     add_experts(y_PD, _ids(run, step), _weights(run, step), x_mD)
 
 
-def _final_norm(run: CanvasPass, step: Step) -> None:
+def _final_norm(run: CanvasPass, step: OpCall) -> None:
     """Norm all rows in place: the head that stores no logits gathers the wanted ones itself."""
     x_RD = run.whole(step, "x", run.trunk.spec.width)
     norm_rows(run, x_RD, run.trunk.final_norm, x_RD)
 
 
-def _head_norm(run: CanvasPass, step: Step) -> None:
+def _head_norm(run: CanvasPass, step: OpCall) -> None:
     """Gather the wanted rows, then norm them in place."""
     width = run.trunk.spec.width
     head_in_mD = run.rows(step, "head_in", width)
@@ -271,13 +271,13 @@ def _head_norm(run: CanvasPass, step: Step) -> None:
     norm_rows(run, head_in_mD, run.trunk.final_norm, head_in_mD)
 
 
-def _logits(run: CanvasPass, step: Step) -> None:
+def _logits(run: CanvasPass, step: OpCall) -> None:
     spec = run.trunk.spec
     logits_mV = run.rows(step, "logits", spec.vocab_size)
     library_linear(run.rows(step, "head_in", spec.width), run.trunk.head, out_RE=logits_mV)
 
 
-OPS: Mapping[str, Callable[[CanvasPass, Step], None]] = {
+OPS: Mapping[str, Callable[[CanvasPass, OpCall], None]] = {
     "embed": _embed,
     "attention_norm": _attention_norm,
     "q_proj": _q_proj,
@@ -313,7 +313,7 @@ class CanvasRows(WantedRows):
 
     `steps`: the calls of the head, from which `proposals` gets its chunks."""
 
-    def __init__(self, run: CanvasPass, steps: Sequence[Step], *, group: int = 1) -> None:
+    def __init__(self, run: CanvasPass, steps: Sequence[OpCall], *, group: int = 1) -> None:
         first = steps[0]
         super().__init__(run.whole(first, "x", run.trunk.spec.width), run.rows_X, self._head, group=group)
         self._run, self._steps = run, steps
@@ -331,7 +331,7 @@ class CanvasRows(WantedRows):
         run, found = self._run, []
         most = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
 
-        def choose(run: CanvasPass, step: Step) -> None:
+        def choose(run: CanvasPass, step: OpCall) -> None:
             logits_mV = run.rows(step, LOGITS, run.trunk.spec.vocab_size)
             for start in range(step.start, step.stop, most):
                 rows = slice(start, min(step.stop, start + most))
@@ -348,7 +348,7 @@ class BestRows(WantedRows):
 
     `step`: the call of the head."""
 
-    def __init__(self, run: CanvasPass, step: Step) -> None:
+    def __init__(self, run: CanvasPass, step: OpCall) -> None:
         trunk, num_bytes = run.trunk, run.plan.num_bytes["ranges"]
         super().__init__(
             run.whole(step, "x", trunk.spec.width),
@@ -364,7 +364,7 @@ class BestRows(WantedRows):
         found: list[Proposals | None] = []
         compute_best = super().best
 
-        def op(run: CanvasPass, step: Step) -> None:
+        def op(run: CanvasPass, step: OpCall) -> None:
             found.append(compute_best(forbidden_S, is_wanted_X, entropy=entropy))
 
         self._run.execute(self._step, op)

@@ -25,7 +25,7 @@ from idlm.infer.mosaic.canvas import canvas_shape, fused_head, library_bytes
 from idlm.infer.mosaic.canvas_ops import BestRows, CanvasPass, CanvasRows
 from idlm.infer.mosaic.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
 from idlm.infer.mosaic.lifetimes import Sizes
-from idlm.infer.mosaic.planner import Plan
+from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.infer.mosaic.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.model_runner import PassRunner, RunnerParts
 from idlm.infer.settings import EngineSettings
@@ -56,7 +56,7 @@ class CanvasRunner(PassRunner):
         self._templates = trunk_forward(self.shape)
         has_best = model.trunk.head_weight is not None
         self._best_templates = trunk_forward(fused_head(self.shape)) if has_best else None
-        self._plans: OrderedDict[tuple[int, bool], Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, bool], ArenaPlan] = OrderedDict()
 
     @classmethod
     def make(cls, parts: RunnerParts) -> CanvasRunner:
@@ -106,7 +106,9 @@ class CanvasRunner(PassRunner):
         """Bytes that libraries allocate beside the workspace, at any length."""
         return library_bytes(self.shape)
 
-    def plan_of(self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> Plan:
+    def plan_of(
+        self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False
+    ) -> ArenaPlan:
         """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones, in groups of `group`;
         UserError IDLM-0466 if it cannot fit. `takes_best`: as in `FedCanvases`."""
         key = num_rows, takes_best
@@ -125,12 +127,12 @@ class CanvasRunner(PassRunner):
         num_rows, num_wanted = num_canvases * num_rows, num_canvases * num_wanted
         self._plan(num_rows, min(num_rows, num_wanted), num_canvases, takes_best=False)
 
-    def _plan(self, num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> Plan:
+    def _plan(self, num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> ArenaPlan:
         limits = {"capacity": self.capacity, "min_rows": min(self.min_rows, num_rows)}
         if takes_best and self._best_templates is not None:
             plan = search(self._best_templates, length=num_rows, wanted=num_wanted, **limits)
             # Its constant workspace may not fit where a few rows of logits do.
-            if isinstance(plan, Plan):
+            if isinstance(plan, ArenaPlan):
                 return plan
         return plan_forward(self._templates, length=num_rows, wanted=num_wanted, group=group, **limits)
 

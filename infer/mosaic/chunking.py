@@ -21,8 +21,8 @@ from functools import cached_property
 
 from idlm.errors import UserError
 from idlm.infer.mosaic.lifetimes import K_QUERY, Sizes, ceil_div
-from idlm.infer.mosaic.planner import Plan, live_bytes, plan_template, storage_bytes
-from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.planner import ArenaPlan, live_bytes, plan_template, storage_bytes
+from idlm.infer.mosaic.template import PassTemplate
 from idlm.infer.mosaic.trunk import TrunkShape, trunk_template
 
 MIN_CHUNK_ROWS = 512
@@ -35,10 +35,10 @@ MIB = 1 << 20
 class Forward:
     """The templates of one forward pass: attention whole, and in query chunks (None: never chunked)."""
 
-    whole: Template
-    query: Template | None = None
+    whole: PassTemplate
+    query: PassTemplate | None = None
 
-    def template(self, chunks: Mapping[str, int]) -> Template:
+    def template(self, chunks: Mapping[str, int]) -> PassTemplate:
         """Return the template for chunk counts: attention is whole while K_query is 1."""
         if chunks.get(K_QUERY, 1) == 1:
             return self.whole
@@ -74,13 +74,13 @@ def plan_forward(
     capacity: int,
     min_rows: int = MIN_CHUNK_ROWS,
     group: int = 1,
-) -> Plan:
+) -> ArenaPlan:
     """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits. A group
     has one row of each of `group` canvases, and no chunk divides it.
 
     Raises UserError IDLM-0466 if it needs more than `capacity` bytes however it is chunked."""
     found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows, group=group)
-    if isinstance(found, Plan):
+    if isinstance(found, ArenaPlan):
         return found
     share = wanted / length
     nearest = max_length(forward, capacity=capacity, wanted_share=share, min_rows=min_rows, group=group)
@@ -107,7 +107,7 @@ def search(
     capacity: int,
     min_rows: int = MIN_CHUNK_ROWS,
     group: int = 1,
-) -> Plan | Misfit:
+) -> ArenaPlan | Misfit:
     """Return the plan with the fewest chunks, or what does not fit."""
     # With guidance a pass may want more rows than it has: a sequence without it pairs a row with itself.
     assert wanted >= 0 and length > 0 and min_rows > 0, f"{length=} {wanted=} {min_rows=}"

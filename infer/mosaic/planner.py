@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from idlm.infer.mosaic.lifetimes import WANTED, Lifetimes, Sizes, ceil_div
-from idlm.infer.mosaic.template import Step, Template
+from idlm.infer.mosaic.template import OpCall, PassTemplate
 
 ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ArenaPlan:
     """Offsets for one template at given sizes.
 
     `offsets` and `num_bytes` by tensor (an alias has the offset of its target); `peak_bytes` is the size of
     the workspace, `live_bytes` the most bytes that are alive at once (its lower bound), reached at
     `template.ops[peak_op]`."""
 
-    template: Template
+    template: PassTemplate
     sizes: Sizes
     offsets: dict[str, int]
     num_bytes: dict[str, int]
@@ -32,7 +32,7 @@ class Plan:
     live_bytes: int
     peak_op: int
 
-    def steps(self, wanted: int | None = None) -> Iterator[Step]:
+    def steps(self, wanted: int | None = None) -> Iterator[OpCall]:
         """Yield the calls of one forward pass, with offsets.
 
         `wanted`: the wanted rows of this pass, at most those of the plan. Chunks keep the planned number of
@@ -99,7 +99,7 @@ def orders(lifetimes: Lifetimes, num_bytes: Sequence[int]) -> Iterator[list[int]
     yield by_start
 
 
-def plan_template(template: Template, sizes: Sizes) -> Plan:
+def plan_template(template: PassTemplate, sizes: Sizes) -> ArenaPlan:
     """Return the best of the first-fit plans of a template at given sizes."""
     lifetimes = template.lifetimes
     num_bytes = storage_bytes(lifetimes, sizes)
@@ -113,7 +113,7 @@ def plan_template(template: Template, sizes: Sizes) -> Plan:
             best, peak = offsets, end
         if peak == bound:
             break
-    return Plan(
+    return ArenaPlan(
         template=template,
         sizes=sizes,
         offsets={name: best[index] for name, index in lifetimes.index_of.items()},
@@ -128,7 +128,7 @@ HEADER = ("tensor", "bytes", "first op", "last op", "offset", "size")
 MIB = 1 << 20
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: ArenaPlan) -> str:
     """Return the plan as text: sizes and chunks, a row per tensor, the op of the peak, totals.
 
     The number before an op is its position in the template, counted over the ops as registered."""

@@ -19,7 +19,7 @@ from idlm.infer.mosaic.lifetimes import LENGTH, Graph, Lifetimes, Loop, Op, Size
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OpCall:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
     `position` is the op's position in `template.ops`. `layer` is 0 outside the layers; `op.in_layers`
@@ -45,7 +45,7 @@ class _Group:
     ops: list[tuple[int, Op]] = field(default_factory=list)
 
 
-class Template(Graph):
+class PassTemplate(Graph):
     """The ops and tensors of one forward pass: a prologue, layers that are registered once, an epilogue.
 
     A tensor that is used inside one iteration of a loop exists once, at chunk size. A tensor that is also
@@ -104,7 +104,7 @@ class Template(Graph):
         self._is_finished = True
         return find_lifetimes(self, self._ranges())
 
-    def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[Step]:
+    def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[OpCall]:
         """Yield the calls of one forward pass in order; `offsets` are those of a plan for `sizes`."""
         known = offsets or {}
         by_op = [{name: known[name] for name in (*op.reads, *op.writes) if name in known} for op in self.ops]
@@ -120,7 +120,7 @@ class Template(Graph):
 
     def _run(
         self, group: _Group, layer: int, sizes: Sizes, by_op: Sequence[Mapping[str, int]]
-    ) -> Iterator[Step]:
+    ) -> Iterator[OpCall]:
         """Yield the calls of one group in one layer."""
         num_rows, chunk_rows = sizes.num_rows(LENGTH), 0
         if group.loop is not None:
@@ -131,7 +131,7 @@ class Template(Graph):
             stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
             for position, op in group.ops:
                 if not op.is_barrier:
-                    yield Step(op, position, layer, chunk, start, stop, by_op[position])
+                    yield OpCall(op, position, layer, chunk, start, stop, by_op[position])
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the first and last op of every loop over chunks, and of the layers."""

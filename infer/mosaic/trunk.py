@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from idlm.infer.mosaic.lifetimes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Loop, Size
-from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.template import PassTemplate
 
 TOKEN_BYTES = 8
 CONFIDENCE_BYTES = ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4
@@ -70,7 +70,7 @@ class _TrunkTemplate:
     """A template being registered for one shape."""
 
     def __init__(self, shape: TrunkShape, name: str) -> None:
-        self.shape, self.template = shape, Template(name)
+        self.shape, self.template = shape, PassTemplate(name)
         self.op = self.template.add_op
         assert 0 < shape.num_kv_heads <= shape.num_heads, shape
         assert (0 < shape.top_k <= shape.num_experts) or shape.num_experts == shape.top_k == 0, shape
@@ -83,7 +83,7 @@ class _TrunkTemplate:
             self.template.add_tensor(name, size)
 
 
-def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> Template:
+def trunk_template(shape: TrunkShape, *, chunks_queries: bool = False) -> PassTemplate:
     """Return the template of a whole forward pass, from token ids to tokens and confidences of wanted rows.
 
     Inputs: `token_ids`, `positions`, `wanted_rows`."""

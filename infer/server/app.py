@@ -21,7 +21,7 @@ from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, FieldError, from_validation, internal_error, json_response
 from idlm.infer.server.guard import Guard, TimedProtocol
-from idlm.infer.server.messages import Event
+from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
 from idlm.infer.server.service import Service
@@ -172,7 +172,7 @@ class EventStream(StreamingResponse):
         self._protocol: TimedProtocol = request.state.protocol
         generation.sink = self._write
 
-    def _write(self, index: int, event: Event) -> bool:
+    def _write(self, index: int, event: AnswerEvent) -> bool:
         """Send an event without a turn of the event loop; False if the client cannot take it now."""
         if self._protocol.flow.write_paused or self._protocol.transport.is_closing():
             return False

@@ -24,8 +24,8 @@ from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_err
 from idlm.infer.server.messages import (
     FAULT,
     RECEIVE_BYTES,
+    AnswerEvent,
     EngineInfo,
-    Event,
     Message,
     Stats,
     joined,
@@ -242,7 +242,7 @@ class EngineClient:
                 self.state = "ready"
                 self._metrics.engine_ready(self.info)
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: AnswerEvent) -> None:
         if event.figures is not None:
             self._metrics.finished(event.figures)
         # An event of an aborted request has no reader.
@@ -276,14 +276,14 @@ class Generation:
         self._places = {request_id: place for place, request_id in enumerate(prompts)}
         self.left = dict.fromkeys(prompts, num_samples)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
-        self._unread: dict[int, Event] = {}
+        self._unread: dict[int, AnswerEvent] = {}
         # Not set only while the reader waits, so that nothing is unread.
         self._has_news = asyncio.Event()
         self._has_news.set()
         self._error: Exception | None = None
         self.notes: list[str] = []
         """What of the request does not hold: parts of its constraint, or its `max_tokens`."""
-        self.sink: Callable[[int, Event], bool] | None = None
+        self.sink: Callable[[int, AnswerEvent], bool] | None = None
         """Takes an event at once, or returns False. First and last events of samples are the reader's."""
         self._start = time.perf_counter()
         self._emitted_at: dict[int, float] = {}
@@ -304,7 +304,7 @@ class Generation:
             raise UserError(answer["code"], answer["message"], fix=answer["fix"])
         self.notes = answer["notes"]
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerEvent]]:
         """Each event, after the number of its sample among all samples of the HTTP request. A sample's events
         that a slow reader has not read yet become one. Raises ApiError if the engine is lost, or fails a
         sample."""
@@ -331,7 +331,7 @@ class Generation:
     def put_answer(self, answer: Message) -> None:
         self._answers.put_nowait(answer)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: AnswerEvent) -> None:
         choice = self._places[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
             self.left[event.request_id] -= 1
@@ -353,7 +353,7 @@ class Generation:
             self._unread[choice] = event if unread is None else joined(unread, event)
         self._has_news.set()
 
-    def _sinks(self, choice: int, event: Event) -> bool:
+    def _sinks(self, choice: int, event: AnswerEvent) -> bool:
         """Whether `sink` has taken the event."""
         if self.sink is None or self._has_news.is_set():
             return False

@@ -59,7 +59,7 @@ class EngineInfo:
     pid: int
 
 
-class Figures(NamedTuple):
+class SampleCounts(NamedTuple):
     """The counts of one finished sample; see `Completion`."""
 
     finish_reason: str
@@ -72,7 +72,7 @@ class Figures(NamedTuple):
     exactness: str
 
 
-class Event(NamedTuple):
+class AnswerEvent(NamedTuple):
     """A `StreamEvent` as plain data; `prompt_logprobs` begin with the prompt's second token."""
 
     request_id: str
@@ -80,7 +80,7 @@ class Event(NamedTuple):
     token_ids: list[int]
     text: str
     logprobs: list[TokenEntry] = []  # noqa: RUF012
-    figures: Figures | None = None
+    figures: SampleCounts | None = None
     error: tuple[str, str, str] | None = None
     prompt_logprobs: list[TokenEntry] = []  # noqa: RUF012
 
@@ -120,11 +120,11 @@ def error_message(error: UserError) -> Message:
 
 
 def event_message(event: StreamEvent) -> Sequence[Any]:
-    """A stream event as it is sent: the first fields of `Event`, or all."""
+    """A stream event as it is sent: the first fields of `AnswerEvent`, or all."""
     error = event.error
     if not (event.completion or error or event.logprobs or event.prompt_logprobs):
         return event.request_id, event.index, event.token_ids, event.text
-    return Event(
+    return AnswerEvent(
         request_id=event.request_id,
         sample=event.index,
         token_ids=list(event.token_ids),
@@ -136,12 +136,12 @@ def event_message(event: StreamEvent) -> Sequence[Any]:
     )
 
 
-def read_event(fields: Sequence[Any]) -> Event:
-    event = Event(*fields)
-    return event if event.figures is None else event._replace(figures=Figures(*event.figures))
+def read_event(fields: Sequence[Any]) -> AnswerEvent:
+    event = AnswerEvent(*fields)
+    return event if event.figures is None else event._replace(figures=SampleCounts(*event.figures))
 
 
-def joined(first: Event, second: Event) -> Event:
+def joined(first: AnswerEvent, second: AnswerEvent) -> AnswerEvent:
     """Two successive events of a sample as one."""
     return second._replace(
         token_ids=first.token_ids + second.token_ids,
@@ -168,8 +168,8 @@ def _logprob(token: TokenLogprob) -> TokenEntry:
     return token.token_id, token.logprob, list(token.top.items())
 
 
-def _figures(done: Completion) -> Figures:
-    return Figures(
+def _figures(done: Completion) -> SampleCounts:
+    return SampleCounts(
         finish_reason=done.finish_reason,
         num_prompt_tokens=done.num_prompt_tokens,
         num_tokens=len(done.token_ids),

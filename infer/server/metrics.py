@@ -15,7 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from idlm.infer.server.messages import IDLE, EngineInfo, Figures, Stats
+from idlm.infer.server.messages import IDLE, EngineInfo, SampleCounts, Stats
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -90,7 +90,7 @@ class Metrics:
         self._made["restarts"].inc()
         self.step(self._last._replace(num_running=0, num_waiting=0, kv_usage=0.0))
 
-    def finished(self, figures: Figures) -> None:
+    def finished(self, figures: SampleCounts) -> None:
         self._made["success"].labels(self._model_name, figures.finish_reason).inc()
         self._made["forwards"].inc(figures.num_forwards)
         # Every pass with drafts tests the first one.

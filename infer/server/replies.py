@@ -16,9 +16,9 @@ from typing import Any
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
-from idlm.infer.server.messages import Event, Figures, TokenEntry, joined
+from idlm.infer.server.messages import AnswerEvent, SampleCounts, TokenEntry, joined
 from idlm.infer.server.parsers.answer import AnswerParser
-from idlm.infer.server.parsers.hermes import Piece
+from idlm.infer.server.parsers.hermes import ParsedPart
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
 from idlm.text.tokenizer import plain_text
@@ -89,13 +89,13 @@ class Reply(ABC):
         # All chunks begin alike; encoding that anew would take longer than what differs.
         self._chunk_head = b"data: " + dump({**self._head, "object": self.chunk})[:-1] + b',"choices":'
         self._num_tokens: dict[int, int] = {}
-        self._figures: dict[int, Figures] = {}
+        self._figures: dict[int, SampleCounts] = {}
         self._prompt_logprobs: dict[int, list[TokenEntry]] = {}
         """By prompt; its first sample brings them."""
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError if one of its samples fails."""
-        done: dict[int, Event] = {}
+        done: dict[int, AnswerEvent] = {}
         try:
             async for index, event in self._generation:
                 self._count(index, event)
@@ -117,7 +117,7 @@ class Reply(ABC):
         usage = self._chunk([], usage=self.usage()) if self._has_final_usage else b""
         yield usage + b"data: [DONE]\n\n"
 
-    def chunks(self, index: int, event: Event) -> bytes:
+    def chunks(self, index: int, event: AnswerEvent) -> bytes:
         """The next part of a stream; empty if the event says nothing yet."""
         is_first = index not in self._num_tokens
         self._count(index, event)
@@ -152,21 +152,21 @@ class Reply(ABC):
         }
 
     @abstractmethod
-    def choice(self, index: int, event: Event) -> dict[str, Any]:
+    def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         """One sample of a whole answer; `event` has all of it."""
 
     @abstractmethod
-    def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
+    def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
         """One sample's parts of the next chunks; none if the event says nothing yet."""
 
     @abstractmethod
-    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
+    def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         pass
 
     def _extras(self) -> dict[str, Any]:
         return {}
 
-    def _count(self, index: int, event: Event) -> None:
+    def _count(self, index: int, event: AnswerEvent) -> None:
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(event.token_ids)
         if event.prompt_logprobs:
             self._prompt_logprobs[index // self._generation.num_samples] = event.prompt_logprobs
@@ -177,11 +177,11 @@ class Reply(ABC):
         end = b"}\n\n" if usage is None else b',"usage":' + dump(usage) + b"}\n\n"
         return self._chunk_head + dump(choices) + end
 
-    def _says(self, event: Event) -> bool:
+    def _says(self, event: AnswerEvent) -> bool:
         """Whether a chunk of the event has more than text."""
         return bool(event.logprobs or event.figures or (self._has_token_ids and event.token_ids))
 
-    def _rest(self, index: int, event: Event) -> dict[str, Any]:
+    def _rest(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         figures = event.figures
         rest: dict[str, Any] = {
             "logprobs": self._logprobs(index, event) if event.logprobs else None,
@@ -227,7 +227,7 @@ class ChatReply(Reply):
         self._parsers = defaultdict[int, AnswerParser](new_parser)
         self._num_calls = Counter[int]()
 
-    def choice(self, index: int, event: Event) -> dict[str, Any]:
+    def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         parser = self._parsers[index]
         pieces = parser.push(event.text, is_last=True)
         texts = {
@@ -244,7 +244,7 @@ class ChatReply(Reply):
             message["content"] = texts["content"] or None
         return {"index": index, "message": message, **self._rest(index, event)}
 
-    def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
+    def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
         pieces = self._parsers[index].push(event.text, is_last=event.figures is not None)
         deltas = [delta for piece in pieces for delta in self._deltas_of(index, piece)]
         if not deltas and (is_first or self._says(event)):
@@ -258,7 +258,7 @@ class ChatReply(Reply):
             for delta, each in zip(deltas, events, strict=False)
         ]
 
-    def _deltas_of(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def _deltas_of(self, index: int, piece: ParsedPart) -> list[dict[str, Any]]:
         """The name of a call comes before its arguments."""
         if piece.kind != "call":
             return [{"content" if piece.kind == "content" else "reasoning_content": piece.text}]
@@ -268,7 +268,7 @@ class ChatReply(Reply):
         arguments = {"index": place, "function": {"arguments": piece.text}}
         return [{"tool_calls": [named]}, {"tool_calls": [arguments]}]
 
-    def _call(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _call(self, index: int, piece: ParsedPart) -> dict[str, Any]:
         self._num_calls[index] += 1
         function = {"name": piece.name, "arguments": piece.text}
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
@@ -276,12 +276,12 @@ class ChatReply(Reply):
     def _extras(self) -> dict[str, Any]:
         return {} if self._num_top is None else {"prompt_logprobs": self._by_token_id(0)}
 
-    def _rest(self, index: int, event: Event) -> dict[str, Any]:
+    def _rest(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         rest = super()._rest(index, event)
         calls = rest["finish_reason"] == "stop" and self._num_calls[index] > 0
         return rest | ({"finish_reason": "tool_calls"} if calls else {})
 
-    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
+    def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         return {
             "content": [
                 {
@@ -311,11 +311,11 @@ class CompletionReply(Reply):
         self._places, self._prompt_places = dict[int, TokenPlaces](), dict[int, list[int]]()
         self._num_chars = Counter[int]()
 
-    def choice(self, index: int, event: Event) -> dict[str, Any]:
+    def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         [choice] = self.deltas(index, event, is_first=True)
         return choice | ({} if self._num_top is None else {"prompt_logprobs": self._by_token_id(index)})
 
-    def deltas(self, index: int, event: Event, *, is_first: bool) -> list[dict[str, Any]]:
+    def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
         if is_first and self._body.echo:
             event = self._echoed(index, event)
         self._num_chars[index] += len(event.text)
@@ -323,7 +323,7 @@ class CompletionReply(Reply):
             return []
         return [{"index": index, "text": event.text, **self._rest(index, event)}]
 
-    def _echoed(self, index: int, event: Event) -> Event:
+    def _echoed(self, index: int, event: AnswerEvent) -> AnswerEvent:
         """The event with the prompt before it; its first token has no log-probability."""
         place = index // self._generation.num_samples
         prompt, token_ids = self._body.prompts[place], self._generation.prompts[place]
@@ -336,7 +336,7 @@ class CompletionReply(Reply):
             self._places[index] = TokenPlaces(self._texts.tokenizer, start=len(text))
         return event._replace(text=text + event.text, logprobs=logprobs)
 
-    def _logprobs(self, index: int, event: Event) -> dict[str, Any]:
+    def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
         """OpenAI's older shape; the alternatives of a token include it."""
         token_ids = [token_id for token_id, _, _ in event.logprobs]
         return {

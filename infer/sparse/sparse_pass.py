@@ -23,7 +23,7 @@ from idlm.infer.sparse.accelerator import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
 from idlm.infer.state.batch import BlockDemand, DroppedRows, StepPlan, row_columns
 from idlm.kernels.paged_attention import Plan
-from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows, keep_wanted
+from idlm.kernels.row_compaction import Drop, PackedRows, RowCapacity, compact_rows, keep_wanted
 
 USUAL = 1.25
 """Most sequences have at most this many times the mean number of rows that are left of a sequence."""
@@ -137,7 +137,7 @@ class SparseKV:
         plan, view, num_left, room = self.plan, self.view, len(self._origin_R), None
         if capacity is not None:
             assert view.active.num_waits_B is not None
-            room = Room(capacity=capacity, num_waits_B=view.active.num_waits_B)
+            room = RowCapacity(capacity=capacity, num_waits_B=view.active.num_waits_B)
             num_left = min(num_left, capacity)
         rows = PackedRows(**row_columns(plan), mapping_R=self.slot_mapping_R, origin_R=self._origin_R)
         drop = Drop(

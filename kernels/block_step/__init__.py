@@ -1,7 +1,7 @@
 """Rows and decisions of a block-diffusion pass, as tensors by lane; contract in README.md."""
 
 from idlm.kernels.block_step.op import decide_blocks, pack_blocks
-from idlm.kernels.block_step.plain import Places, places_of
+from idlm.kernels.block_step.plain import Positions, places_of
 from idlm.kernels.block_step.resizing import Held, Resizing
 from idlm.kernels.block_step.types import (
     NO_EDITS,
@@ -9,10 +9,10 @@ from idlm.kernels.block_step.types import (
     RULES,
     BlockLanes,
     BlockShape,
-    Limits,
     Masks,
     PackedBlocks,
     PassBlocks,
     Proposed,
+    Rules,
     WantedPlaces,
 )

@@ -20,10 +20,10 @@ from idlm.kernels.block_step.types import (
     BlockLanes,
     BlockShape,
     Choose,
-    Limits,
     PackedBlocks,
     PassBlocks,
     Proposed,
+    Rules,
     WantedPlaces,
 )
 from idlm.kernels.step_rows import Lanes
@@ -180,7 +180,7 @@ def decide_blocks(
     *,
     rule: str,
     choose: Choose,
-    limits: Limits,
+    limits: Rules,
     resizing: Resizing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decide masks, edit, and commit blocks that become clean; returns the tokens [B, W] and the number that

@@ -17,16 +17,16 @@ from idlm.kernels.block_step.types import (
     BlockLanes,
     BlockShape,
     Choose,
-    Limits,
     Masks,
     PassBlocks,
     Proposed,
+    Rules,
 )
 from idlm.kernels.step_rows import Lanes, commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Positions:
     """Positions of the active block, bool [B, W]: `fixed` ones hold known tokens, `decided` ones tokens that
     are not emitted yet; this pass may decide `is_maskable` ones and rewrite `editable` ones. `opens_B`: the
     pass only begins a shifted block."""
@@ -45,7 +45,7 @@ class Places:
 
 def places_of(
     known_B: Tensor, blocks: BlockLanes, shape: BlockShape, given: PassBlocks, *, edits: bool
-) -> Places:
+) -> Positions:
     """The places that a pass may change, of sequences with `known_B` known tokens before it."""
     place_W = torch.arange(shape.size, device=known_B.device)
     fixed_BW = place_W < (known_B % shape.size)[:, None]
@@ -56,7 +56,7 @@ def places_of(
     if given.has_logits_BW is not None:
         is_maskable_BW = is_maskable_BW & given.has_logits_BW
         editable_BW = None if editable_BW is None else editable_BW & given.has_logits_BW
-    return Places(
+    return Positions(
         fixed_BW=fixed_BW,
         decided_BW=decided_BW,
         is_maskable_BW=is_maskable_BW,
@@ -74,7 +74,7 @@ def decide_plainly(
     proposed: Proposed,
     *,
     choose: Choose,
-    limits: Limits,
+    limits: Rules,
     resizing: Resizing | None,
 ) -> tuple[Tensor, Tensor]:
     """See `decide_blocks`."""
@@ -148,8 +148,8 @@ def _masks(
     shape: BlockShape,
     given: PassBlocks,
     proposed: Proposed,
-    places: Places,
-    limits: Limits,
+    places: Positions,
+    limits: Rules,
     resizing: Resizing | None,
 ) -> Masks:
     """The input of strategies."""
@@ -170,7 +170,7 @@ def _masks(
 
 
 def _is_settled(
-    blocks: BlockLanes, given: PassBlocks, places: Places, limits: Limits, edited_BW: Tensor, last_B: Tensor
+    blocks: BlockLanes, given: PassBlocks, places: Positions, limits: Rules, edited_BW: Tensor, last_B: Tensor
 ) -> Tensor:
     """Whether no more edits are due, bool [B], as in the last pass; counts passes that began without a
     mask."""

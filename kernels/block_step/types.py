@@ -126,7 +126,7 @@ class Proposed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Rules:
     """Parameters of the rules, per lane: fp64, `steps_Z` int64. `max_clean_passes`: limit of passes for edits
     alone; None: no edits. `quota_B` (int64): the minimum number of decided places, in place of the number
     that follows from `steps_Z`."""

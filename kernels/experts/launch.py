@@ -37,7 +37,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class ExpertsLaunch:
     """`block_r`: pairs of a tile, the same for both products."""
 
     block_r: int
@@ -46,7 +46,7 @@ class Launch:
 
 
 STREAMED = {
-    block_r: Launch(
+    block_r: ExpertsLaunch(
         block_r=block_r,
         gate_up=Tile(block_o=32, block_i=128, stacked=True),
         down=Tile(block_o=64, block_i=128),
@@ -55,20 +55,20 @@ STREAMED = {
 }
 """For few rows, where the number of weight bytes on their way limits the speed."""
 COMPUTED = {
-    block_r: Launch(
+    block_r: ExpertsLaunch(
         block_r=block_r,
         gate_up=Tile(block_o=128, block_i=64, warps=8),
         down=Tile(block_o=256, block_i=64, warps=8),
     )
     for block_r in (64, 128)
 }
-EXACT = Launch(
+EXACT = ExpertsLaunch(
     block_r=16, gate_up=Tile(block_o=64, block_i=32, stages=2), down=Tile(block_o=64, block_i=32, stages=2)
 )
 """fp32 products use fma in an order that follows the tile, so all numbers of rows share one tile."""
 
 
-def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype) -> Launch:
+def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype) -> ExpertsLaunch:
     """Choose by the mean and the maximum number of rows of an expert."""
     if dtype.itemsize > 2:
         return EXACT
@@ -168,7 +168,7 @@ def run_experts(
     first: int,
     num_choices: int,
     shared_RD: Tensor | None,
-    launch: Launch | None,
+    launch: ExpertsLaunch | None,
     pdl: bool,
 ) -> Tensor:
     """Plan the tiles, run both grouped products and sum; returns [R, D]. `launch` None: chosen by rule."""

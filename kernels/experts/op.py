@@ -17,7 +17,7 @@ from idlm.kernels.linear import library_linear
 from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from idlm.kernels.experts.launch import Launch
+    from idlm.kernels.experts.launch import ExpertsLaunch
 
 BEST_OF_GROUP = 2
 """Number of scores of a group that are added to rank it."""
@@ -86,7 +86,7 @@ def experts(
     first: int = 0,
     num_choices: int | None = None,
     shared_RD: Tensor | None = None,
-    launch: Launch | None = None,
+    launch: ExpertsLaunch | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
     """The weighted sum of the chosen experts' outputs plus `shared_RD`, [R, D] in the dtype of `x_RD`.

@@ -34,7 +34,7 @@ MAX_RANKS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LinearLaunch:
     """Launch parameters.
 
     The bits of a row depend on `splits` and the matrix instruction only."""
@@ -78,7 +78,7 @@ def make_workspace(device: torch.device, *, num_floats: int, num_tiles: int) -> 
 
 
 def workspace_size(
-    launch: Launch, num_rows: int, E: int, D: int, *, gated: bool, rank: int = 0
+    launch: LinearLaunch, num_rows: int, E: int, D: int, *, gated: bool, rank: int = 0
 ) -> tuple[int, int]:
     """(floats, tiles) that one call needs; `rank` of the LoRA that it adds."""
     splits = num_splits(launch, D)
@@ -90,22 +90,22 @@ def workspace_size(
     return floats if splits > 1 else 0, tiles
 
 
-def with_pdl(launch: Launch, pdl: bool) -> Launch:
+def with_pdl(launch: LinearLaunch, pdl: bool) -> LinearLaunch:
     """The launch with or without dependent launch and its prefetch."""
     return replace(launch, pdl=pdl, ahead=AHEAD if pdl else 0)
 
 
-def columns_ahead(launch: Launch, num_rows: int, D: int) -> int:
+def columns_ahead(launch: LinearLaunch, num_rows: int, D: int) -> int:
     """`ahead` if all shares are that wide and there is one tile of rows (others would prefetch the same)."""
     return launch.ahead if D % QUANTUM.value == 0 and num_rows <= launch.block_r else 0
 
 
-def num_splits(launch: Launch, D: int) -> int:
+def num_splits(launch: LinearLaunch, D: int) -> int:
     """Number of shares that are used for D columns."""
     return max(1, min(launch.splits, triton.cdiv(D, QUANTUM.value)))
 
 
-def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False) -> Launch:
+def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False) -> LinearLaunch:
     """The launch of deterministic mode: its splits depend on the weight's shape, never on the rows.
 
     More rows than the largest of `FIXED_ROWS` become several such tiles, each of which adds its shares
@@ -114,42 +114,42 @@ def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bo
     splits = min(1 << (aim.bit_length() - 1), max(1, triton.cdiv(D, QUANTUM.value) // 2))
     if dtype.itemsize > 2:
         # One tile of rows for all: fp32 products use fma in an order that follows the tile.
-        narrow = Launch(block_r=16, block_d=32, splits=splits, stages=2)
+        narrow = LinearLaunch(block_r=16, block_d=32, splits=splits, stages=2)
         return replace(narrow, serial=num_rows > 16)
     for block_r in FIXED_ROWS[:-1]:
         if num_rows <= block_r:
-            return Launch(block_r=block_r, block_d=64 if gated else 128, splits=splits)
+            return LinearLaunch(block_r=block_r, block_d=64 if gated else 128, splits=splits)
     if num_rows <= 128:
-        return Launch(block_r=128, block_d=64, splits=splits, warps=8)
+        return LinearLaunch(block_r=128, block_d=64, splits=splits, warps=8)
     block_e = 64 if gated else 128
-    return Launch(block_e=block_e, block_r=128, block_d=64, splits=splits, serial=True, warps=8)
+    return LinearLaunch(block_e=block_e, block_r=128, block_d=64, splits=splits, serial=True, warps=8)
 
 
 def few_rows_launch(
     num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False, is_fp8: bool = False
-) -> Launch | None:
+) -> LinearLaunch | None:
     """The fastest launch of a decoding step, None if the library is faster. `is_fp8`: the weight is fp8,
     which the library would widen first, at several times the cost of reading it."""
     if is_fp8 and dtype.itemsize == 2 and FEW_ROWS < num_rows <= FIXED_ROWS[-1]:
         return fixed_launch(num_rows, E, D, dtype, gated=gated)
     tiles = triton.cdiv(E, 64)
     if gated and num_rows in GATED_ROWS and dtype.itemsize == 2 and tiles in GATED_TILES and not is_fp8:
-        return Launch(block_r=64, block_d=64)
+        return LinearLaunch(block_r=64, block_d=64)
     if num_rows > FEW_ROWS or dtype.itemsize != 2:
         return None
     block_r = 16 if num_rows <= 16 else 32
     if not gated and FEW_PROGRAMS < tiles <= 2 * FEW_PROGRAMS:
         # Tiles of 64 would leave the second round of programs half empty.
-        return Launch(block_e=128, block_r=block_r, block_d=64)
+        return LinearLaunch(block_e=128, block_r=block_r, block_d=64)
     most = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
     splits = 1 << max(0, most.bit_length() - 1)
     # With three stages, four programs of 16 rows fit a multiprocessor, or three of 32: then all run at once.
     at_once = 2 * FEW_PROGRAMS if block_r == 16 else 3 * FEW_PROGRAMS // 2
     stages = 3 if gated and FEW_PROGRAMS < tiles <= at_once else 4
-    return Launch(block_r=block_r, block_d=64 if gated else 128, splits=splits, stages=stages)
+    return LinearLaunch(block_r=block_r, block_d=64 if gated else 128, splits=splits, stages=stages)
 
 
-def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
+def adds_lora(launch: LinearLaunch, num_rows: int, E: int, *, rank: int) -> bool:
     """Whether the launch of a SwiGLU can add a gated LoRA in its epilogue.
 
     A plain linear never does: there the separate kernel is as fast on an H200."""
@@ -162,7 +162,7 @@ def run(
     weight_ED: Tensor | Fp8Weight,
     out_RE: Tensor,
     *,
-    launch: Launch,
+    launch: LinearLaunch,
     bias_E: Tensor | None = None,
     gated: bool = False,
     lora: GatedLora | None = None,
@@ -231,7 +231,7 @@ def _buffers(workspace: Workspace | None, out_RE: Tensor, floats: int, tiles: in
 
 
 def _arguments(
-    x_RD: Tensor, out_RE: Tensor, launch: Launch, lora: GatedLora | None, gated: bool
+    x_RD: Tensor, out_RE: Tensor, launch: LinearLaunch, lora: GatedLora | None, gated: bool
 ) -> dict[str, Any]:
     """The kernel's arguments for an adapter, and the launch option that its rounding needs."""
     if lora is None:

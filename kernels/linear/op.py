@@ -17,7 +17,7 @@ from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from idlm.kernels.linear.launch import Launch, Workspace
+    from idlm.kernels.linear.launch import LinearLaunch, Workspace
 
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
@@ -62,7 +62,7 @@ class Linears:
         y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
         return expand_swiglu(y_RE, lora.is_mask_R, h_RX, lora.b_Er, scaling=lora.scaling)
 
-    def _adds(self, launch: Launch | None, weight_ED: Weight, lora: GatedLora) -> bool:
+    def _adds(self, launch: LinearLaunch | None, weight_ED: Weight, lora: GatedLora) -> bool:
         """Whether the SwiGLU's own kernel adds the adapter's part."""
         if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight):
             return False
@@ -72,7 +72,7 @@ class Linears:
 
     def _launch(
         self, x_RD: Tensor, weight_ED: Weight, lora: GatedLora | None, *, gated: bool
-    ) -> Launch | None:
+    ) -> LinearLaunch | None:
         if not computes(x_RD):
             return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace, with_pdl
@@ -82,7 +82,7 @@ class Linears:
                 x_RD.device, num_floats=WORKSPACE_FLOATS, num_tiles=WORKSPACE_TILES
             )
         shape = len(x_RD), _num_outputs(weight_ED, lora, gated), x_RD.shape[1], x_RD.dtype
-        launch: Launch | None
+        launch: LinearLaunch | None
         if self.deterministic:
             launch = fixed_launch(*shape, gated=gated)
         else:
@@ -95,7 +95,7 @@ def linear(
     weight_ED: Weight,
     *,
     bias_E: Tensor | None = None,
-    launch: Launch | None = None,
+    launch: LinearLaunch | None = None,
     workspace: Workspace | None = None,
     out_RE: Tensor | None = None,
 ) -> Tensor:
@@ -123,7 +123,7 @@ def linear_swiglu(
     *,
     bias_E: Tensor | None = None,
     lora: GatedLora | None = None,
-    launch: Launch | None = None,
+    launch: LinearLaunch | None = None,
     workspace: Workspace | None = None,
     out_RF: Tensor | None = None,
 ) -> Tensor:

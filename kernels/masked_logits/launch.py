@@ -25,7 +25,7 @@ COMBINED = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LogitsLaunch:
     """A program computes tiles of `block_x` rows, `block_d` columns at a time, with `stages` buffers; `group`
     tiles of rows run side by side. `tma`: the weight is read by tensor descriptors where its layout permits.
     `flat`: the next tile of the vocabulary is loaded while one is reduced."""
@@ -39,12 +39,12 @@ class Launch:
     flat: bool = True
 
 
-MANY_ROWS = Launch(block_x=128, block_d=64, warps=8, stages=4)
-FEW_ROWS = Launch(block_x=64, block_d=64, warps=4, stages=4)
-FP32 = Launch(block_x=32, block_d=32, warps=8, stages=2, tma=False)
+MANY_ROWS = LogitsLaunch(block_x=128, block_d=64, warps=8, stages=4)
+FEW_ROWS = LogitsLaunch(block_x=64, block_d=64, warps=4, stages=4)
+FP32 = LogitsLaunch(block_x=32, block_d=32, warps=8, stages=2, tma=False)
 
 
-def choose(num_rows: int, dtype: torch.dtype) -> Launch:
+def choose(num_rows: int, dtype: torch.dtype) -> LogitsLaunch:
     """Launch parameters for a number of wanted rows, chosen by what the compiler says; not measured."""
     if dtype == torch.float32:
         return FP32
@@ -76,7 +76,7 @@ def run(
     forbidden_S: Tensor | None,
     entropy: bool,
     workspace: Tensor | None = None,
-    launch: Launch | None = None,
+    launch: LogitsLaunch | None = None,
 ) -> Proposals:
     """See `masked_logits`."""
     num_rows, (num_tokens, width) = len(rows_X), weight_VD.shape

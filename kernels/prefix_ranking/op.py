@@ -19,7 +19,7 @@ MAX_SHARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class RankingLaunch:
     """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
     loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
     while others wait for products. The selection reads `read` scores together, and then looks at `tile`
@@ -35,14 +35,14 @@ class Launch:
     select_warps: int = 8
 
 
-USUAL = Launch()
-LARGE = Launch(stages=3)
+USUAL = RankingLaunch()
+LARGE = RankingLaunch(stages=3)
 """More queries, or wider heads: they leave less room for keys."""
-FP32 = Launch(block_n=32, max_queries=32, stages=2)
+FP32 = RankingLaunch(block_n=32, max_queries=32, stages=2)
 MAX_QUERY_NUMBERS = 128 * 128
 
 
-def choose(dtype: torch.dtype, num_queries: int, block_h: int) -> Launch:
+def choose(dtype: torch.dtype, num_queries: int, block_h: int) -> RankingLaunch:
     """Launch parameters by the dtype and number of queries and the padded head dim."""
     if dtype == torch.float32:
         return FP32
@@ -137,7 +137,7 @@ def select_largest(
     places_LZKC: Tensor,
     *,
     group: int = GROUP,
-    launch: Launch = USUAL,
+    launch: RankingLaunch = USUAL,
 ) -> None:
     """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
     `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is

@@ -2,4 +2,4 @@
 
 from idlm.kernels.row_compaction.op import compact_rows, find_places, gather_rows, keep_wanted, spread_places
 from idlm.kernels.row_compaction.plain import by_row, flagged, take_room
-from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
+from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, RowCapacity

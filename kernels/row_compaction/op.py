@@ -12,7 +12,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.row_compaction import plain
-from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
+from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, RowCapacity
 
 MAX_GATHERED = 6
 """Tensors of one launch."""
@@ -32,7 +32,7 @@ ROW_COLUMNS = (
 
 
 def compact_rows(
-    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: Room | None = None
+    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: RowCapacity | None = None
 ) -> Compacted:
     """Pack the rows that go on into `num_left` rows, in order; the others are padding, which is row 0 with
     mapping -1, origin `num_origins` and no mask.

@@ -7,11 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, Room
+from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, PackedRows, RowCapacity
 
 
 def compact_rows(
-    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: Room | None
+    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: RowCapacity | None
 ) -> Compacted:
     """See `op.compact_rows`."""
     num_rows, device = len(rows.slots_R), rows.slots_R.device

@@ -49,8 +49,8 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Room for `capacity` rows, no fewer than are scheduled. What scheduled ones leave, those sequences take
+class RowCapacity:
+    """A pass of `capacity` rows, no fewer than are scheduled. What scheduled ones leave, those sequences take
     first that have the largest `num_waits_B` (int64), of these those that need the fewest rows."""
 
     capacity: int

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels import backend
-from idlm.kernels.sampling.types import TUNING, Drafts, PlainDraftProbs, Shape, Tuning
+from idlm.kernels.sampling.types import TUNING, ChunkShape, Drafts, PlainDraftProbs, Tuning
 
 TILE = 4096
 
@@ -70,7 +70,7 @@ def restrict(
 
     only_MD = only_MD.contiguous()
     num_masks, num_tokens = store.logits_ZJV.shape[1:]
-    shape = Shape(num_tokens, tuning)
+    shape = ChunkShape(num_tokens, tuning)
     if not only_MD.numel():
         return
     kernel_bits.restrict_kernel[(only_MD.numel() * shape.num_half_tiles,)](

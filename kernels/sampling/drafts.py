@@ -16,6 +16,7 @@ from idlm.kernels.sampling.draws import draw, invert
 from idlm.kernels.sampling.types import (
     NUM_NUMBERS,
     TUNING,
+    ChunkShape,
     DraftProbs,
     Drafts,
     LayoutTables,
@@ -23,7 +24,6 @@ from idlm.kernels.sampling.types import (
     PlainProbs,
     Probs,
     RowProbs,
-    Shape,
     Tuning,
     Verdict,
 )
@@ -42,7 +42,7 @@ def draft_probs(
     shape = (num_lanes, num_drafts, num_tokens)
     if not backend.has_kernels(device):
         return PlainDraftProbs(probs_ZJV=torch.zeros(shape, dtype=torch.float64, device=device))
-    num_chunks = Shape(num_tokens, tuning).num_chunks
+    num_chunks = ChunkShape(num_tokens, tuning).num_chunks
     return DraftProbs(
         logits_ZJV=torch.zeros(shape, dtype=dtype, device=device),
         numbers_ZJF=torch.zeros(*shape[:2], NUM_NUMBERS, dtype=torch.float64, device=device),
@@ -64,7 +64,7 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
     from idlm.kernels.sampling import kernel_verify
 
     num_tokens = probs.logits_XV.shape[1]
-    shape = Shape(num_tokens, probs.tuning)
+    shape = ChunkShape(num_tokens, probs.tuning)
     if rows_BJ.numel():
         kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_half_tiles,)](
             *probs.tensors(),
@@ -177,7 +177,7 @@ def _launched_verify(
             num_sequences,
             num_masks,
             MASKS=triton.next_power_of_2(max(1, num_masks)),
-            CHUNK=Shape(probs.logits_XV.shape[1], probs.tuning).chunk,
+            CHUNK=ChunkShape(probs.logits_XV.shape[1], probs.tuning).chunk,
             num_warps=1,
         )
     return verdict
@@ -198,7 +198,7 @@ def _launched_emit(
 
     num_sequences, num_masks = verdict.draft_rows_BJ.shape
     num_tokens = probs.logits_XV.shape[1]
-    shape = Shape(num_tokens, probs.tuning)
+    shape = ChunkShape(num_tokens, probs.tuning)
     if num_sequences == 0:
         return
     excess_BC = torch.empty(num_sequences, shape.num_chunks, dtype=torch.float32, device=lanes_B.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels import backend
-from idlm.kernels.sampling.types import PlainProbs, Probs, RowProbs, Shape
+from idlm.kernels.sampling.types import ChunkShape, PlainProbs, Probs, RowProbs
 
 MAX_DRAWS = 128
 """Philox numbers of a program of one warp. 16,384 took 25 s to compile and 3.3 GB of spills on an H200."""
@@ -113,7 +113,7 @@ def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
         return torch.where(rows_B >= 0, invert(probs.probs_XV[rows_B.clamp(min=0)], uniforms_B), 0)
     from idlm.kernels.sampling import kernel
 
-    shape = Shape(probs.logits_XV.shape[1], probs.tuning)
+    shape = ChunkShape(probs.logits_XV.shape[1], probs.tuning)
     rows_B = rows_B.contiguous()
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
@@ -153,7 +153,7 @@ def judged_draws(
     from idlm.kernels.sampling import kernel
 
     num_rows, num_tokens = probs.logits_XV.shape
-    shape, device = Shape(num_tokens, probs.tuning), probs.logits_XV.device
+    shape, device = ChunkShape(num_tokens, probs.tuning), probs.logits_XV.device
     ids_X = torch.empty(num_rows, dtype=torch.int64, device=device)
     confidence_X = torch.empty(num_rows, dtype=torch.float64, device=device)
     if num_rows:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels import backend
-from idlm.kernels.sampling.types import NUM_NUMBERS, TUNING, PlainProbs, Probs, RowProbs, Shape, Tuning
+from idlm.kernels.sampling.types import NUM_NUMBERS, TUNING, ChunkShape, PlainProbs, Probs, RowProbs, Tuning
 
 MAX_VOCABULARY = 1 << 24
 """Token ids pass through fp32, which is exact up to here."""
@@ -91,7 +91,7 @@ def _launched_row_probs(
     from idlm.kernels.sampling import kernel, kernel_probs
 
     num_rows, num_tokens = logits_XV.shape
-    shape, device = Shape(num_tokens, tuning), logits_XV.device
+    shape, device = ChunkShape(num_tokens, tuning), logits_XV.device
     probs = _empty_probs(logits_XV, shape.num_chunks, tuning)
     if num_rows == 0:
         return probs
@@ -161,7 +161,7 @@ def _scratch(probs: RowProbs) -> tuple[Tensor, Tensor, Tensor]:
     return chunks_XC, ties_XC, list_XL
 
 
-def _search_options(probs: RowProbs, shape: Shape) -> dict[str, int]:
+def _search_options(probs: RowProbs, shape: ChunkShape) -> dict[str, int]:
     tuning = probs.tuning
     return {
         "KEY_SHIFT": KEY_SHIFTS[probs.logits_XV.dtype],

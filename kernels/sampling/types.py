@@ -38,7 +38,7 @@ class Tuning:
 TUNING = Tuning()
 
 
-class Shape:
+class ChunkShape:
     """Sizes of every launch over chunks; a chunk is a constant of the vocabulary."""
 
     def __init__(self, num_tokens: int, tuning: Tuning) -> None:

@@ -19,7 +19,7 @@ from tests.kernels.cases.plain_torch import rms_norm, rotate
 from tests.margins import assert_same_rows, rows_keep_bits
 
 if TYPE_CHECKING:
-    from idlm.kernels.linear.launch import Launch
+    from idlm.kernels.linear.launch import LinearLaunch
 SHARED_BYTES = 225 * 1024
 
 
@@ -144,15 +144,15 @@ def test_the_tiles_of_a_wide_swiglu_run_at_once(F: int, rows: int) -> None:
 def test_columns_are_prefetched_if_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear import op
-    from idlm.kernels.linear.launch import AHEAD, Launch, columns_ahead
+    from idlm.kernels.linear.launch import AHEAD, LinearLaunch, columns_ahead
 
-    launch = Launch(block_r=16, ahead=128)
+    launch = LinearLaunch(block_r=16, ahead=128)
     assert columns_ahead(launch, 16, 4096) == 128
     assert columns_ahead(launch, 17, 4096) == 0, "two tiles of rows would ask for the same"
     assert columns_ahead(launch, 16, 1000) == 0, "a share may be narrower"
     for wrong in (-32, 1, 96, 512):
         with pytest.raises(AssertionError, match="ahead"):
-            Launch(ahead=wrong)
+            LinearLaunch(ahead=wrong)
     x_RD, weight_ED = torch.zeros(7, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
     monkeypatch.setattr(op, "computes", lambda x: True)
     for has_pdl, expected in ((True, (True, AHEAD)), (False, (False, 0))):
@@ -164,14 +164,14 @@ def test_columns_are_prefetched_if_that_helps(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_product_adds_an_adapter_if_it_can() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch
+    from idlm.kernels.linear.launch import LinearLaunch, adds_lora, few_rows_launch
 
     launch = few_rows_launch(7, 12288, 4096, torch.bfloat16, gated=True)
     assert launch is not None and adds_lora(launch, 7, 12288, rank=128)
     for num_rows, E, rank in ((17, 12288, 128), (7, 12288, 256), (7, 100, 128)):
         assert not adds_lora(launch, num_rows, E, rank=rank), f"{num_rows=} {E=} {rank=}"
-    assert not adds_lora(Launch(serial=True), 7, 64, rank=8)
-    assert not adds_lora(Launch(block_r=64), 33, 12288, rank=128), "no GPU has checked it"
+    assert not adds_lora(LinearLaunch(serial=True), 7, 64, rank=8)
+    assert not adds_lora(LinearLaunch(block_r=64), 33, 12288, rank=128), "no GPU has checked it"
 
 
 LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"), "*bf16") | {
@@ -190,7 +190,7 @@ class Integers(dict[str, str]):
         return "i32"
 
 
-def linear_constants(launch: Launch, **more: object) -> Mapping[str, object]:
+def linear_constants(launch: LinearLaunch, **more: object) -> Mapping[str, object]:
     """Constants of the linear: no bias, no scale, no adapter, then `more`."""
     return {
         "GATED": False,

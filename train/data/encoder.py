@@ -16,7 +16,7 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.text.chat import TRAILING, conversation
-from idlm.text.left_out import Piece
+from idlm.text.left_out import TurnText
 from idlm.text.templates import Message, with_date, writes_date
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, reasoning, without_thinking
 from idlm.text.tokenizer import (
@@ -331,7 +331,7 @@ class Encoder:
         return sample
 
 
-def _left_out(piece: Piece, origin: str) -> UserError:
+def _left_out(piece: TurnText, origin: str) -> UserError:
     if piece.is_thought:
         fix = "train without the thoughts (data.thinking=strip)"
     elif piece.turn < 0:

@@ -70,7 +70,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Half:
     """One half of a document, int64 arrays [rows]; `labels` is -100 where there is no target.
 
     `reach`: the last position of its own half that a row sees; None: its own position. `mask_rates`:
@@ -89,14 +89,14 @@ class Rows:
 
 
 _EMPTY = np.zeros(0, dtype=np.int64)
-NO_ROWS = Rows(input_ids=_EMPTY, positions=_EMPTY, block_starts=_EMPTY, labels=_EMPTY)
+NO_ROWS = Half(input_ids=_EMPTY, positions=_EMPTY, block_starts=_EMPTY, labels=_EMPTY)
 """The noisy half of objectives without masks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    noisy: Rows
-    clean: Rows
+    noisy: Half
+    clean: Half
 
     def __len__(self) -> int:
         return len(self.noisy) + len(self.clean)
@@ -109,18 +109,18 @@ def target_flags(sample: Sample, mask_region: str) -> np.ndarray:
     return flags
 
 
-def clean_rows(sample: Sample, mask_region: str) -> Rows:
+def clean_rows(sample: Sample, mask_region: str) -> Half:
     """Return all L tokens in place; the label of row i is token i+1."""
     flags = target_flags(sample, mask_region)
     labels = np.full(len(sample), IGNORE_LABEL, dtype=np.int64)
     labels[:-1] = np.where(flags[:-1], sample.token_ids[1:], IGNORE_LABEL)
     positions = np.arange(len(sample), dtype=np.int64)
-    return Rows(
+    return Half(
         input_ids=sample.token_ids, positions=positions, block_starts=np.zeros_like(positions), labels=labels
     )
 
 
-def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: int, phase: int = 0) -> Rows:
+def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: int, phase: int = 0) -> Half:
     """Return one mask per supervised position; each run of positions is cut into blocks of `stride - 1`
     masks, the first of which lacks its last `phase` masks.
 
@@ -134,7 +134,7 @@ def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: 
     run_starts = positions[opens_run][np.cumsum(opens_run) - 1] if len(positions) else positions
     first_starts = positions - (positions - run_starts + phase) % (stride - 1)
     block_starts = np.maximum(first_starts, run_starts)
-    return Rows(
+    return Half(
         input_ids=np.full(len(positions), mask_token_id, dtype=np.int64),
         positions=positions,
         block_starts=block_starts,

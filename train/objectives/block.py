@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from idlm.semantics import Semantics
-from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows
+from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Half, Sample, SampleRows
 from idlm.train.objectives.base import OBJECTIVES, Count
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.masked import LOWEST_RATE, MaskedDiffusion
@@ -75,7 +75,7 @@ class BlockDiffusion(MaskedDiffusion):
         rates: np.ndarray,
         *,
         block_size: int,
-    ) -> Rows:
+    ) -> Half:
         """Return the rows of blocks with a target; tokens of `is_masked` become masks, drawn at `rates` (in
         parts of `CERTAIN`). All arguments are [L]."""
         assert self.mask_token_id is not None
@@ -83,7 +83,7 @@ class BlockDiffusion(MaskedDiffusion):
         block = positions // block_size
         kept = (np.bincount(block, weights=is_target) > 0)[block]
         starts = block * block_size
-        return Rows(
+        return Half(
             input_ids=np.where(is_masked, self.mask_token_id, token_ids)[kept],
             positions=positions[kept],
             block_starts=starts[kept],
@@ -93,10 +93,10 @@ class BlockDiffusion(MaskedDiffusion):
         )
 
 
-def _context_rows(sample: Sample, block_size: int) -> Rows:
+def _context_rows(sample: Sample, block_size: int) -> Half:
     """The clean half, block-causal and without labels: a row that sees its own token would only copy it."""
     positions = np.arange(len(sample), dtype=np.int64)
-    return Rows(
+    return Half(
         input_ids=sample.token_ids,
         positions=positions,
         block_starts=np.zeros_like(positions),

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from idlm.semantics import Semantics
-from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Rows, Sample, SampleRows
+from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Half, Sample, SampleRows
 from idlm.train.objectives.base import OBJECTIVES, Count
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.masked import LOWEST_RATE, MaskedDiffusion
@@ -58,12 +58,12 @@ class FullDiffusion(MaskedDiffusion):
 
     def noisy_rows(
         self, token_ids: np.ndarray, is_target: np.ndarray, is_masked: np.ndarray, rate: int
-    ) -> Rows:
+    ) -> Half:
         """Return all rows of a sample as one block; tokens of `is_masked` become masks, drawn at `rate` (in
         parts of `CERTAIN`). All arrays are [L]."""
         assert self.mask_token_id is not None
         positions = np.arange(len(token_ids), dtype=np.int64)
-        return Rows(
+        return Half(
             input_ids=np.where(is_masked, self.mask_token_id, token_ids),
             positions=positions,
             block_starts=np.zeros_like(positions),

@@ -26,8 +26,8 @@ from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.mosaic.arena import PLAIN, open_arena
 from idlm.infer.mosaic.chunking import Forward, trunk_forward
 from idlm.infer.mosaic.lifetimes import Op
-from idlm.infer.mosaic.planner import Plan, live_bytes, storage_bytes
-from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.planner import ArenaPlan, live_bytes, storage_bytes
+from idlm.infer.mosaic.template import PassTemplate
 from idlm.infer.mosaic.trunk import ATTENTION, TrunkShape, trunk_template
 from idlm.infer.state.batch import FedCanvases, StepPlan
 from idlm.infer.state.page_pool import PagePool
@@ -47,8 +47,8 @@ def forward_of(arm: str, shape: TrunkShape) -> Forward:
     return Forward(_with_all_of_attention(whole) if arm == "paper" else whole)
 
 
-def _with_all_of_attention(whole: Template) -> Template:
-    kept = Template(whole.name.replace("whole", "paper"))
+def _with_all_of_attention(whole: PassTemplate) -> PassTemplate:
+    kept = PassTemplate(whole.name.replace("whole", "paper"))
     kept.tensors, kept.aliases, kept.inputs = whole.tensors, whole.aliases, whole.inputs
     kept.num_layers, kept.ops = whole.num_layers, [*whole.ops]
     names = ("x", "attention_in", "q", "k", "v", "heads")
@@ -155,10 +155,10 @@ class ExecutorArm:
             payload=FedCanvases(takes_best=True),
         )
 
-    def plan(self, canvas: Canvas) -> Plan:
+    def plan(self, canvas: Canvas) -> ArenaPlan:
         """The plan of a canvas."""
         num_rows, num_wanted = canvas.ids_BL.shape[1], len(canvas.places_M)
-        found: Plan = self._runner.plan_of(num_rows, num_wanted, takes_best=True)
+        found: ArenaPlan = self._runner.plan_of(num_rows, num_wanted, takes_best=True)
         return found
 
     def library_bytes(self) -> int:

@@ -12,7 +12,7 @@ from idlm.errors import UserError
 from idlm.infer.evaluation.extraction import function_block
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdict_of
 from idlm.infer.evaluation.sandbox import Program, Sandbox
-from idlm.tasks import Verdict
+from idlm.tasks import Grade
 
 
 class CodeTask(FileTask):
@@ -35,7 +35,7 @@ class CodeTask(FileTask):
         task.sandbox = Sandbox()
         return task
 
-    def judge(self, record: Record, response: str) -> Verdict:
+    def judge(self, record: Record, response: str) -> Grade:
         code = function_block(response, self.wanted(record))
         if code is None:
             return verdict_of(is_correct=False, reason="no Python code block with a function")

@@ -8,7 +8,7 @@ from typing import ClassVar
 from idlm.infer.evaluation.extraction import boxed, same_answer
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask, Record, verdict_of
 from idlm.infer.evaluation.mathematics.equality import require_math_verify
-from idlm.tasks import Verdict
+from idlm.tasks import Grade
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -25,7 +25,7 @@ class _BoxedTask(FileTask):
     def prompt(self, record: Record) -> str:
         return f"{record[self.problem]}\n{INSTRUCTION}"
 
-    def judge(self, record: Record, response: str) -> Verdict:
+    def judge(self, record: Record, response: str) -> Grade:
         given, expected = boxed(response), self.reference(record)
         if given is None:
             return verdict_of(is_correct=False, reason="no \\boxed{} answer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from idlm.infer.server.parsers import hermes
-from idlm.infer.server.parsers.hermes import Piece
+from idlm.infer.server.parsers.hermes import ParsedPart
 from idlm.text.thoughts import CLOSE, ThoughtReader
 
 
@@ -17,9 +17,9 @@ class AnswerParser:
         """Line breaks that end the reasoning so far, and whether it has nothing else."""
         self._calls = hermes.HermesParser() if calls else None
 
-    def push(self, text: str, *, is_last: bool) -> list[Piece]:
+    def push(self, text: str, *, is_last: bool) -> list[ParsedPart]:
         """The pieces that more text makes certain; all if it is the last."""
-        pieces = [Piece("content", text)] if text else []
+        pieces = [ParsedPart("content", text)] if text else []
         if self.thinks:
             pieces = self._read(text, is_last=is_last)
         if self._calls is None:
@@ -28,17 +28,17 @@ class AnswerParser:
         others = [piece for piece in pieces if piece.kind != "content"]
         return others + self._calls.push(content, is_last=is_last)
 
-    def _read(self, text: str, *, is_last: bool) -> list[Piece]:
+    def _read(self, text: str, *, is_last: bool) -> list[ParsedPart]:
         """Reasoning and content. Line breaks between tags and text belong to neither."""
-        pieces = list[Piece]()
+        pieces = list[ParsedPart]()
         for kind, part in self._reader.push(text, is_last=is_last):
             if kind == "answer":
-                pieces.append(Piece("content", part))
+                pieces.append(ParsedPart("content", part))
             elif kind == "thought":
                 part = part.lstrip("\n") if self._is_blank else self._breaks + part
                 kept = part.rstrip("\n")
                 self._breaks, self._is_blank = part[len(kept) :], self._is_blank and not kept
-                pieces += [Piece("reasoning", kept)] if kept else []
+                pieces += [ParsedPart("reasoning", kept)] if kept else []
         return pieces
 
 

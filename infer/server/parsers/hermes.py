@@ -25,10 +25,10 @@ class HermesParser:
         self._held, self._space = "", ""
         self._is_call, self._follows_call = False, False
 
-    def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
+    def push(self, text: str, *, is_last: bool = False) -> list[ParsedPart]:
         """The pieces that more text makes certain; all if it is the last."""
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[ParsedPart] = []
         while self._is_call or self._held:
             if not self._is_call:
                 text, begin, rest = self._held.partition(BEGIN)
@@ -43,10 +43,10 @@ class HermesParser:
             pieces += self._call(body, end)
             self._held, self._is_call = rest, False
         if is_last and not self._follows_call:
-            pieces += [Piece("content", self._space)] if self._space else []
+            pieces += [ParsedPart("content", self._space)] if self._space else []
         return pieces
 
-    def _content(self, text: str) -> list[Piece]:
+    def _content(self, text: str) -> list[ParsedPart]:
         """Content; space at its end is held until more content follows."""
         text = self._space + text
         kept = text.rstrip()
@@ -54,9 +54,9 @@ class HermesParser:
         if not kept:
             return []
         kept, self._follows_call = kept.lstrip() if self._follows_call else kept, False
-        return [Piece("content", kept)]
+        return [ParsedPart("content", kept)]
 
-    def _call(self, body: str, end: str) -> list[Piece]:
+    def _call(self, body: str, end: str) -> list[ParsedPart]:
         call = read_call(body)
         if call is None:
             return self._content(BEGIN + body + end)
@@ -99,7 +99,7 @@ def calls_grammar(
     return "\n".join([*lines, f"start: {call}{'*' if has_many else '?'} LAST"])
 
 
-def read_call(body: str) -> Piece | None:
+def read_call(body: str) -> ParsedPart | None:
     """The call of a JSON object with a name and, if there are any, arguments; None for anything else, such as
     numbers that Python or JSON cannot write."""
     try:
@@ -112,10 +112,10 @@ def read_call(body: str) -> Piece | None:
         return None
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         return None
-    return Piece("call", text, name)
+    return ParsedPart("call", text, name)
 
 
-class Piece(NamedTuple):
+class ParsedPart(NamedTuple):
     """A part of an answer. `kind`: content, reasoning, or call; then `text` is the arguments of the call of
     the tool `name`, a JSON object."""
 

@@ -42,7 +42,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(Body, ConstraintFields):
+class SamplingFields(Body, ConstraintFields):
     """What chats and completions have in common."""
 
     model: str | None = None
@@ -175,7 +175,7 @@ class TemplateOptions(Body):
     enable_thinking: bool | None = None
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -274,7 +274,7 @@ class ChatRequest(Sampling):
         return given[0] if given else None
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions. A prompt is text without a template, or token ids."""
 
     prompt: Text | Annotated[TokenIds | list[Text] | list[TokenIds], Field(min_length=1)]

@@ -19,7 +19,7 @@ from idlm.infer.models.base import Shards
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.mosaic.canvas_ops import CanvasRows
 from idlm.infer.mosaic.lifetimes import Sizes
-from idlm.infer.mosaic.planner import Plan, plan_template
+from idlm.infer.mosaic.planner import ArenaPlan, plan_template
 from idlm.infer.runtime.graphs import cuda_graphs
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.state.batch import WantedRows
@@ -230,7 +230,7 @@ def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
     """Plan every pass without logits, and with these chunk counts."""
     runner: Any = engine._parts.runner
 
-    def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool) -> Plan:
+    def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool) -> ArenaPlan:
         assert takes_best
         known = {name: count for name, count in chunks.items() if name in runner._best_templates.chunk_counts}
         sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=known)

@@ -16,8 +16,8 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.lifetimes import Sizes, relate
-from idlm.infer.mosaic.planner import Plan, plan_template
-from idlm.infer.mosaic.template import Step
+from idlm.infer.mosaic.planner import ArenaPlan, plan_template
+from idlm.infer.mosaic.template import OpCall
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
 from tests.margins import assert_same_rows
@@ -44,7 +44,7 @@ def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
     """Plan every pass with these chunk counts (at most one row a chunk), whatever fits."""
     runner: Any = engine._parts.runner
 
-    def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> Plan:
+    def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> ArenaPlan:
         known = {name: count for name, count in chunks.items() if name in runner._templates.chunk_counts}
         counts = {
             name: min(count, num_wanted // group if name == "logits" else num_rows)
@@ -152,7 +152,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fill the range of every tensor with NaN when its lifetime ends; returns the names that ended."""
     execute, ended = CanvasPass.execute, []
 
-    def poisoned(self: CanvasPass, step: Step, op: Any = None) -> None:
+    def poisoned(self: CanvasPass, step: OpCall, op: Any = None) -> None:
         execute(self, step, op)
         template, sizes = self.plan.template, dataclasses.replace(self.plan.sizes, wanted=len(self.rows_X))
         for name in ends_with(template, sizes, step):

@@ -14,7 +14,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.mosaic import canvas, canvas_attention, canvas_ops
 from idlm.infer.mosaic.canvas_ops import CanvasPass
-from idlm.infer.mosaic.planner import Plan
+from idlm.infer.mosaic.planner import ArenaPlan
 from idlm.kernels.experts import steps as expert_steps
 from tests.contracts.engines import assert_idle, build_engine
 from tests.contracts.full.canvases import PROMPTS, directory_of, engine_of, params_of
@@ -79,9 +79,9 @@ def test_plans_are_made_once_for_the_rows_of_a_pass(llada: Path, monkeypatch: py
     made: list[tuple[int, int]] = []
     original = runner.plan_of
 
-    def counted(num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> Plan:
+    def counted(num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> ArenaPlan:
         before = runner._plans.get((num_rows, takes_best))
-        plan: Plan = original(num_rows, num_wanted, group, takes_best=takes_best)
+        plan: ArenaPlan = original(num_rows, num_wanted, group, takes_best=takes_best)
         if plan is not before:
             made.append((num_rows, num_wanted))
         return plan

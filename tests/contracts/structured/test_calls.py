@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from idlm.contracts import Constraint
-from idlm.infer.server.parsers.hermes import BEGIN, END, HermesParser, Piece, calls_grammar
+from idlm.infer.server.parsers.hermes import BEGIN, END, HermesParser, ParsedPart, calls_grammar
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import load_tokenizer
 from tests.toy import write_spelling_toy
@@ -49,13 +49,13 @@ def grammar_of(compiler: GrammarCompiler, is_forced: bool, has_many: bool) -> Gr
     return compiler.grammar(Constraint(kind="grammar", text=text))
 
 
-def parsed(text: str, size: int | None = None) -> list[Piece]:
+def parsed(text: str, size: int | None = None) -> list[ParsedPart]:
     """The pieces of a text that comes in parts of `size` characters; adjacent content is joined."""
-    parser, found, size = HermesParser(), list[Piece](), size or len(text)
+    parser, found, size = HermesParser(), list[ParsedPart](), size or len(text)
     pushed = [parser.push(text[start : start + size]) for start in range(0, len(text), size)]
     for piece in [*itertools.chain(*pushed), *parser.push("", is_last=True)]:
         if found and piece.kind == found[-1].kind == "content":
-            found[-1] = Piece("content", found[-1].text + piece.text)
+            found[-1] = ParsedPart("content", found[-1].text + piece.text)
         else:
             found.append(piece)
     return found

@@ -14,7 +14,7 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.launch import COMPUTED, EXACT, STREAMED, Launch
+from idlm.kernels.experts.launch import COMPUTED, EXACT, STREAMED, ExpertsLaunch
 from tests.contracts.engines import assert_idle, build_engine, clear_answers
 from tests.kernels.cases.experts import LARGE, Case, check_block_route, check_experts, check_route
 from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada22
@@ -29,7 +29,7 @@ SHAPES_PER_BATCH, BATCHES = 125, 8
 ROUTING = Routing(num_chosen=8, score="softmax", is_normalised=True)
 
 
-def launch_of(seed: int, dtype: torch.dtype) -> Launch:
+def launch_of(seed: int, dtype: torch.dtype) -> ExpertsLaunch:
     """Every launch in bf16 and one in fp16: only products differ, and compiling takes time."""
     if dtype == torch.float32:
         return EXACT

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear import Linears, check_rows_agree, linear, linear_swiglu
-from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch, fixed_launch, make_workspace
+from idlm.kernels.linear.launch import LinearLaunch, adds_lora, few_rows_launch, fixed_launch, make_workspace
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
@@ -137,7 +137,7 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
     space = make_workspace(torch.device("cuda"), num_floats=1 << 22, num_tiles=4096)
 
     def chain(pdl: bool) -> torch.Tensor:
-        launch = Launch(splits=4, pdl=pdl, ahead=128 if pdl else 0)
+        launch = LinearLaunch(splits=4, pdl=pdl, ahead=128 if pdl else 0)
         hidden, _ = add_rms_norm(x, None, norm, eps=1e-6, pdl=pdl)
         qkv = linear(hidden, qkv_w, launch=launch, workspace=space)
         low = linear(hidden, lora[0], launch=launch, workspace=space)
@@ -274,7 +274,7 @@ def test_every_launch_is_right(block_e: int, block_r: int) -> None:
     library = float((F.linear(x, weight).double() - true).norm())
     grid = itertools.product((64, 128), (1, 3), (4, 8), (2, 4), (False, True))
     for block_d, splits, warps, stages, pdl in grid:
-        launch = Launch(
+        launch = LinearLaunch(
             block_e=block_e,
             block_r=block_r,
             block_d=block_d,

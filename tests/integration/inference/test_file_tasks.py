@@ -16,7 +16,7 @@ from idlm.infer.evaluation.benchmarks import code
 from idlm.infer.evaluation.benchmarks.code import CodeTask
 from idlm.infer.evaluation.evaluate import run_evaluation
 from idlm.infer.evaluation.file_tasks import FILE_TASKS, FileTask
-from idlm.infer.evaluation.sandbox import Outcome, Program, Sandbox
+from idlm.infer.evaluation.sandbox import Program, ProgramOutcome, Sandbox
 from idlm.tasks import TASKS
 from tests.integration.inference.command_lines import MODEL, read_lines
 
@@ -75,7 +75,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     programs = []
     run = Sandbox.run
 
-    def counting(box: Sandbox, program: Program, **options: Any) -> Outcome:
+    def counting(box: Sandbox, program: Program, **options: Any) -> ProgramOutcome:
         programs.append(program)
         return run(box, program, **{"seconds": 60.0, **options})
 

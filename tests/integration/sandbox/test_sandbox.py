@@ -20,7 +20,7 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.infer.evaluation import sandbox as module
-from idlm.infer.evaluation.sandbox import Limits, Outcome, Program, Sandbox
+from idlm.infer.evaluation.sandbox import Program, ProgramLimits, ProgramOutcome, Sandbox
 from tests.integration.sandbox import escapes, escapes_inside
 
 PARTS = (escapes, escapes_inside)
@@ -29,13 +29,13 @@ TEXT += INSIDE.replace("from __future__ import annotations", "")
 NAMES = sorted(name for part in PARTS for name in vars(part))
 ATTEMPTS = [name for name in NAMES if name.startswith("try_")]
 FORGERIES = [name for name in NAMES if name.startswith("give_")]
-LIMITS = Limits(seconds=60)
-SHORT = Limits(seconds=1, memory=128 << 20)
+LIMITS = ProgramLimits(seconds=60)
+SHORT = ProgramLimits(seconds=1, memory=128 << 20)
 SLEEP = f"98765.{os.getpid()}"
 
 
 @functools.cache
-def _box(limits: Limits) -> Sandbox:
+def _box(limits: ProgramLimits) -> Sandbox:
     return Sandbox(limits)
 
 
@@ -93,8 +93,8 @@ def _code(world: dict[str, Any]) -> str:
 
 
 def judged(
-    code: str, test: str = "f()", functions: tuple[str, ...] = ("f",), limits: Limits = LIMITS
-) -> Outcome:
+    code: str, test: str = "f()", functions: tuple[str, ...] = ("f",), limits: ProgramLimits = LIMITS
+) -> ProgramOutcome:
     return _box(limits).run(Program(code=code, test=test, functions={name: name for name in functions}))
 
 
@@ -105,7 +105,7 @@ def test_a_right_program_passes_and_a_wrong_one_says_why() -> None:
     test = (
         "assert f(3, k=4) == ({3: 1, 4: 1}, {3}, (1.5, None, b'a', 2j, 'é'))\nassert f(2**99)[1] == {2**99}"
     )
-    assert judged(code, test) == Outcome(passed=True, reason="")
+    assert judged(code, test) == ProgramOutcome(passed=True, reason="")
     assert judged("def f(x): return x", "assert f(1) == 2, f(1)").reason == "AssertionError: 1"
     assert "ZeroDivisionError" in judged("def f(): return 1 / 0").reason
     assert "SyntaxError" in judged("def f(:").reason
@@ -144,7 +144,7 @@ def test_attempts_succeed_outside_and_not_inside(world: dict[str, Any]) -> None:
     test += "        assert 'the program' not in str(error), name\nassert not escaped, escaped"
     code = f"{_code(world)}\ndef names(): return {ATTEMPTS!r}\n"
     outcome = judged(code, test, ("names", *ATTEMPTS))
-    assert outcome == Outcome(passed=True, reason="")
+    assert outcome == ProgramOutcome(passed=True, reason="")
     assert (Path(world["place"]) / "victim").read_text() == "victim"
     assert not (Path(world["place"]) / "target").exists()
     assert _drain(world["servers"]) == 0

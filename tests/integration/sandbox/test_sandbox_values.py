@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idlm.infer.evaluation.sandbox import Limits, Outcome
+from idlm.infer.evaluation.sandbox import ProgramLimits, ProgramOutcome
 from tests.integration.sandbox.test_sandbox import judged, needs_sandbox
 
 VALUES = """
@@ -104,7 +104,7 @@ def test_results_of_the_standard_library_are_equal_to_themselves() -> None:
     test = f"{LIBRARIES}\nfor n, x in enumerate([{', '.join(lines)}]):\n    assert f(n) == x, (n, f(n))\n"
     test += "assert isinstance(f(4), collections.deque) and str(f(5)) == '1.10'\n"
     test += "assert list(f(1)) == [('a', [1])] and set(f(0)) == {'a'}"
-    assert judged(code, test) == Outcome(passed=True, reason="")
+    assert judged(code, test) == ProgramOutcome(passed=True, reason="")
 
 
 @needs_sandbox
@@ -118,7 +118,7 @@ def test_arguments_that_a_program_changes_are_changed_in_the_test() -> None:
     code += "def same(x, y): return x is y and [x, y]\n"
     test += "x = [1]\nassert same(x, x)[0] is x and not same([1], [1])\n"
     names = tuple(f"f{number}" for number in range(len(_lines(CHANGES))))
-    assert judged(code, test, (*names, "same")) == Outcome(passed=True, reason="")
+    assert judged(code, test, (*names, "same")) == ProgramOutcome(passed=True, reason="")
 
 
 @needs_sandbox
@@ -129,7 +129,7 @@ def test_exceptions_that_a_test_expects_are_raised_there() -> None:
     test = f"{modules}for n, x in enumerate([{', '.join(lines)}, ValueError('own')]):\n    try: f(n)\n"
     test += "    except Exception as e: assert type(e) is type(x) and e.args == x.args, (n, e)\n"
     test += "    else: assert False, n\n"
-    assert judged(code, test) == Outcome(passed=True, reason="")
+    assert judged(code, test) == ProgramOutcome(passed=True, reason="")
     assert judged(code, f"f({len(lines)})").reason == "Own: own"
     swallowed = "try: f()\nexcept Exception: pass\nassert True"
     assert "the program ended" in judged("import os\ndef f(): os._exit(0)", swallowed).reason
@@ -167,7 +167,7 @@ def test_iterators_and_files_are_read_where_they_are() -> None:
         names.append(f"f{number}")
         code += f"def f{number}(x):\n    {body}\n"
         test += f"f = f{number}\nassert {asked}, {number}\n"
-    assert judged(code, test, tuple(names)) == Outcome(passed=True, reason="")
+    assert judged(code, test, tuple(names)) == ProgramOutcome(passed=True, reason="")
 
 
 @needs_sandbox
@@ -177,9 +177,9 @@ def test_iterators_raise_in_the_one_who_reads_them() -> None:
     test = "def given(): yield 1; raise KeyError('key')\nassert f(given()) == 'key'\nread = g()\n"
     test += "assert next(read) == 1\ntry: next(read)\nexcept ValueError as e: assert e.args == ('late',)\n"
     test += "else: assert False\nassert next(read, None) is None"
-    assert judged(code, test, ("f", "g")) == Outcome(passed=True, reason="")
+    assert judged(code, test, ("f", "g")) == ProgramOutcome(passed=True, reason="")
     endless = "def f(x): return sum(x)"
     assert (
         "no result after"
-        in judged(endless, "import itertools; f(itertools.count())", limits=Limits(seconds=1)).reason
+        in judged(endless, "import itertools; f(itertools.count())", limits=ProgramLimits(seconds=1)).reason
     )

@@ -10,7 +10,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.server.messages import Event
+from idlm.infer.server.messages import AnswerEvent
 from idlm.infer.server.protocol.requests import CompletionRequest
 from idlm.infer.server.replies import CompletionReply, TokenTexts
 from idlm.text.tokenizer import encode_messages, encode_prompt
@@ -246,7 +246,9 @@ def test_special_tokens_take_no_place_in_the_text() -> None:
     reply = CompletionReply(CompletionRequest(prompt="a", logprobs=0), generation, "tiny", texts)
     places = []
     for token_ids in ([first, special], [last, special], [special]):
-        event = Event("0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None, [])
+        event = AnswerEvent(
+            "0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None, []
+        )
         [choice] = reply.deltas(0, event, is_first=False)
         places += choice["logprobs"]["text_offset"]
     start = len(texts.text(first))

@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.server import engine_client
-from idlm.infer.server.messages import Event, read_event
+from idlm.infer.server.messages import AnswerEvent, read_event
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.integration.server.servers import (
     PATIENCE,
@@ -60,7 +60,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     def put(text: str, finish_reason: str = "stop") -> None:
         left: dict[tuple[str, int], str] = {}
 
-        def scripted(fields: Sequence[Any]) -> Event:
+        def scripted(fields: Sequence[Any]) -> AnswerEvent:
             event = read_event(fields)
             key = event.request_id, event.sample
             rest = left.get(key, text)

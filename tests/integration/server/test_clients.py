@@ -20,7 +20,7 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, read_arguments
-from idlm.infer.clients.answers import Answerer, EngineAnswerer, Piece, ServerAnswerer
+from idlm.infer.clients.answers import Answerer, Chunk, EngineAnswerer, ServerAnswerer
 from idlm.infer.clients.arms import EngineArm, Greedy, launched, serve_program, served_arm
 from idlm.infer.clients.bench import bench, check_gate, make_loads, measure, plan_arms
 from idlm.infer.clients.chat import Chat, chat
@@ -91,7 +91,7 @@ class ScriptedView:
     def __init__(self, *lines: str, interrupt_at: int = 0) -> None:
         self._lines, self._interrupt_at = iter(lines), interrupt_at
         self.answers, self.notes = list[str](), list[str]()
-        self.pieces: list[Piece] = []
+        self.pieces: list[Chunk] = []
 
     def read(self) -> str:
         line = next(self._lines, None)
@@ -99,7 +99,7 @@ class ScriptedView:
             raise EOFError
         return line
 
-    def show(self, pieces: Iterable[Piece]) -> Iterator[str]:
+    def show(self, pieces: Iterable[Chunk]) -> Iterator[str]:
         self.answers.append("")
         for number, piece in enumerate(pieces, start=1):
             self.pieces.append(piece)

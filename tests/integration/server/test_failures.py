@@ -26,7 +26,7 @@ from idlm.infer.request import ANONYMOUS
 from idlm.infer.server import engine_client, engine_process
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import RETRY_SECONDS, ApiError
-from idlm.infer.server.messages import EngineInfo, Event, Figures, pack, unpacker
+from idlm.infer.server.messages import AnswerEvent, EngineInfo, SampleCounts, pack, unpacker
 from idlm.infer.server.metrics import Metrics
 from idlm.text.tokenizer import encode_prompt
 from tests.contracts.engines import clear_answers
@@ -357,12 +357,12 @@ def test_a_mistake_of_ours_while_a_request_is_queued_costs_only_that_request() -
 
 @pytest.mark.parametrize(("code", "status"), [("IDLM-0448", 503), ("IDLM-0457", 500)])
 def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> None:
-    figures = Figures("error", 1, 1, 0, 1, [], [], "exact")
+    figures = SampleCounts("error", 1, 1, 0, 1, [], [], "exact")
 
     async def read() -> list[int]:
         generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
-        generation.put(Event("0-0", 0, [5], "a", [], None, None, []))
-        generation.put(Event("0-0", 0, [], "", [], figures, (code, "what", "fix"), []))
+        generation.put(AnswerEvent("0-0", 0, [5], "a", [], None, None, []))
+        generation.put(AnswerEvent("0-0", 0, [], "", [], figures, (code, "what", "fix"), []))
         found = []
         with pytest.raises(ApiError) as failure:
             async for _, event in generation:
@@ -374,14 +374,14 @@ def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> 
 
 
 def test_events_that_are_not_read_yet_become_one() -> None:
-    figures = Figures("length", 1, 3, 0, 3, [], [], "exact")
+    figures = SampleCounts("length", 1, 3, 0, 3, [], [], "exact")
 
     async def read() -> list[tuple[int, list[int], str]]:
         generation = Generation(StubClient(), Metrics("x"), {"0-0": [1], "0-1": [2]}, 1)  # type: ignore[arg-type]
         for token, text in ((5, "a"), (6, "b"), (7, "c")):
             for name in ("0-0", "0-1"):
                 end = figures if token == 7 else None
-                generation.put(Event(name, 0, [token], text, [], end, None, []))
+                generation.put(AnswerEvent(name, 0, [token], text, [], end, None, []))
         return [(choice, event.token_ids, event.text) async for choice, event in generation]
 
     assert asyncio.run(read()) == [(0, [5, 6, 7], "abc"), (1, [5, 6, 7], "abc")]

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from idlm.infer.server.app import EventStream, connected
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.guard import TimedProtocol
-from idlm.infer.server.messages import Event, Figures
+from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.parsers.answer import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
@@ -30,7 +30,7 @@ from tests.integration.server.servers import PROMPT, Running, running
 
 pytestmark = pytest.mark.sweep
 
-FIGURES = Figures("length", 1, 3, 0, 3, [], [], "exact")
+FIGURES = SampleCounts("length", 1, 3, 0, 3, [], [], "exact")
 TEXTS = [
     "a",
     ' "quoted" \\',
@@ -77,7 +77,7 @@ def content(chunks: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_chunks_that_are_spliced_hold_the_whole_object(kind: str) -> None:
-    events = [Event("0-0", 0, [5], text) for text in TEXTS]
+    events = [AnswerEvent("0-0", 0, [5], text) for text in TEXTS]
     reply = new_reply(kind, new_generation(), stream_options={"continuous_usage_stats": True})
     chunks = [chunk for event in events for chunk in content(reply.chunks(0, event))]
     fields = ["id", "created", "model", "system_fingerprint", "object", "choices", "usage"]
@@ -97,7 +97,7 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
         generation, sent, num_pushed = new_generation(), [], 0
         reply = new_reply("completion", generation)
 
-        def sink(index: int, event: Event) -> bool:
+        def sink(index: int, event: AnswerEvent) -> bool:
             nonlocal num_pushed
             if dice.random() < 0.4:
                 return False
@@ -114,7 +114,7 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
         generation.sink = sink
         task = asyncio.create_task(stream())
         for number in range(100):
-            generation.put(Event("0-0", 0, [5], f"{number},", [], FIGURES if number == 99 else None))
+            generation.put(AnswerEvent("0-0", 0, [5], f"{number},", [], FIGURES if number == 99 else None))
             for _ in range(dice.randrange(3)):
                 await asyncio.sleep(0)
         await task
@@ -130,7 +130,7 @@ def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:
     async def read() -> None:
         generation = new_generation()
 
-        def sink(index: int, event: Event) -> bool:
+        def sink(index: int, event: AnswerEvent) -> bool:
             raise ZeroDivisionError
 
         async def stream() -> list[int]:
@@ -140,7 +140,7 @@ def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:
         task = asyncio.create_task(stream())
         for token_id in (5, 6):
             await asyncio.sleep(0)
-            generation.put(Event("0-0", 0, [token_id], "a"))
+            generation.put(AnswerEvent("0-0", 0, [token_id], "a"))
         with pytest.raises(ZeroDivisionError):
             await task
 

@@ -28,7 +28,7 @@ MOVES = ("rename", "replace", "link", "unlink", "remove", "rmdir", "mkdir", "fsy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CrashPlan:
     """Plan for one rank: nothing, or death at its `point`-th change (1-based) once `step` is reached.
 
     `counts` only writes the list of points to `<trace>/points-<rank>.jsonl`.
@@ -41,7 +41,7 @@ class Plan:
 
 
 def start(
-    argv: list[str], *, world_size: int, trace: Path, plan: Plan | None = None, log: Path | None = None
+    argv: list[str], *, world_size: int, trace: Path, plan: CrashPlan | None = None, log: Path | None = None
 ) -> list[int]:
     """Fork one process per rank that runs `idlm-train argv`; returns their ids."""
     assert threading.active_count() == 1, "a fork copies no thread"
@@ -99,7 +99,7 @@ def _child(
     world_size: int,
     port: int,
     trace: Path,
-    plan: Plan | None,
+    plan: CrashPlan | None,
     log: Path | None,
 ) -> None:
     status = 1
@@ -143,7 +143,7 @@ def record_items(trace: Path, rank: int) -> None:
     setattr(IdlmTrainer, "compute_loss", recorded)  # noqa: B010  (mypy refuses to see a method replaced)
 
 
-def _plan_death(plan: Plan, directory: Path, trace: Path) -> None:
+def _plan_death(plan: CrashPlan, directory: Path, trace: Path) -> None:
     """Count every change below `directory` from the end of step `plan.step` on, and die at the chosen one."""
     from idlm.train.checkpoint.export import StageExports
 
@@ -160,7 +160,7 @@ def _plan_death(plan: Plan, directory: Path, trace: Path) -> None:
 
 
 class _Counter:
-    def __init__(self, plan: Plan, directory: Path, list_path: Path) -> None:
+    def __init__(self, plan: CrashPlan, directory: Path, list_path: Path) -> None:
         self.plan, self.prefix, self.list_path = plan, str(directory), list_path
         self.count, self.is_armed = 0, False
         self.plain_open = builtins.open

@@ -48,12 +48,14 @@ def deaths(folder: Path, base: Path) -> dict[str, Any]:
     one = resume.World(folder / "one", base, 1, **ASYNC)
     alone = folder / "one" / "killed"
     for point in random.Random(1).sample(range(20, 90), 2):
-        plan = crashes.Plan(rank=0, step=resume.STAGE_END, point=point)
+        plan = crashes.CrashPlan(rank=0, step=resume.STAGE_END, point=point)
         crashes.wait_for_first(one.start(alone, plan), seconds=resume.RUN_SECONDS)
     one.finish(alone, "killed twice while saving")
     two = resume.World(folder / "two", base, 2, **ASYNC)
     run = folder / "two" / "killed"
-    pids = two.start(run, crashes.Plan(rank=0, step=resume.STAGE_END, point=random.Random(0).randint(30, 70)))
+    pids = two.start(
+        run, crashes.CrashPlan(rank=0, step=resume.STAGE_END, point=random.Random(0).randint(30, 70))
+    )
     status = crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
     checkpoints = sorted(path.name for path in (run / "out" / "run").glob("checkpoint-*"))
     kept = folder / "two" / "other-shape"
@@ -131,7 +133,7 @@ def _reshard(folder: Path, base: Path, run: Path, two: resume.World) -> dict[str
     lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
     told: dict[str, Any] = {"two to one": _go_on(lone, run)}
     run = folder / f"{two.folder.name}-to-two"
-    pids = lone.start(run, crashes.Plan(rank=0, step=resume.STAGE_END, point=1))
+    pids = lone.start(run, crashes.CrashPlan(rank=0, step=resume.STAGE_END, point=1))
     crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
     told["one to two"] = _go_on(two, run)
     return told
@@ -166,7 +168,7 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
     for name, changes in cases.items():
         world = resume.World(folder / name, base, 2, **changes)
         run = folder / name / "killed"
-        pids = world.start(run, crashes.Plan(rank=1, step=resume.STAGE_END, point=1))
+        pids = world.start(run, crashes.CrashPlan(rank=1, step=resume.STAGE_END, point=1))
         crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
         shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)

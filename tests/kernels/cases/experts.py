@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.launch import Launch
+from idlm.kernels.experts.launch import ExpertsLaunch
 from tests.kernels.cases.trunk import NAN, assert_close
 from tests.kernels.references.experts import route_reference
 
@@ -214,7 +214,7 @@ def chosen_of(case: Case) -> tuple[Tensor, Tensor]:
     return experts_RC.to(case.device), weights_RC.to(case.device)
 
 
-def check_experts(case: Case, launch: Launch | None = None) -> None:
+def check_experts(case: Case, launch: ExpertsLaunch | None = None) -> None:
     """At most twice the error of the plain path in the same dtype; experts that no row chose hold NaN."""
     x_RD, (experts_RC, weights_RC) = case.rows(case.width), chosen_of(case)
     first = case.dice.choice((0, 0, case.num_experts // 2))

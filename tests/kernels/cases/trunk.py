@@ -17,7 +17,7 @@ from torch import Tensor
 from idlm.kernels.backend import has_pdl, library_linear, runs_kernels
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear import Fp8Weight, Linears, dequantised, linear, linear_swiglu, quantise_fp8
-from idlm.kernels.linear.launch import Launch, make_workspace, workspace_size
+from idlm.kernels.linear.launch import LinearLaunch, make_workspace, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.qkv_rope_cache.op import plain_qkv_rope_cache, rope_tables
 from idlm.kernels.rms_norm import add_rms_norm
@@ -219,7 +219,7 @@ def check_linear(draw: Draw) -> None:
     small = draw.largest <= 1000
     # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
     block_e, block_r, block_d, serial, gated, has_bias = draw.random.choice(VARIANTS)
-    launch = Launch(
+    launch = LinearLaunch(
         block_e=block_e // 4 if small else block_e,
         block_r=min(block_r, 16) if small or draw.dtype == torch.float32 else block_r,
         block_d=32 if small or draw.dtype == torch.float32 else block_d,
@@ -264,7 +264,7 @@ class Adapted:
     weight: Tensor
     bias: Tensor | None
     lora: GatedLora
-    launch: Launch
+    launch: LinearLaunch
 
     @staticmethod
     def drawn(draw: Draw, variant: int | None) -> Adapted:
@@ -273,7 +273,7 @@ class Adapted:
         # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
         drawn = draw.random.choice(LORA_VARIANTS)
         block_e, block_d, size, rank, has_bias = drawn if variant is None else LORA_VARIANTS[variant]
-        launch = Launch(
+        launch = LinearLaunch(
             block_e=block_e,
             block_r=16 if rows <= 16 else 32,
             block_d=32 if draw.largest <= 1000 or draw.dtype == torch.float32 else block_d,

@@ -14,7 +14,7 @@ from idlm.kernels.masked_logits import launch as launch_module
 from tests.contracts.full.test_best_head import check_answers, greedy_cases
 from tests.contracts.full.test_full_decoder import ORDERS, engine_of, slow_canvas, write_family
 
-SMALL = launch_module.Launch(block_x=16, block_d=32, warps=4, stages=1, group=2)
+SMALL = launch_module.LogitsLaunch(block_x=16, block_d=32, warps=4, stages=1, group=2)
 
 
 SERVED = [options for options in ORDERS if options["order"] != "topk_margin"]

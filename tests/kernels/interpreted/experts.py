@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.launch import Launch, Tile
+from idlm.kernels.experts.launch import ExpertsLaunch, Tile
 from tests.kernels.cases.experts import SMALL, Case, check_block_route, check_experts, check_route
 from tests.kernels.cases.places import check_expert_steps
 
-TINY = Launch(
+TINY = ExpertsLaunch(
     block_r=16,
     gate_up=Tile(block_o=16, block_i=32, stages=1),
     down=Tile(block_o=32, block_i=16, stages=1),
 )
-STACKED = Launch(
+STACKED = ExpertsLaunch(
     block_r=16,
     gate_up=Tile(block_o=16, block_i=32, stages=1, stacked=True),
     down=Tile(block_o=32, block_i=16, stages=1),

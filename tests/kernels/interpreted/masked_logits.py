@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN"
 @pytest.fixture(autouse=True)
 def _small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     tma = getattr(request, "param", True)
-    tiles = launch_module.Launch(block_x=16, block_d=32, warps=4, stages=1, group=2, tma=tma)
+    tiles = launch_module.LogitsLaunch(block_x=16, block_d=32, warps=4, stages=1, group=2, tma=tma)
     monkeypatch.setattr(launch_module, "choose", lambda *_, **__: tiles)
 
 

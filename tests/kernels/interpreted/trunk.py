@@ -13,14 +13,14 @@ from torch import Tensor
 
 from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Linears, linear, linear_swiglu, op
-from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace, num_splits, workspace_size
+from idlm.kernels.linear.launch import LinearLaunch, fixed_launch, make_workspace, num_splits, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
 from tests.kernels.cases.places import check_heads_in_place
 from tests.kernels.cases.trunk import CHECKS, LORA_VARIANTS, Draw, check_linear_lora
 
-SMALL = Launch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
+SMALL = LinearLaunch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
 """One tile for all rows: the interpreter multiplies with numpy, whose order of sums follows the tile."""
 
 
@@ -64,7 +64,7 @@ def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     )
     assert adapted.splits != alone.splits
 
-    def product(x_RD: Tensor, weight_ED: Tensor, *, launch: Launch, **_: object) -> Tensor:
+    def product(x_RD: Tensor, weight_ED: Tensor, *, launch: LinearLaunch, **_: object) -> Tensor:
         splits.append(num_splits(launch, D))
         return x_RD.new_zeros(len(x_RD), len(weight_ED))
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling.types import PlainProbs, Probs, Shape
+from idlm.kernels.sampling.types import ChunkShape, PlainProbs, Probs
 
 
 def probs_reference(
@@ -117,7 +117,7 @@ def dense_probs(probs: Probs) -> Tensor:
     max_X1, scale_X1, threshold_X1, tie_X1, mass_X1 = probs.numbers_XF[:, :5, None].unbind(1)
     logits_XV, ids_V = probs.logits_XV.double(), torch.arange(num_tokens, device=mass_X1.device)
     # A stored row has logits only in chunks that have mass.
-    chunk = Shape(num_tokens, probs.tuning).chunk
+    chunk = ChunkShape(num_tokens, probs.tuning).chunk
     is_kept_XV = (probs.masses_XC > 0).repeat_interleave(chunk, dim=1)[:, :num_tokens] & (mass_X1 > 0)
     is_kept_XV &= (logits_XV > threshold_X1) | ((logits_XV == threshold_X1) & (ids_V <= tie_X1))
     power_XV = (logits_XV - max_X1) * scale_X1

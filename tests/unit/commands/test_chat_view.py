@@ -16,16 +16,16 @@ import pytest
 from rich.console import Console
 
 from idlm.cli.command import Terminated
-from idlm.infer.clients.answers import Piece
-from idlm.infer.clients.view import Figures, PlainView, TerminalView, unechoed
+from idlm.infer.clients.answers import Chunk
+from idlm.infer.clients.view import AnswerFigures, PlainView, TerminalView, unechoed
 
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|\d*A|2K|\d*[GK])|\r")
 COLOUR = re.compile(r"\x1b\[(3\d)m([^\x1b]*)")
 PIECES = [
-    Piece("Lea has", 2, None, 1, 2),
-    Piece(" 9", 1),
-    Piece(" shells", 3),
-    Piece(".\nTom\x1b[2J", 4, 5, 7, 8),
+    Chunk("Lea has", 2, None, 1, 2),
+    Chunk(" 9", 1),
+    Chunk(" shells", 3),
+    Chunk(".\nTom\x1b[2J", 4, 5, 7, 8),
 ]
 
 
@@ -69,8 +69,8 @@ def test_a_pipe_has_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_counts_nothing_shows_chunks() -> None:
-    figures = Figures()
-    for piece in (Piece("a"), Piece("b")):
+    figures = AnswerFigures()
+    for piece in (Chunk("a"), Chunk("b")):
         figures.add(piece)
     assert figures.line().startswith("2 chunks")
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from idlm.infer.mosaic.lifetimes import LENGTH, WANTED, Loop, Op, Size, Sizes
-from idlm.infer.mosaic.planner import ALIGNMENT, Plan
-from idlm.infer.mosaic.template import Step, Template
+from idlm.infer.mosaic.planner import ALIGNMENT, ArenaPlan
+from idlm.infer.mosaic.template import OpCall, PassTemplate
 
 
 class Corrupted(AssertionError):
@@ -25,7 +25,7 @@ class _Writer:
     """Draws the ops of one template."""
 
     rng: random.Random
-    template: Template
+    template: PassTemplate
     usable: list[str] = field(default_factory=list)
     local: dict[str, list[str]] = field(default_factory=dict)
     num_tensors: int = 0
@@ -63,10 +63,10 @@ class _Writer:
             self.template.add_barrier(*rng.sample(known, 1), chunks=loop)
 
 
-def random_template(seed: int) -> tuple[Template, Sizes]:
+def random_template(seed: int) -> tuple[PassTemplate, Sizes]:
     """Return a template with loops, layers, aliases and barriers, and sizes to plan it for."""
     rng = random.Random(seed)
-    writer = _Writer(rng, Template(f"random {seed}"))
+    writer = _Writer(rng, PassTemplate(f"random {seed}"))
 
     def groups(part: str, num_groups: int) -> None:
         for group in range(num_groups):
@@ -88,7 +88,7 @@ def random_template(seed: int) -> tuple[Template, Sizes]:
     return writer.template, Sizes(length=length, wanted=rng.randrange(1, length + 1), chunks=chunks)
 
 
-def check_places(plan: Plan) -> None:
+def check_places(plan: ArenaPlan) -> None:
     """Everything lies inside the workspace, aligned, and no peak is below the bytes alive."""
     for name, offset in plan.offsets.items():
         assert offset % ALIGNMENT == 0
@@ -98,7 +98,7 @@ def check_places(plan: Plan) -> None:
     assert plan.peak_bytes >= plan.live_bytes > 0
 
 
-def _overlaps(plan: Plan) -> dict[str, list[str]]:
+def _overlaps(plan: ArenaPlan) -> dict[str, list[str]]:
     """For each storage, the others that share bytes with it."""
     aliases = plan.template.aliases
     ends: dict[str, int] = {}
@@ -116,7 +116,7 @@ def _overlaps(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-def _homes(template: Template) -> dict[str, tuple[set[Loop | None], set[bool]]]:
+def _homes(template: PassTemplate) -> dict[str, tuple[set[Loop | None], set[bool]]]:
     """For each storage, the loops that use it, and whether the layers and the rest do."""
     homes: dict[str, tuple[set[Loop | None], set[bool]]] = {}
     for op in template.ops:
@@ -127,7 +127,7 @@ def _homes(template: Template) -> dict[str, tuple[set[Loop | None], set[bool]]]:
     return homes
 
 
-def _barriers(template: Template) -> Mapping[int, list[str]]:
+def _barriers(template: PassTemplate) -> Mapping[int, list[str]]:
     """Tensors that a barrier reads right after an op: by identity of the op before it."""
     found: dict[int, list[str]] = {}
     before: Op | None = None
@@ -139,7 +139,7 @@ def _barriers(template: Template) -> Mapping[int, list[str]]:
     return found
 
 
-def simulate(plan: Plan) -> int:
+def simulate(plan: ArenaPlan) -> int:
     """Walk the steps of a plan; return their number. Corrupted if a read finds something else."""
     template, root = plan.template, plan.template.root
     overlaps, homes, barriers = _overlaps(plan), _homes(template), _barriers(template)
@@ -177,7 +177,7 @@ def simulate(plan: Plan) -> int:
     return num_steps
 
 
-def ends_with(template: Template, sizes: Sizes, step: Step) -> list[str]:
+def ends_with(template: PassTemplate, sizes: Sizes, step: OpCall) -> list[str]:
     """Tensors, not their aliases, whose bytes nothing needs after a call. Results never end."""
     ops, found = template.ops, []
     body = [position for position, op in enumerate(ops) if op.in_layers]

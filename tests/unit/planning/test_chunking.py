@@ -19,8 +19,8 @@ from idlm.infer.mosaic.chunking import (
     trunk_forward,
 )
 from idlm.infer.mosaic.lifetimes import K_QUERY, LENGTH, WANTED, Loop, Size, Sizes
-from idlm.infer.mosaic.planner import Plan, plan_template
-from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.planner import ArenaPlan, plan_template
+from idlm.infer.mosaic.template import PassTemplate
 from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.random_templates import random_template
 from tests.unit.planning.shapes import LLADA_8B, SHAPES
@@ -42,7 +42,7 @@ SMALL_MOE = TrunkShape(
 )
 
 
-def one_by_one(forward: Forward, sizes: Sizes, capacity: int, min_rows: int) -> Plan | None:
+def one_by_one(forward: Forward, sizes: Sizes, capacity: int, min_rows: int) -> ArenaPlan | None:
     """The search as the paper writes it: the operator that makes the peak gets one chunk more."""
     while True:
         plan = plan_template(forward.template(sizes.chunks), sizes)
@@ -60,7 +60,7 @@ def one_by_one(forward: Forward, sizes: Sizes, capacity: int, min_rows: int) -> 
         sizes = Sizes(length=sizes.length, wanted=sizes.wanted, chunks=chunks)
 
 
-def counts(plan: Plan) -> dict[str, int]:
+def counts(plan: ArenaPlan) -> dict[str, int]:
     return {name: count for name, count in plan.sizes.chunks.items() if count > 1}
 
 
@@ -76,8 +76,8 @@ def test_the_search_finds_what_the_search_of_the_paper_finds(shape: TrunkShape, 
         capacity = int(length * 64 * 4 * rng.uniform(0.2, 12))
         found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=32)
         expected = one_by_one(forward, Sizes(length=length, wanted=wanted), capacity, 32)
-        assert isinstance(found, Plan) == (expected is not None)
-        if expected is not None and isinstance(found, Plan):
+        assert isinstance(found, ArenaPlan) == (expected is not None)
+        if expected is not None and isinstance(found, ArenaPlan):
             num_plans += 1
             assert counts(found) == counts(expected) and found.offsets == expected.offsets
         else:
@@ -94,8 +94,8 @@ def test_the_search_is_that_of_the_paper_on_random_graphs() -> None:
         capacity = int(whole.peak_bytes * rng.uniform(0.4, 1.05))
         found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=1)
         expected = one_by_one(forward, Sizes(length=length, wanted=wanted), capacity, 1)
-        assert isinstance(found, Plan) == (expected is not None), seed
-        if expected is not None and isinstance(found, Plan):
+        assert isinstance(found, ArenaPlan) == (expected is not None), seed
+        if expected is not None and isinstance(found, ArenaPlan):
             assert counts(found) == counts(expected), seed
             num_chunked += bool(counts(found))
     assert num_chunked > 50
@@ -105,7 +105,7 @@ def test_the_search_is_that_of_the_paper_where_first_fit_leaves_a_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A chain of four tensors, placed from its ends inwards: 2,560 bytes a row where 1,536 are alive."""
-    template = Template("chain")
+    template = PassTemplate("chain")
     loop = Loop(name="loop", rows=LENGTH, chunks="k")
     for name, row_bytes in zip("abcd", (1024, 512, 1024, 512), strict=True):
         template.add_tensor(name, Size(row_bytes=row_bytes, chunks="k"))
@@ -116,7 +116,7 @@ def test_the_search_is_that_of_the_paper_where_first_fit_leaves_a_gap(
     for capacity in range(2560, 300_000, 2_000):
         found = search(forward, length=100, wanted=0, capacity=capacity, min_rows=1)
         expected = one_by_one(forward, Sizes(length=100), capacity, 1)
-        assert isinstance(found, Plan) and expected is not None
+        assert isinstance(found, ArenaPlan) and expected is not None
         assert counts(found) == counts(expected)
         num_gaps += found.peak_bytes > found.live_bytes
     assert num_gaps > 100
@@ -129,7 +129,7 @@ def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
     before: dict[str, int] = {}
     for length in range(10_000, 360_000, 25_000):
         plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
-        assert isinstance(plan, Plan) and plan.peak_bytes <= capacity
+        assert isinstance(plan, ArenaPlan) and plan.peak_bytes <= capacity
         found = dict(plan.sizes.chunks)
         assert all(found[name] >= before.get(name, 1) for name in found), (length, found, before)
         before = found
@@ -144,7 +144,7 @@ def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
 def test_nothing_is_chunked_while_it_fits(model: str) -> None:
     forward = trunk_forward(SHAPES[model])
     plan = search(forward, length=8192, wanted=4096, capacity=8 * GIB)
-    assert isinstance(plan, Plan) and not counts(plan) and plan.template is forward.whole
+    assert isinstance(plan, ArenaPlan) and not counts(plan) and plan.template is forward.whole
 
 
 def test_the_peak_toggles_between_logits_and_ffn() -> None:
@@ -152,7 +152,7 @@ def test_the_peak_toggles_between_logits_and_ffn() -> None:
     forward = trunk_forward(LLADA_8B)
     few = search(forward, length=100_000, wanted=10_000, capacity=6 * GIB)
     many = search(forward, length=100_000, wanted=90_000, capacity=8 * GIB)
-    assert isinstance(few, Plan) and isinstance(many, Plan)
+    assert isinstance(few, ArenaPlan) and isinstance(many, ArenaPlan)
     assert list(counts(few)) == ["ffn"] and list(counts(many)) == ["logits"]
 
 
@@ -161,7 +161,7 @@ def test_the_peak_toggles_between_logits_and_ffn() -> None:
 def test_max_length_is_the_last_that_fits(model: str, arm: str) -> None:
     forward, capacity = forward_of(arm, SHAPES[model]), 8 * GIB
     length = max_length(forward, capacity=capacity, wanted_share=0.5)
-    for more, kind in ((0, Plan), (1, Misfit), (1000, Misfit)):
+    for more, kind in ((0, ArenaPlan), (1, Misfit), (1000, Misfit)):
         num = length + more
         found = search(forward, length=num, wanted=-(-num // 2), capacity=capacity)
         assert isinstance(found, kind)
@@ -206,7 +206,7 @@ def test_nothing_fits_no_memory() -> None:
 
 
 def test_an_operator_without_chunks_cannot_be_cut() -> None:
-    template = Template("whole")
+    template = PassTemplate("whole")
     template.add_tensor("a", Size(row_bytes=512))
     template.add_tensor("logits", Size(row_bytes=512, rows=WANTED, chunks="k"))
     template.add_op("embed", [], ["a"])
@@ -219,7 +219,7 @@ def test_chunks_have_at_least_the_rows_asked_for() -> None:
     forward = trunk_forward(LLADA_8B)
     length = max_length(forward, capacity=8 * GIB, wanted_share=0.5)
     plan = search(forward, length=length, wanted=length // 2, capacity=8 * GIB)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, ArenaPlan)
     assert plan.sizes.chunk_rows(LENGTH, K_QUERY) in range(MIN_CHUNK_ROWS - 1, MIN_CHUNK_ROWS + 20)
 
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, forward_of
 from idlm.infer.mosaic.chunking import Forward, search, trunk_forward
 from idlm.infer.mosaic.lifetimes import Lifetimes, Sizes
-from idlm.infer.mosaic.planner import Plan, first_fit, live_bytes, orders, plan_template, storage_bytes
-from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.planner import ArenaPlan, first_fit, live_bytes, orders, plan_template, storage_bytes
+from idlm.infer.mosaic.template import PassTemplate
 from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.oracle import least_peak
 from tests.unit.planning.random_templates import check_places, random_template, simulate
@@ -20,7 +20,7 @@ LENGTHS = [round(2 ** (exponent / 3)) for exponent in range(27, 61)]
 """512 to a million rows, three lengths per octave."""
 
 
-def template_of(shape: TrunkShape, arm: str) -> Template:
+def template_of(shape: TrunkShape, arm: str) -> PassTemplate:
     """The template of an arm that chunks the most."""
     forward = forward_of(arm, shape)
     return forward.query or forward.whole
@@ -53,7 +53,7 @@ def test_plans_of_the_search_reach_the_bytes_alive(model: str) -> None:
     for length in LENGTHS:
         for capacity in (2 << 30, 8 << 30, 24 << 30, 124 << 30):
             plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
-            if isinstance(plan, Plan):
+            if isinstance(plan, ArenaPlan):
                 assert plan.live_bytes <= plan.peak_bytes <= min(capacity, 1.01 * plan.live_bytes)
                 check_places(plan)
 

@@ -9,22 +9,22 @@ import pytest
 
 from idlm.infer.mosaic.lifetimes import LENGTH, WANTED, Loop, Size, Sizes
 from idlm.infer.mosaic.planner import plan_template
-from idlm.infer.mosaic.template import Template
+from idlm.infer.mosaic.template import PassTemplate
 
 LOOP = Loop(name="loop", rows=LENGTH, chunks="k")
 ROW = Size(row_bytes=512)
 CHUNK = Size(row_bytes=512, chunks="k")
 
 
-def lifetime(template: Template, name: str) -> tuple[int, int]:
+def lifetime(template: PassTemplate, name: str) -> tuple[int, int]:
     lifetimes = template.lifetimes
     storage = lifetimes.storages[lifetimes.index_of[name]]
     return storage.first, storage.last
 
 
-def small_template() -> Template:
+def small_template() -> PassTemplate:
     """x is made before the layers; each layer makes a and b, writes c in chunks, and adds c to x."""
-    template = Template("small")
+    template = PassTemplate("small")
     template.add_input("ids")
     for name in "xac":
         template.add_tensor(name, ROW)
@@ -48,7 +48,7 @@ def test_lifetimes_cover_loops_and_layers() -> None:
 
 
 def test_a_tensor_that_is_written_in_the_layers_and_read_after_them_lives_through_all_of_them() -> None:
-    template = Template("results")
+    template = PassTemplate("results")
     for name in "ab":
         template.add_tensor(name, ROW)
     with template.layers(2):
@@ -60,7 +60,7 @@ def test_a_tensor_that_is_written_in_the_layers_and_read_after_them_lives_throug
 
 
 def test_an_alias_shares_the_place_and_the_life_of_its_target() -> None:
-    template = Template("alias")
+    template = PassTemplate("alias")
     template.add_tensor("a", ROW)
     template.add_tensor("b", ROW)
     template.add_alias("a_wide", "a", Size(row_bytes=1024))
@@ -76,7 +76,7 @@ def test_an_alias_shares_the_place_and_the_life_of_its_target() -> None:
 
 
 def test_a_barrier_keeps_a_tensor_alive_and_runs_nothing() -> None:
-    template = Template("barrier")
+    template = PassTemplate("barrier")
     template.add_tensor("a", ROW)
     template.add_tensor("b", ROW)
     template.add_op("one", [], ["a"])
@@ -111,7 +111,7 @@ def test_a_count_that_does_not_divide_runs_fewer_chunks() -> None:
 
 
 def test_a_loop_over_no_rows_runs_nothing() -> None:
-    template = Template("head")
+    template = PassTemplate("head")
     loop = Loop(name="head", rows=WANTED, chunks="k")
     template.add_tensor("logits", Size(row_bytes=4, rows=WANTED, chunks="k", constant=7))
     template.add_op("logits", [], ["logits"], chunks=loop)
@@ -129,47 +129,47 @@ def test_sizes_count_rows_of_a_chunk() -> None:
     assert Size(row_bytes=126464 * 2).num_bytes(huge) == 758_784_000_000
 
 
-def add_twice(template: Template) -> None:
+def add_twice(template: PassTemplate) -> None:
     template.add_tensor("a", ROW)
     template.add_tensor("a", ROW)
 
 
-def read_unknown(template: Template) -> None:
+def read_unknown(template: PassTemplate) -> None:
     template.add_op("one", ["nothing"], [])
 
 
-def read_before_write(template: Template) -> None:
+def read_before_write(template: PassTemplate) -> None:
     template.add_tensor("a", ROW)
     template.add_op("one", ["a"], ["a"])
 
 
-def write_input(template: Template) -> None:
+def write_input(template: PassTemplate) -> None:
     template.add_input("ids")
     template.add_op("one", [], ["ids"])
 
 
-def never_use(template: Template) -> None:
+def never_use(template: PassTemplate) -> None:
     template.add_tensor("a", ROW)
 
 
-def leave_loop(template: Template) -> None:
+def leave_loop(template: PassTemplate) -> None:
     template.add_tensor("b", CHUNK)
     template.add_op("one", [], ["b"], chunks=LOOP)
     template.add_op("two", ["b"], [])
 
 
-def use_other_chunks(template: Template) -> None:
+def use_other_chunks(template: PassTemplate) -> None:
     template.add_tensor("b", CHUNK)
     template.add_op("one", [], ["b"], chunks=Loop(name="other", rows=LENGTH, chunks="other"))
 
 
-def reopen_loop(template: Template) -> None:
+def reopen_loop(template: PassTemplate) -> None:
     template.add_op("one", chunks=LOOP)
     template.add_op("two")
     template.add_op("three", chunks=LOOP)
 
 
-def add_after_the_end(template: Template) -> None:
+def add_after_the_end(template: PassTemplate) -> None:
     template.add_op("one")
     assert template.lifetimes
     template.add_op("two")
@@ -190,7 +190,7 @@ def add_after_the_end(template: Template) -> None:
     ],
 )
 def test_a_mistake_in_a_template_is_found(mistake) -> None:
-    template = Template("wrong")
+    template = PassTemplate("wrong")
     with pytest.raises(AssertionError, match="wrong"):
         mistake(template)
         assert template.lifetimes

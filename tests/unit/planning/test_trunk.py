@@ -10,7 +10,7 @@ from benchmarks.engine.canvas.executor import forward_of
 from idlm.infer.mosaic.canvas import fused_head
 from idlm.infer.mosaic.chunking import max_length, search, trunk_forward
 from idlm.infer.mosaic.lifetimes import Sizes
-from idlm.infer.mosaic.planner import Plan, describe_plan, plan_template
+from idlm.infer.mosaic.planner import ArenaPlan, describe_plan, plan_template
 from idlm.infer.mosaic.trunk import trunk_template
 from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
@@ -64,7 +64,7 @@ def test_the_peak_does_not_depend_on_the_number_of_layers() -> None:
     assert len(peaks) == 1
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: ArenaPlan) -> list[str]:
     return [step.op.name for step in plan.steps()]
 
 
@@ -113,7 +113,7 @@ def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:
 def test_a_fused_head_stores_no_logits() -> None:
     forward = trunk_forward(fused_head(LLADA_8B))
     plan = search(forward, length=100_000, wanted=100_000, capacity=4 * GIB)
-    assert isinstance(plan, Plan) and "logits" not in plan.num_bytes
+    assert isinstance(plan, ArenaPlan) and "logits" not in plan.num_bytes
     assert names(plan)[-2:] == ["final_norm", "masked_logits"]
     assert plan.num_bytes["ranges"] == WORKSPACE_BYTES + 100_000 * WORKSPACE_ROW_BYTES
     assert "ranges" in describe_plan(plan)
@@ -137,13 +137,13 @@ def test_a_fused_head_takes_no_length(model: str, share: float) -> None:
             search(trunk_forward(one), length=length, wanted=wanted, capacity=24 * GIB)
             for one in (shape, fused)
         )
-        assert isinstance(stored, Plan) and isinstance(none, Plan)
+        assert isinstance(stored, ArenaPlan) and isinstance(none, ArenaPlan)
         assert none.peak_bytes <= stored.peak_bytes + WORKSPACE_BYTES
 
 
 def test_the_printed_table_names_every_tensor_and_the_peak() -> None:
     plan = search(trunk_forward(LLADA_MOE), length=300_000, wanted=150_000, capacity=8 * GIB)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, ArenaPlan)
     text = describe_plan(plan)
     lines = text.splitlines()
     assert lines[0].startswith("moe, attention whole: 300000 rows, 150000 wanted, 16 layers, K_experts=")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from idlm.infer.server.messages import Event, Figures
+from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
@@ -16,7 +16,7 @@ from idlm.text.tokenizer import answer_text, encode_text, load_tokenizer
 from tests.small_tokenizers import TEXTS, save_byte_fallback, save_byte_level, save_tagged
 
 SAVERS = {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback, "tagged": save_tagged}
-FIGURES = Figures("stop", 1, 1, 0, 1, [], [], "exact")
+FIGURES = SampleCounts("stop", 1, 1, 0, 1, [], [], "exact")
 
 
 @pytest.fixture(scope="module", params=SAVERS)
@@ -61,7 +61,7 @@ def test_places_count_characters(tokenizer: Any) -> None:
         assert prompt_places(tokenizer, prompt, ids)[-1] == len(prompt) - last
 
 
-def completion(texts: TokenTexts, events: list[Event], **body: Any) -> list[dict[str, Any]]:
+def completion(texts: TokenTexts, events: list[AnswerEvent], **body: Any) -> list[dict[str, Any]]:
     generation: Any = SimpleNamespace(prompts=[[1]], num_samples=1)
     reply = CompletionReply(CompletionRequest(prompt="a", logprobs=2, **body), generation, "tiny", texts)
     choices = [reply.deltas(0, event, is_first=False)[0] for event in events]
@@ -73,7 +73,7 @@ def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
     broken = [token for token in ids_of(tokenizer, "😊é") if len(texts.text_and_bytes(token)[1]) == 1]
     first, *others = broken
     values = {token: -float(place) for place, token in enumerate(others, start=1)}
-    event = Event("0-0", 0, [first], "", [(first, 0.0, [*values.items()])])
+    event = AnswerEvent("0-0", 0, [first], "", [(first, 0.0, [*values.items()])])
     [told] = completion(texts, [event])
     [top] = told["top_logprobs"]
     assert [*top.values()] == [0.0, *values.values()] and told["tokens"] == [next(iter(top))]
@@ -84,7 +84,7 @@ def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
 
 
 def test_the_drawn_token_is_among_its_alternatives(tokenizer: Any) -> None:
-    event = Event("0-0", 0, [40], "", [(40, -3.0, [(41, -0.5), (42, -1.0)])])
+    event = AnswerEvent("0-0", 0, [40], "", [(40, -3.0, [(41, -0.5), (42, -1.0)])])
     [told] = completion(TokenTexts(tokenizer), [event])
     assert sorted(told["top_logprobs"][0].values()) == [-3.0, -1.0, -0.5]
 
@@ -93,7 +93,7 @@ def test_no_place_is_beyond_the_text(tokenizer: Any) -> None:
     """A stop string is cut off the text and not off the tokens."""
     ids = ids_of(tokenizer, "abcd")[-4:]
     entries: Any = [(token, 0.0, []) for token in ids]
-    [told] = completion(TokenTexts(tokenizer), [Event("0-0", 0, ids, "ab", entries, FIGURES)])
+    [told] = completion(TokenTexts(tokenizer), [AnswerEvent("0-0", 0, ids, "ab", entries, FIGURES)])
     assert told["text_offset"] == [0, 1, 2, 2]
 
 
@@ -102,7 +102,7 @@ def test_chats_tell_true_bytes(tokenizer: Any) -> None:
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "logprobs": True})
     reply: Any = ChatReply(body, generation, "tiny", TokenTexts(tokenizer), lambda: None)  # type: ignore[arg-type,return-value]
     ids = ids_of(tokenizer, "😊é")
-    event = Event("0-0", 0, ids, "", [(token, 0.0, [(token, 0.0)]) for token in ids])
+    event = AnswerEvent("0-0", 0, ids, "", [(token, 0.0, [(token, 0.0)]) for token in ids])
     told = reply._logprobs(0, event)["content"]
     assert bytes(byte for each in told for byte in each["bytes"]).decode().strip() == "😊é"
     assert [each["top_logprobs"][0]["bytes"] for each in told] == [each["bytes"] for each in told]

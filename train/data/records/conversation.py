@@ -15,16 +15,16 @@ from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.names import HISTORY_KEY, MEDIA_KEYS, SYSTEM_KEYS, TEMPLATE_DICT, TEMPLATE_KEYS
 from idlm.train.data.records.tools import tools_of
-from idlm.train.data.records.turns import Turn, history_turns, weighted
+from idlm.train.data.records.turns import Message, history_turns, weighted
 from idlm.train.data.records.values import parsed, present, shown, text_of, unusable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class RecordConversation:
     """`turns` as the template gets them; `tools` are JSON schemas, `template_kwargs` variables of the
     template."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class Conversation:
         return lost.union(name for name in extra if name.rpartition(".")[2] not in read)
 
 
-def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Conversation:
+def conversation_of(record: Mapping[str, Any], turns: Sequence[Message]) -> RecordConversation:
     for key, value in present(record, MEDIA_KEYS).items():
         raise unusable(
             f"{key}={shown(value)} belongs to the conversation, and only text is read",
@@ -83,20 +83,20 @@ def conversation_of(record: Mapping[str, Any], turns: Sequence[Turn]) -> Convers
     history = [
         turn for key, value in present(record, (HISTORY_KEY,)).items() for turn in history_turns(value, key)
     ]
-    return Conversation(
+    return RecordConversation(
         turns=[*(_system(record, system) or system), *history, *found[len(system) :]],
         tools=_tools(record, found),
         template_kwargs=_template_kwargs(record),
     )
 
 
-def _tools(record: Mapping[str, Any], turns: Sequence[Turn]) -> Sequence[Mapping[str, Any]]:
+def _tools(record: Mapping[str, Any], turns: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
     """Return the tools beside the turns, or else those of a turn, where some templates look for them."""
     found = (tools_of(given) for given in (record, *(turn.message for turn in turns)))
     return next(filter(None, found), [])
 
 
-def _system(record: Mapping[str, Any], first: Sequence[Turn]) -> list[Turn]:
+def _system(record: Mapping[str, Any], first: Sequence[Message]) -> list[Message]:
     """Return the system prompt beside the turns; `first` holds their own system turn, if there is one."""
     given = {key: text_of(value, key) for key, value in present(record, SYSTEM_KEYS).items()}
     texts = {text.strip() for text in given.values()}
@@ -104,7 +104,7 @@ def _system(record: Mapping[str, Any], first: Sequence[Turn]) -> list[Turn]:
         names = [*given, *("a first turn of the system" for _ in first)]
         raise unusable(f"the record has different {' and '.join(names)}", fix="delete all but one of them")
     return [
-        Turn(message={"role": "system", "content": text}) for text in list(given.values())[:1] if not first
+        Message(message={"role": "system", "content": text}) for text in list(given.values())[:1] if not first
     ]
 
 

@@ -26,7 +26,7 @@ from idlm.train.data.records.names import (
     QUESTION_PARTS,
 )
 from idlm.train.data.records.tools import calls_of
-from idlm.train.data.records.turns import WRITE_TURNS, Turn, plain_turns, reasoning_of, turns_of
+from idlm.train.data.records.turns import WRITE_TURNS, Message, plain_turns, reasoning_of, turns_of
 from idlm.train.data.records.values import present, shown, text_of, unusable
 
 MAX_ID = 2**31
@@ -43,7 +43,7 @@ WRITE_ANSWER = "give records as idlm-generate wrote them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Format:
     """`keys`: alternative sets of keys, one of which a record must have; `aliases`: sets of other names for
     them. `also`: keys that are read where a record has them, `checked`: those that some values of make a
     record unusable. `example` is shown to users.
@@ -100,7 +100,7 @@ def _alpaca(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encode
 def _calls(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     query, answers = (record[key] for key in keys)
     message = {"role": "assistant", "content": "", "tool_calls": calls_of(answers, keys[1])}
-    turns = [*plain_turns(text_of(query, keys[0])), Turn(message=message)]
+    turns = [*plain_turns(text_of(query, keys[0])), Message(message=message)]
     return _encoded(record, turns, encoder, origin)
 
 
@@ -147,7 +147,7 @@ def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encod
     return encoder.answer(prompt, record, origin=origin), set()
 
 
-def _encoded(record: Record, turns: list[Turn], encoder: Encoder, origin: str) -> Encoded:
+def _encoded(record: Record, turns: list[Message], encoder: Encoder, origin: str) -> Encoded:
     conversation = conversation_of(record, turns)
     samples = conversation.samples(encoder, origin=origin)
     return samples, conversation.ignored_keys(encoder, samples)
@@ -170,16 +170,16 @@ def _encoded_pair(record: Record, prompt: str, response: str, encoder: Encoder, 
     return samples, conversation.ignored_keys(encoder, samples)
 
 
-def _context(value: Any, key: str) -> list[Turn]:
+def _context(value: Any, key: str) -> list[Message]:
     """Return the turns of a prompt, of which none is a target."""
     if not isinstance(value, (list, dict)):
         return plain_turns(text_of(value, key))
     return [replace(turn, is_trained=False) for turn in turns_of(value, key)]
 
 
-def _reply(value: Any, key: str) -> list[Turn]:
+def _reply(value: Any, key: str) -> list[Message]:
     if not isinstance(value, (list, dict)):
-        return [Turn(message={"role": "assistant", "content": text_of(value, key)})]
+        return [Message(message={"role": "assistant", "content": text_of(value, key)})]
     return turns_of(value, key)
 
 
@@ -187,25 +187,25 @@ def _are_ids(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_ID for value in values)
 
 
-SHAPES: dict[str, Shape] = {
-    "messages": Shape(
+SHAPES: dict[str, Format] = {
+    "messages": Format(
         keys=(("messages",),),
         aliases=(("conversation",), ("dialogue",), ("dialog",), ("chat",), ("turns",)),
         example='{"messages": [{"role": str, "content": str}, ...]}',
         encode=_messages,
     ),
-    "sharegpt": Shape(
+    "sharegpt": Format(
         keys=(("conversations",),),
         example='{"conversations": [{"from": str, "value": str}, ...]}',
         encode=_messages,
     ),
-    "answers": Shape(
+    "answers": Format(
         keys=(("prompt", "text", "token_ids", "finish_reason"),),
         example="a record of idlm-generate output=",
         encode=_answers,
         also=(*BESIDE_KEYS, *RECORD_KEYS),
     ),
-    "pair": Shape(
+    "pair": Format(
         keys=(("prompt", "response"), ("prompt", "completion")),
         aliases=PAIR_ALIASES,
         example='{"prompt": str, "response": str}',
@@ -213,23 +213,23 @@ SHAPES: dict[str, Shape] = {
         also=(*CHAT_KEYS, *REASONING_KEYS),
         checked=(*QUESTION_PARTS, LABEL_KEY),
     ),
-    "alpaca": Shape(
+    "alpaca": Format(
         keys=(("instruction", "output"),),
         aliases=(("instruction", "response"), ("instruction", "answer"), ("instruction", "completion")),
         example='{"instruction": str, "input": str, "output": str}',
         encode=_alpaca,
         also=(*CHAT_KEYS, *CONTEXT_KEYS, *REASONING_KEYS),
     ),
-    "calls": Shape(
+    "calls": Format(
         keys=(("query", "answers"),),
         example='{"query": str, "tools": [...], "answers": [{"name": str, "arguments": {...}}, ...]}',
         encode=_calls,
     ),
-    "preference": Shape(
+    "preference": Format(
         keys=(("chosen", "rejected"),),
         example='{"prompt": ..., "chosen": ..., "rejected": ...}, of which chosen is trained on',
         encode=_preference,
         also=(*CHAT_KEYS, *PROMPT_KEYS, *REASONING_KEYS),
     ),
-    "text": Shape(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=BESIDE_TEXT),
+    "text": Format(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=BESIDE_TEXT),
 }

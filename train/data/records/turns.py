@@ -28,7 +28,7 @@ WRITE_WEIGHT = "write 0 or 1, true or false, or delete it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Message:
     """A message, and whether it is a target if it is the assistant's. `extra` names keys (`messages[].id`)
     that a template may read and nothing else does. `continues`: calls of tools that belong to the assistant's
     message before them."""
@@ -43,13 +43,13 @@ class Turn:
         return str(self.message["role"])
 
 
-def plain_turns(*texts: str) -> list[Turn]:
+def plain_turns(*texts: str) -> list[Message]:
     """Return texts of the user and the assistant in turn."""
     roles = ("user", "assistant")
-    return [Turn(message={"role": roles[place % 2], "content": text}) for place, text in enumerate(texts)]
+    return [Message(message={"role": roles[place % 2], "content": text}) for place, text in enumerate(texts)]
 
 
-def turns_of(value: Any, name: str) -> list[Turn]:
+def turns_of(value: Any, name: str) -> list[Message]:
     """Return the turns of a list, of its JSON text, of one turn, or of an object of lists."""
     given = parsed(value, name, fix=WRITE_TURNS)
     if isinstance(given, Mapping):
@@ -57,7 +57,7 @@ def turns_of(value: Any, name: str) -> list[Turn]:
         given = [given] if is_turn else _transposed(given, name)
     if not isinstance(given, list) or not given:
         raise unusable(f"{name}={shown(value)}, which is not a list of turns", fix=WRITE_TURNS)
-    found: list[Turn] = []
+    found: list[Message] = []
     for place, one in enumerate(given):
         turn = _turn(one, f"{name}[{place}]")
         if (
@@ -71,7 +71,7 @@ def turns_of(value: Any, name: str) -> list[Turn]:
     return found
 
 
-def history_turns(value: Any, name: str) -> list[Turn]:
+def history_turns(value: Any, name: str) -> list[Message]:
     """Return the turns of pairs [user, assistant], or those of `turns_of`."""
     given = parsed(value, name, fix=f"write {name} as [[user, assistant], ...]")
     if isinstance(given, list) and all(isinstance(item, (list, tuple)) for item in given):
@@ -85,7 +85,7 @@ def history_turns(value: Any, name: str) -> list[Turn]:
     return turns_of(given, name)
 
 
-def weighted(turns: Sequence[Turn], record: Mapping[str, Any]) -> list[Turn]:
+def weighted(turns: Sequence[Message], record: Mapping[str, Any]) -> list[Message]:
     """Return the turns with the weights that the record lists beside them; a record as a whole has none."""
     found = list(turns)
     for key, value in present(record, tuple(LISTED_WEIGHTS)).items():
@@ -119,7 +119,7 @@ def _transposed(columns: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _turn(turn: Any, name: str) -> Turn:
+def _turn(turn: Any, name: str) -> Message:
     if not isinstance(turn, Mapping):
         raise unusable(
             f"{name}={shown(turn)}, which is not an object with a role and a content", fix=WRITE_TURNS
@@ -139,7 +139,7 @@ def _turn(turn: Any, name: str) -> Turn:
     extra = [key for key in rest if key not in MESSAGE_KEYS]
     if is_trained and message["role"] != "assistant":
         extra += [key for key in UNTRAINED_BY if key in given]
-    return Turn(
+    return Message(
         message=message | ({"tool_calls": calls} if calls else {}) | rest,
         is_trained=is_trained,
         extra=frozenset(f"{name.partition('[')[0]}[].{key}" for key in extra),
@@ -147,7 +147,7 @@ def _turn(turn: Any, name: str) -> Turn:
     )
 
 
-def _joined(before: Turn, turn: Turn) -> Turn:
+def _joined(before: Message, turn: Message) -> Message:
     calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
     return replace(before, message=before.message | {"tool_calls": calls}, extra=before.extra | turn.extra)
 

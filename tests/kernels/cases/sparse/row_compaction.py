@@ -14,7 +14,7 @@ from idlm.kernels.row_compaction import (
     Compacted,
     Drop,
     PackedRows,
-    Room,
+    RowCapacity,
     compact_rows,
     find_places,
     gather_rows,
@@ -24,7 +24,7 @@ from idlm.kernels.row_compaction import (
 from tests.kernels.references.sparse.row_compaction import compact_reference, wanted_reference
 
 SIZES = (1, 3, 4, 8, 32)
-Moved = TypeVar("Moved", PackedRows, Drop, Room)
+Moved = TypeVar("Moved", PackedRows, Drop, RowCapacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Case:
 
     rows: PackedRows
     drop: Drop
-    room: Room | None
+    room: RowCapacity | None
     num_left: int
     num_origins: int
     by_sequence: list[tuple[list[int], list[int]]]
@@ -91,7 +91,7 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         for b, (before, _) in enumerate(by_sequence)
     )
     if rng.random() < 0.6:
-        room = Room(
+        room = RowCapacity(
             capacity=num_scheduled + rng.randrange(2 * size, max(2, num_sequences) * size + 1),
             num_waits_B=ints(3, num_sequences),
         )

@@ -12,8 +12,8 @@ import torch
 from idlm.kernels.prefix_ranking import op
 from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
-SMALL = op.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256, read=256)
-SMALL_TILES = op.Launch(tile=64, read=64)
+SMALL = op.RankingLaunch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256, read=256)
+SMALL_TILES = op.RankingLaunch(tile=64, read=64)
 SIZES = (
     Sizes(),
     Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
