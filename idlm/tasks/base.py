@@ -147,6 +147,7 @@ class GeneratedTask(Task, Generic[Problem]):
             raise UserError(
                 "IDLM-0224", f"sample index is {index}, it must be 0 or more", fix="start counting at 0"
             )
+        # The name of the configuration's class is in the key: another name redraws every problem.
         key = f"{self.name}|{self.config!r}|{split}|{index}"
         rng = Random(int.from_bytes(blake2b(key.encode(), digest_size=16).digest(), "big"))
         while True:

@@ -97,7 +97,7 @@ class WordProblem(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerConfig:
+class Config:
     """All knobs. Amounts are whole, never negative and never above `cap`."""
 
     min_entities: int = 1
@@ -129,9 +129,9 @@ class LedgerConfig:
 
 
 LEVELS = {
-    "tiny": LedgerConfig(),
-    "p4": LedgerConfig(paraphrases=4, start_max=50, cap=99),
-    "multi": LedgerConfig(
+    "tiny": Config(),
+    "p4": Config(paraphrases=4, start_max=50, cap=99),
+    "multi": Config(
         min_entities=2,
         max_entities=3,
         min_steps=5,
@@ -144,7 +144,7 @@ LEVELS = {
 }
 
 
-def _draw_event(random: Callable[[], float], config: LedgerConfig, amounts: list[int]) -> AmountChange:
+def _draw_event(random: Callable[[], float], config: Config, amounts: list[int]) -> AmountChange:
     """Draw a legal event uniformly over operations (by rejection) and apply it to `amounts` in place."""
     num_entities = len(amounts)
     while True:
@@ -216,7 +216,7 @@ def render_response(
 @TASKS.register("ledger")
 class Ledger(GeneratedTask[WordProblem]):
     name: ClassVar[str] = "ledger"
-    LEVELS: ClassVar[Mapping[str, LedgerConfig]] = LEVELS
+    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_ledger)
 
     def draw(self, rng: Random) -> WordProblem:

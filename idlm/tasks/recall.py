@@ -46,7 +46,7 @@ class Records(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecallConfig:
+class Config:
     """All knobs. A context is what is before the answer, in tokens; lengths are log-uniform, numbers of
     records uniform. The samples of `train` below number `ramp` have upper limits that rise from the lower
     ones, in steps. Training numbers samples by the rows of all pools before theirs (train/data/packing.py),
@@ -75,7 +75,7 @@ class RecallConfig:
         }
 
 
-LEVELS = {"tiny": RecallConfig(), "long": RecallConfig(max_context=8192, max_records=64, asked=14)}
+LEVELS = {"tiny": Config(), "long": Config(max_context=8192, max_records=64, asked=14)}
 
 
 def _between(low: float, high: float, share: float) -> float:
@@ -90,9 +90,9 @@ def _question(keys: Sequence[str]) -> str:
 @TASKS.register("recall")
 class Recall(GeneratedTask[Records]):
     name: ClassVar[str] = "recall"
-    LEVELS: ClassVar[Mapping[str, RecallConfig]] = LEVELS
+    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
     check = staticmethod(check_recall)
-    config: RecallConfig
+    config: Config
 
     def sample(self, index: int, split: str) -> TaskSample:
         """As every task; contexts of early training samples are short."""
