@@ -78,11 +78,11 @@ class _Lane:
 class _Forgetful(PrefixCache):
     """Finds a part of what is there, now and then."""
 
-    dice: random.Random
+    rng: random.Random
 
     def chain(self, keys: Sequence[bytes]) -> list[int]:
         pages = super().chain(keys)
-        return pages[: self.dice.randint(0, len(pages))] if self.dice.random() < 0.5 else pages
+        return pages[: self.rng.randint(0, len(pages))] if self.rng.random() < 0.5 else pages
 
 
 class _Pool(PagePool):
@@ -102,12 +102,12 @@ class _Pool(PagePool):
 class Simulation:
     """One engine without a model. `max_length` bounds prompt and answer together."""
 
-    def __init__(self, world: World, dice: random.Random, *, max_length: int) -> None:
-        self.world, self.dice, self.max_length = world, dice, max_length
+    def __init__(self, world: World, rng: random.Random, *, max_length: int) -> None:
+        self.world, self.rng, self.max_length = world, rng, max_length
         kind = _Forgetful if world.invalidate else PrefixCache
         cache = kind() if world.has_cache else None
         if isinstance(cache, _Forgetful):
-            cache.dice = dice
+            cache.rng = rng
         self.pool = _Pool(
             num_pages=world.num_pages,
             page_size=world.page_size,
@@ -134,8 +134,8 @@ class Simulation:
         """Queue samples of a prompt."""
         room = self.world.num_pages * self.world.page_size - self.world.width
         for index in range(num_samples):
-            stop_ids = frozenset({STOP_ID} if self.dice.random() < 0.5 else ())
-            params = SamplingParams(max_tokens=self.dice.randint(1, MAX_ANSWER), seed=seed, n=num_samples)
+            stop_ids = frozenset({STOP_ID} if self.rng.random() < 0.5 else ())
+            params = SamplingParams(max_tokens=self.rng.randint(1, MAX_ANSWER), seed=seed, n=num_samples)
             max_length = min(len(prompt_ids) + params.max_tokens, self.max_length, room)
             request = Request(
                 request_id=f"r{len(self.finished)}-{len(self.active)}",
@@ -201,7 +201,7 @@ class Simulation:
             decodes = samples and is_open
             assert start + num_feed <= len(lane.tokens), "more is fed than is known"
             assert not decodes or start + num_feed == len(lane.tokens), "decodes behind an unfed token"
-            num_accepted = self.dice.randrange(self.world.stride) if decodes else 0
+            num_accepted = self.rng.randrange(self.world.stride) if decodes else 0
             text = list(lane.tokens)
             for _ in range(num_accepted + 1 if decodes else 0):
                 text.append(next_token(text, lane.seed))
@@ -264,21 +264,21 @@ class Simulation:
 
 def simulate(world: World, seed: int, *, num_prompts: int = 40, disturbed: bool = True) -> Simulation:
     """Prompts from few beginnings, samples, aborts and failures, until all are done; asserts the answers."""
-    dice = random.Random(seed)
-    simulation = Simulation(world, dice, max_length=40)
-    beginnings = [[dice.randrange(VOCAB) for _ in range(dice.randint(0, 18))] for _ in range(3)]
-    beginnings += [beginnings[0] + [dice.randrange(VOCAB)] * world.page_size, beginnings[1][1:]]
+    rng = random.Random(seed)
+    simulation = Simulation(world, rng, max_length=40)
+    beginnings = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 18))] for _ in range(3)]
+    beginnings += [beginnings[0] + [rng.randrange(VOCAB)] * world.page_size, beginnings[1][1:]]
     waiting = num_prompts
     while waiting or simulation.active:
         while waiting and len(simulation.active) < 2 * world.num_lanes:
             waiting -= 1
-            tail = [dice.randrange(VOCAB) for _ in range(dice.choice((0, 0, 1, 1, 2, 5)))]
-            prompt_ids = (dice.choice(beginnings) + tail)[:24] or [0]
-            simulation.add(prompt_ids, seed=dice.randrange(2), num_samples=dice.choice((1, 1, 1, 3)))
+            tail = [rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 1, 1, 2, 5)))]
+            prompt_ids = (rng.choice(beginnings) + tail)[:24] or [0]
+            simulation.add(prompt_ids, seed=rng.randrange(2), num_samples=rng.choice((1, 1, 1, 3)))
         simulation.step()
-        if disturbed and simulation.active and dice.random() < 0.05:
-            simulation.abort(dice.choice(simulation.active))
-        if disturbed and dice.random() < 0.01:
+        if disturbed and simulation.active and rng.random() < 0.05:
+            simulation.abort(rng.choice(simulation.active))
+        if disturbed and rng.random() < 0.01:
             simulation.fail()
         check_pages(simulation.pool)
     simulation._book(0)

@@ -147,12 +147,12 @@ def test_some_groups_are_even_and_what_is_left_of_one_serves_the_places_behind_i
 @pytest.mark.parametrize("stride", [2, 3, 4, 8])
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
 def test_tokens_of_a_strategy_are_those_of_a_simulation(stride: int, acceptance: float) -> None:
-    dice, previous = random.Random(stride), 0.0
+    rng, previous = random.Random(stride), 0.0
     for name in ("alternate", "branch_2", "branch_3", "branch"):
         mode_layouts, held, emitted = _layouts(name, stride - 1), DraftBuffer(stride - 1), 0
         for _ in range(20_000):
             layout = mode_layouts[held.index(stride - 1)]
-            accepted = next((j for j in range(layout.num_drafts) if dice.random() >= acceptance), None)
+            accepted = next((j for j in range(layout.num_drafts) if rng.random() >= acceptance), None)
             accepted = layout.num_drafts if accepted is None else accepted
             held, emitted = layout.next_buffers[accepted], emitted + accepted + 1
         formula = strategy_of(name).tokens_per_forward([acceptance] * (stride - 1))

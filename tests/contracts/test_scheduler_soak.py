@@ -57,11 +57,11 @@ class Arrival:
 
 def _arrivals(count: int, seed: int) -> list[Arrival]:
     """Prompts of 1 to 30 tokens, most of which begin like others."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     beginnings = prompts_of([5, 8, 13, 20], seed=seed + 1, vocab_size=CYCLE)
     beginnings += [[], beginnings[3][:11] + beginnings[2][:6]]
-    starts = [dice.choice(beginnings) for _ in range(count)]
-    lengths = [dice.randint(0 if start else 1, 30 - len(start)) for start in starts]
+    starts = [rng.choice(beginnings) for _ in range(count)]
+    lengths = [rng.randint(0 if start else 1, 30 - len(start)) for start in starts]
     tails = prompts_of(lengths, seed=seed, vocab_size=CYCLE)
     prompts = [start + tail for start, tail in zip(starts, tails, strict=True)]
     return [
@@ -69,14 +69,14 @@ def _arrivals(count: int, seed: int) -> list[Arrival]:
             request_id=f"q{i}",
             prompt=prompt,
             params=SamplingParams(
-                max_tokens=dice.randint(1, 24),
-                temperature=dice.choice((0.0, 0.7, 1.0, 1.3)),
-                top_k=dice.choice((0, 0, 5)),
-                top_p=dice.choice((1.0, 0.9)),
-                seed=dice.randrange(2**63),
-                stop_token_ids=dice.choice(((), (), (2,))),
+                max_tokens=rng.randint(1, 24),
+                temperature=rng.choice((0.0, 0.7, 1.0, 1.3)),
+                top_k=rng.choice((0, 0, 5)),
+                top_p=rng.choice((1.0, 0.9)),
+                seed=rng.randrange(2**63),
+                stop_token_ids=rng.choice(((), (), (2,))),
             ),
-            abort_after=dice.choice((-1, 1, 2, 3, 6)) if dice.random() < MARKED_SHARE else None,
+            abort_after=rng.choice((-1, 1, 2, 3, 6)) if rng.random() < MARKED_SHARE else None,
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -151,18 +151,18 @@ def test_draws_and_logprobs(pair: TensorParallelGroup, foreseeing: Path) -> None
 
 
 def _requests(count: int, *, draws: bool) -> list[tuple[list[int], SamplingParams]]:
-    dice = random.Random(0)
+    rng = random.Random(0)
     beginnings = prompts_of([5, 13, 20], seed=1, vocab_size=CYCLE)
     return [
         (
-            dice.choice(beginnings) + tail,
+            rng.choice(beginnings) + tail,
             SamplingParams(
-                temperature=dice.choice((0.0, 1.0)) * draws,
-                seed=dice.randrange(2**63),
-                max_tokens=dice.randint(1, 20),
+                temperature=rng.choice((0.0, 1.0)) * draws,
+                seed=rng.randrange(2**63),
+                max_tokens=rng.randint(1, 20),
             ),
         )
-        for tail in prompts_of([dice.randint(1, 8) for _ in range(count)], seed=2, vocab_size=CYCLE)
+        for tail in prompts_of([rng.randint(1, 8) for _ in range(count)], seed=2, vocab_size=CYCLE)
     ]
 
 

@@ -92,14 +92,14 @@ def test_cases_together_emit_the_ar_law(law_toy: Path, shared: str) -> None:
 def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     """Strides and strategies change from pass to pass, at random and with the last commit."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
-    dice, used = random.Random(1), set()
+    rng, used = random.Random(1), set()
 
     def choose(load: Load) -> int:
         num_sequences = load.num_sequences
         newest = engine.table.tokens_ZL[:num_sequences].gather(
             1, (engine.table.num_known_Z[:num_sequences, None] - 1).clamp(min=0)
         )
-        used.add(number := (dice.randrange(100) + int(newest.sum())) % len(engine.decoder.modes))
+        used.add(number := (rng.randrange(100) + int(newest.sum())) % len(engine.decoder.modes))
         return number
 
     engine._stride_controller.choose = choose
@@ -115,7 +115,7 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
 ) -> None:
     """Its choices follow a clock, the load and what was accepted, of each request too: no later tokens."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
-    controller, dice, used = engine._stride_controller, random.Random(2), set()
+    controller, rng, used = engine._stride_controller, random.Random(2), set()
     assert controller is not None
     widths = rows_by_mode(engine.decoder, 0)
     sizes = itertools.product(range(len(widths)), (1, 16, 256))
@@ -127,11 +127,11 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
         return number
 
     monkeypatch.setattr(controller, "choose", recorded)
-    monkeypatch.setattr(InflightStep, "seconds", lambda _: dice.uniform(4e-3, 12e-3))
+    monkeypatch.setattr(InflightStep, "seconds", lambda _: rng.uniform(4e-3, 12e-3))
     draws, seed = [], 0
     while len(draws) < NUM_DRAWS:
         seed += 1
-        num = dice.choice((1, 5, 40, 300, 1000))
+        num = rng.choice((1, 5, 40, 300, 1000))
         completions = engine.generate([list(PROMPT)], replace(NEUTRAL, seed=seed, n=num))
         draws += [completion.token_ids for completion in completions]
     sampled = Sampled(draws={(PROMPT, NEUTRAL): torch.tensor(draws)}, acceptance=0.0)

@@ -58,28 +58,28 @@ class BlockSoak(_Soak):
 
 def arrivals_of(count: int, seed: int, *, edits: bool) -> list[Arrival]:
     """Prompts of 1 to 30 tokens, half of which begin alike."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     begin = prompts_of([19], seed=seed)[0]
-    tails = prompts_of([dice.randint(1, 11) for _ in range(count)], seed=seed + 1)
+    tails = prompts_of([rng.randint(1, 11) for _ in range(count)], seed=seed + 1)
     found = []
     for number, tail in enumerate(tails):
-        options: dict[str, Any] = {"steps": dice.choice(STEPS), "threshold": dice.choice((0.3, 0.6, 0.9))}
+        options: dict[str, Any] = {"steps": rng.choice(STEPS), "threshold": rng.choice((0.3, 0.6, 0.9))}
         if edits:
-            options["edit_threshold"] = dice.choice((None, 0.2, 1.0))
+            options["edit_threshold"] = rng.choice((None, 0.2, 1.0))
         params = SamplingParams(
-            max_tokens=dice.randint(1, 24),
-            temperature=dice.choice((0.0, 0.7, 1.0)),
-            top_k=dice.choice((0, 0, 5)),
-            seed=dice.randrange(2**63),
-            stop_token_ids=dice.choice(((), (), (2,))),
+            max_tokens=rng.randint(1, 24),
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            top_k=rng.choice((0, 0, 5)),
+            seed=rng.randrange(2**63),
+            stop_token_ids=rng.choice(((), (), (2,))),
             decoder_options=options,
         )
         found.append(
             Arrival(
                 request_id=f"q{number}",
-                prompt=begin[: dice.choice((0, 0, 8, 19))] + tail,
+                prompt=begin[: rng.choice((0, 0, 8, 19))] + tail,
                 params=params,
-                abort_after=dice.choice((-1, 1, 2, 3, 6)) if dice.random() < 0.4 else None,
+                abort_after=rng.choice((-1, 1, 2, 3, 6)) if rng.random() < 0.4 else None,
             )
         )
     return found

@@ -86,14 +86,14 @@ def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: t
 
 @pytest.mark.parametrize("seed", range(50))
 def test_blocks_are_rebuilt_as_lists_are(seed: int) -> None:
-    dice, size = random.Random(seed), 7
+    rng, size = random.Random(seed), 7
     resizing = Resizing.empty(EDIT_IDS, 3, num_lanes=4, size=size, device=torch.device("cpu"))
     slow = object.__new__(Slow)
     rows, expected = [], []
     for _ in range(4):
-        work = [dice.choice([None, *range(9)]) for _ in range(size)]
-        is_new = [token is None and dice.random() < 0.5 for token in work]
-        writes = {p: dice.choice([DELETE, SPLIT, 9, 10]) for p in range(size) if dice.random() < 0.6}
+        work = [rng.choice([None, *range(9)]) for _ in range(size)]
+        is_new = [token is None and rng.random() < 0.5 for token in work]
+        writes = {p: rng.choice([DELETE, SPLIT, 9, 10]) for p in range(size) if rng.random() < 0.6}
         rows.append((work, is_new, writes))
         expected.append(slow._rebuilt(work, is_new, dict(writes)))
     held = Held(

@@ -86,14 +86,14 @@ def test_what_the_grammar_makes_is_read_back(
     compiler: GrammarCompiler, is_forced: bool, has_many: bool
 ) -> None:
     """Random answers, token by token among those that the grammar allows."""
-    dice, seen = random.Random(0), set[str]()
+    rng, seen = random.Random(0), set[str]()
     for _ in range(6):
         grammar, token_ids = grammar_of(compiler, is_forced, has_many), list[int]()
         while not grammar.is_finished and len(token_ids) < 400:
             bits = grammar.matcher.compute_bitmask()
             allowed = [one for one in range(VOCAB) if bits[one // 8] >> one % 8 & 1]
             # Where it may end it does.
-            token_ids.append(EOS_ID if EOS_ID in allowed else dice.choice(allowed))
+            token_ids.append(EOS_ID if EOS_ID in allowed else rng.choice(allowed))
             assert grammar.push(token_ids[-1:])
         text = compiler._tokenizer.decode([one for one in token_ids if one != EOS_ID])
         calls = parsed(text)

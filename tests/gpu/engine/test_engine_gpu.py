@@ -125,9 +125,9 @@ def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, l
     load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
     engine = SteadyEngine(model, arm, load, None).engine
     params = replace(load.sampling, max_tokens=load.num_tokens, ignore_eos=True)
-    dice, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
+    rng, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
     for number in range(concurrency):
-        prompt = torch.randint(0, model.spec.vocab_size - 1, (1 + number % 40,), generator=dice).tolist()
+        prompt = torch.randint(0, model.spec.vocab_size - 1, (1 + number % 40,), generator=rng).tolist()
         engine.add_request(str(number), prompt, params)
     while engine._active:
         for event in engine.step():

@@ -152,8 +152,8 @@ def test_prompt_chunks_with_decoding_sequences() -> None:
 @pytest.mark.parametrize("usual_rows", [3, 9, 12, None])
 def test_tiles_for_the_rows_that_most_sequences_have(usual_rows: int | None) -> None:
     """As behind a drop of rows: a few rows of most blocks, two whole blocks of some."""
-    dice = random.Random(1)
-    sequences = [block(dice.randrange(900, 1300), dice.choice([3, 5, 7, 8, 9, 64])) for _ in range(48)]
+    rng = random.Random(1)
+    sequences = [block(rng.randrange(900, 1300), rng.choice([3, 5, 7, 8, 9, 64])) for _ in range(48)]
     case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=40)
     rows = replace(case.rows, usual_rows=usual_rows, max_rows=4096)
     plan = plan_attention(rows, case.shape, backend="triton")
@@ -165,9 +165,9 @@ def test_tiles_for_the_rows_that_most_sequences_have(usual_rows: int | None) -> 
 @pytest.mark.parametrize("longest", [1300, 9000])
 def test_decoding_sequences_walk_apart_from_prompts(few_rows: int, longest: int) -> None:
     """Also in layers that follow one another, of which each waits for the one before in its own kernels."""
-    dice = random.Random(1)
+    rng = random.Random(1)
     decoding = {1: lambda start: causal(start, 1), 7: tree, 16: branch}[few_rows]
-    sequences = [decoding(dice.randrange(900, longest)) for _ in range(72)]
+    sequences = [decoding(rng.randrange(900, longest)) for _ in range(72)]
     sequences[5], sequences[40], sequences[41] = causal(0, 700), causal(1000, 300), []
     sequences[60], sequences[61] = causal(500, 3), causal(20, 30)
     case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=100, spare_slots=500)

@@ -91,7 +91,7 @@ def test_chunks_that_are_spliced_hold_the_whole_object(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: int) -> None:
     """A writer that is free now and then, and a reader that is slow now and then."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
     async def read() -> tuple[bytes, int]:
         generation, sent, num_pushed = new_generation(), [], 0
@@ -99,7 +99,7 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
 
         def sink(index: int, event: AnswerEvent) -> bool:
             nonlocal num_pushed
-            if dice.random() < 0.4:
+            if rng.random() < 0.4:
                 return False
             sent.append(reply.chunks(index, event))
             num_pushed += 1
@@ -107,7 +107,7 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
 
         async def stream() -> None:
             async for chunks in reply.stream():
-                for _ in range(dice.randrange(3)):
+                for _ in range(rng.randrange(3)):
                     await asyncio.sleep(0)
                 sent.append(chunks)
 
@@ -115,7 +115,7 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
         task = asyncio.create_task(stream())
         for number in range(100):
             generation.put(AnswerEvent("0-0", 0, [5], f"{number},", [], FIGURES if number == 99 else None))
-            for _ in range(dice.randrange(3)):
+            for _ in range(rng.randrange(3)):
                 await asyncio.sleep(0)
         await task
         return b"".join(sent), num_pushed

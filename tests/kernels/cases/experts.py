@@ -57,21 +57,21 @@ class Case:
     """One draw of everything; the last row is padding and holds NaN."""
 
     def __init__(self, seed: int, device: str, dtype: torch.dtype, sizes: Sizes) -> None:
-        dice = self.dice = random.Random(seed)
+        rng = self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self._device_generator = torch.Generator(device).manual_seed(seed)
         self.device, self.dtype = device, dtype
-        self.num_rows = dice.choice(sizes.rows) + 1
-        self.num_experts, num_chosen, groups, chosen_groups, score = dice.choice(sizes.routers)
+        self.num_rows = rng.choice(sizes.rows) + 1
+        self.num_experts, num_chosen, groups, chosen_groups, score = rng.choice(sizes.routers)
         self.routing = Routing(
             num_chosen=num_chosen,
             score=score,
             is_normalised=num_chosen > 1,
-            scaling=dice.choice((1.0, 2.5)),
+            scaling=rng.choice((1.0, 2.5)),
             num_groups=groups,
             num_chosen_groups=chosen_groups,
         )
-        self.width, self.ffn = dice.choice(sizes.experts)
+        self.width, self.ffn = rng.choice(sizes.experts)
         if 2 * self.num_experts * self.width * self.ffn > sizes.most_numbers:
             self.width, self.ffn = sizes.experts[0]
 
@@ -133,19 +133,19 @@ def check_block_route(
 ) -> None:
     """Blocks of several sequences, of which the last may be short, then padding that holds NaN: choices are
     those of the reference, and a block alone gets the bits that it gets among others."""
-    dice, routers = random.Random(seed), [one for one in BLOCK_ROUTERS if one[0] <= most_experts]
-    num_experts, num_chosen, capacity, size, score = dice.choice(routers)
+    rng, routers = random.Random(seed), [one for one in BLOCK_ROUTERS if one[0] <= most_experts]
+    num_experts, num_chosen, capacity, size, score = rng.choice(routers)
     limits = {"num_chosen": num_chosen, "capacity": capacity, "block_size": size}
     routing = Routing(score=score, is_normalised=True, scaling=2.5, **limits)
     positions, blocks, spans = [], [], []
-    for number in range(dice.randint(1, most_blocks)):
+    for number in range(rng.randint(1, most_blocks)):
         # A block that starts a sequence may have the position of the one before.
-        start = size * dice.randint(0, 3)
-        length = size if dice.random() < 0.7 else dice.randint(1, size)
+        start = size * rng.randint(0, 3)
+        length = size if rng.random() < 0.7 else rng.randint(1, size)
         spans.append((len(positions), len(positions) + length))
         positions += range(start, start + length)
         blocks += [number] * length
-    num_rows, num_padding = len(positions), dice.randint(0, 3)
+    num_rows, num_padding = len(positions), rng.randint(0, 3)
     generator = torch.Generator().manual_seed(seed)
     memory = torch.full((num_rows + num_padding + 2, num_experts + 8), NAN, dtype=dtype)
     logits_RX = memory[1:-1, :num_experts]
@@ -217,7 +217,7 @@ def chosen_of(case: Case) -> tuple[Tensor, Tensor]:
 def check_experts(case: Case, launch: ExpertsLaunch | None = None) -> None:
     """At most twice the error of the plain path in the same dtype; experts that no row chose hold NaN."""
     x_RD, (experts_RC, weights_RC) = case.rows(case.width), chosen_of(case)
-    first = case.dice.choice((0, 0, case.num_experts // 2))
+    first = case.rng.choice((0, 0, case.num_experts // 2))
     here = case.num_experts - first
     gate_up_EFD = case.tensor(here, 2 * case.ffn, case.width, scale=case.width**-0.5)
     down_EDF = case.tensor(here, case.width, case.ffn, scale=case.ffn**-0.5)
@@ -225,7 +225,7 @@ def check_experts(case: Case, launch: ExpertsLaunch | None = None) -> None:
     is_unused_E[experts_RC[:-1].flatten().cpu()] = False
     for weight in (gate_up_EFD, down_EDF):
         weight[is_unused_E[first:].to(case.device)] = NAN
-    shared_RD = case.rows(case.width) if case.dice.random() < 0.5 else None
+    shared_RD = case.rows(case.width) if case.rng.random() < 0.5 else None
     given = (x_RD, gate_up_EFD, down_EDF, experts_RC, weights_RC)
     options = {"first": first, "num_choices": case.num_experts, "shared_RD": shared_RD}
     found_RD = experts(*given, **options, launch=launch)

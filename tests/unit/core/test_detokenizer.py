@@ -43,12 +43,12 @@ def _byte_ids(tokenizer: Any, run: bytes) -> list[int]:
     ]
 
 
-def _streamed(tokenizer: Any, token_ids: Sequence[int], dice: random.Random) -> str:
+def _streamed(tokenizer: Any, token_ids: Sequence[int], rng: random.Random) -> str:
     """Pushed in random chunks; checked against one at a time, and that nothing is left over."""
     one, many = Detokenizer(tokenizer), Detokenizer(tokenizer)
     shown, place = "", 0
     while place < len(token_ids):
-        num = dice.choice((1, 2, 3, 70))
+        num = rng.choice((1, 2, 3, 70))
         shown += many.push(token_ids[place : place + num])
         place += num
     shown += many.flush()
@@ -62,29 +62,29 @@ def _whole(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(text)
 
 
-def _random_ids(tokenizer: Any, dice: random.Random) -> list[int]:
+def _random_ids(tokenizer: Any, rng: random.Random) -> list[int]:
     """Any ids, two without a token too, or mostly bytes of which characters can be made."""
-    pool = _byte_ids(tokenizer, BROKEN) if dice.random() < 0.5 else []
-    num_ids = dice.randint(0, 120 if dice.random() < 0.1 else 20)
+    pool = _byte_ids(tokenizer, BROKEN) if rng.random() < 0.5 else []
+    num_ids = rng.randint(0, 120 if rng.random() < 0.1 else 20)
     return [
-        dice.choice(pool) if pool and dice.random() < 0.9 else dice.randrange(len(tokenizer) + 2)
+        rng.choice(pool) if pool and rng.random() < 0.9 else rng.randrange(len(tokenizer) + 2)
         for _ in range(num_ids)
     ]
 
 
 def test_text_is_unchanged_by_a_round_trip(all_tokenizers: dict[str, Any]) -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     for name, tokenizer in all_tokenizers.items():
         for text in TEXTS if name != "task" else []:
             token_ids = tokenizer.encode(text, add_special_tokens=False)
-            shown = _streamed(tokenizer, token_ids, dice)
+            shown = _streamed(tokenizer, token_ids, rng)
             assert shown == answer_text(tokenizer, token_ids) == _whole(tokenizer, token_ids)
             assert shown == text or name == "qwen3", name
     task, tokenizer = TASKS.get("ledger")(level="tiny"), all_tokenizers["task"]
     for index in range(20):
         response = task.sample(index, "test").response
         token_ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-        assert _streamed(tokenizer, token_ids, dice) == response
+        assert _streamed(tokenizer, token_ids, rng) == response
 
 
 @pytest.mark.sweep
@@ -92,23 +92,23 @@ def test_text_is_unchanged_by_a_round_trip(all_tokenizers: dict[str, Any]) -> No
 def test_random_ids_have_the_text_that_transformers_decodes(
     all_tokenizers: dict[str, Any], seed: int
 ) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for name, tokenizer in all_tokenizers.items():
         for _ in range(150):
-            token_ids = [dice.randrange(len(tokenizer) + 2) for _ in range(dice.randint(0, 80))]
+            token_ids = [rng.randrange(len(tokenizer) + 2) for _ in range(rng.randint(0, 80))]
             if name in ("byte_level", "qwen3"):
-                token_ids = _random_ids(tokenizer, dice)
-            shown, whole = _streamed(tokenizer, token_ids, dice), _whole(tokenizer, token_ids)
+                token_ids = _random_ids(tokenizer, rng)
+            shown, whole = _streamed(tokenizer, token_ids, rng), _whole(tokenizer, token_ids)
             assert shown == answer_text(tokenizer, token_ids)
             assert shown == whole or (name == FALLBACK and "\ufffd" in whole), (name, token_ids)
 
 
 def test_each_broken_byte_of_a_run_is_one_sign_and_spoils_no_other(all_tokenizers: dict[str, Any]) -> None:
     """Against characters read off the bytes one after the other."""
-    dice, tokenizer = random.Random(5), all_tokenizers[FALLBACK]
+    rng, tokenizer = random.Random(5), all_tokenizers[FALLBACK]
     start = tokenizer.get_vocab()["a"]
     for _ in range(600):
-        run = bytes(dice.choices(BROKEN, k=dice.randint(0, 16)))
+        run = bytes(rng.choices(BROKEN, k=rng.randint(0, 16)))
         token_ids = [start, *_byte_ids(tokenizer, run)]
         expected, place = "a", 0
         while place < len(run):
@@ -116,7 +116,7 @@ def test_each_broken_byte_of_a_run_is_one_sign_and_spoils_no_other(all_tokenizer
             piece = next((piece for piece in pieces if _is_character(piece)), None)
             expected += "\ufffd" if piece is None else piece.decode()
             place += 1 if piece is None else len(piece)
-        assert _streamed(tokenizer, token_ids, dice) == answer_text(tokenizer, token_ids) == expected
+        assert _streamed(tokenizer, token_ids, rng) == answer_text(tokenizer, token_ids) == expected
 
 
 def _is_character(piece: bytes) -> bool:

@@ -41,14 +41,12 @@ def _cut(text: str, stops: tuple[str, ...]) -> str | None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_text_ends_before_the_first_stop_and_is_never_taken_back(seed: int) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(100):
-        stops = tuple(
-            "".join(dice.choices(ALPHABET, k=dice.randint(1, 5))) for _ in range(dice.randint(0, 4))
-        )
+        stops = tuple("".join(rng.choices(ALPHABET, k=rng.randint(1, 5))) for _ in range(rng.randint(0, 4)))
         answer, text, released = AnswerText(_Letters(), stops), "", ""
         for _ in range(20):
-            piece = [dice.randrange(3) for _ in range(dice.randint(0, 3))]
+            piece = [rng.randrange(3) for _ in range(rng.randint(0, 3))]
             text += _Letters().push(piece)
             released += answer.push(piece)
             expected = _cut(text, stops)
@@ -65,16 +63,16 @@ def test_text_ends_before_the_first_stop_and_is_never_taken_back(seed: int) -> N
 @pytest.mark.parametrize("seed", range(5))
 def test_stops_name_tokens_that_are_not_shown(seed: int) -> None:
     """Against a search in text where each named token is one letter more, which is left out at the end."""
-    dice, letters = random.Random(seed), {"<x><": "Z", "<x>": "X", "<yy>": "Y"}
+    rng, letters = random.Random(seed), {"<x><": "Z", "<x>": "X", "<yy>": "Y"}
     for _ in range(200):
         parts = [*ALPHABET, *letters]
-        stops = tuple("".join(dice.choices(parts, k=dice.randint(1, 3))) for _ in range(dice.randint(1, 3)))
+        stops = tuple("".join(rng.choices(parts, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3)))
         # At each place the longest name, as tokenizers read it.
         marked = [re.sub("<x><|<x>|<yy>", lambda found: letters[found[0]], stop) for stop in stops]
         named = {idx: letters[name] for idx, name in HIDDEN.items() if any(name in each for each in stops)}
         answer, whole, released = AnswerText(_Letters(), stops, hidden=HIDDEN), "", ""
         for _ in range(20):
-            token_id = dice.randrange(6)
+            token_id = rng.randrange(6)
             whole += named.get(token_id) or _Letters().push([token_id])
             released += answer.push([token_id])
             shown = whole.translate(str.maketrans("", "", "XYZ"))

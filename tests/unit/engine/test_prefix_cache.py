@@ -57,17 +57,17 @@ def _store(pool: PagePool, lane: int, token_ids: Sequence[int]) -> list[int]:
 
 
 def _world(seed: int) -> World:
-    dice = random.Random(seed)
-    page_size, stride = dice.choice((1, 2, 3, 4, 5)), dice.choice((1, 2, 4))
+    rng = random.Random(seed)
+    page_size, stride = rng.choice((1, 2, 3, 4, 5)), rng.choice((1, 2, 4))
     longest = -(-(24 + 14 + 2 * stride) // page_size) + 1
     return World(
         page_size=page_size,
-        num_pages=longest + dice.choice((0, 1, 4, 20)),
-        num_lanes=dice.choice((1, 2, 4, 6)),
+        num_pages=longest + rng.choice((0, 1, 4, 20)),
+        num_lanes=rng.choice((1, 2, 4, 6)),
         stride=stride,
-        max_num_batched_tokens=dice.choice((1, 3, 7, 30)),
-        num_inflight_steps=dice.choice((0, 1, 3)),
-        invalidate=dice.random() < 0.5,
+        max_num_batched_tokens=rng.choice((1, 3, 7, 30)),
+        num_inflight_steps=rng.choice((0, 1, 3)),
+        invalidate=rng.random() < 0.5,
     )
 
 

@@ -27,11 +27,11 @@ class Sequence:
     masks: set[int] = field(default_factory=set)
     evicts: bool = False
 
-    def layout(self, dice: random.Random, size: int) -> tuple[list[int], list[int]]:
+    def layout(self, rng: random.Random, size: int) -> tuple[list[int], list[int]]:
         """Slots and tokens that this pass feeds: some before the block, and mostly all of it."""
-        num_before = dice.choice([0, 0, 0, size, size, 2 * size, size // 2])
+        num_before = rng.choice([0, 0, 0, size, size, 2 * size, size // 2])
         num_before = min(num_before, self.start)
-        num_fed = dice.choice([size] * 6 + [0, size - 1])
+        num_fed = rng.choice([size] * 6 + [0, size - 1])
         texts = [7] * self.start
         texts[self.start - size :] = self.before
         texts += self.tokens
@@ -44,19 +44,19 @@ class Sequence:
         self.stored = {place: texts[slot] for slot, place in places.items()}
         return slots, [texts[slot] for slot in slots]
 
-    def go_on(self, dice: random.Random, size: int) -> None:
+    def go_on(self, rng: random.Random, size: int) -> None:
         """Decide and edit some places, or begin the next block."""
-        if MASK not in self.tokens or dice.random() < 0.1:
-            known = [dice.randrange(NUM_TOKENS) if token == MASK else token for token in self.tokens]
+        if MASK not in self.tokens or rng.random() < 0.1:
+            known = [rng.randrange(NUM_TOKENS) if token == MASK else token for token in self.tokens]
             self.before, self.tokens, self.start = known, [MASK] * size, self.start + size
         for place, token in enumerate(self.tokens):
-            if (token == MASK and dice.random() < 0.3) or (token != MASK and dice.random() < 0.1):
-                self.tokens[place] = dice.randrange(NUM_TOKENS)
+            if (token == MASK and rng.random() < 0.3) or (token != MASK and rng.random() < 0.1):
+                self.tokens[place] = rng.randrange(NUM_TOKENS)
 
 
 def check_state(seed: int, device: str = "cpu") -> None:
     """Everything that the passes say and leave behind equals the reference."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     size = (2, 4, 7, 32)[seed % 4]
     rules = StateRules(
         of_request=seed % 2 == 1,
@@ -68,15 +68,15 @@ def check_state(seed: int, device: str = "cpu") -> None:
     state = BlockState.empty(NUM_LANES, size, torch.device(device))
     lanes = [Sequence(size, [MASK] * size, [1] * size) for _ in range(NUM_LANES)]
     for _ in range(NUM_STEPS):
-        chosen = dice.sample(range(NUM_LANES), dice.randrange(1, NUM_LANES))
-        _check_pass(dice, state, [lanes[lane] for lane in chosen], chosen, rules, size, device)
+        chosen = rng.sample(range(NUM_LANES), rng.randrange(1, NUM_LANES))
+        _check_pass(rng, state, [lanes[lane] for lane in chosen], chosen, rules, size, device)
         for lane in chosen:
-            lanes[lane].go_on(dice, size)
+            lanes[lane].go_on(rng, size)
             _check_lane(state, lane, lanes[lane].state, rules)
 
 
 def _check_pass(
-    dice: random.Random,
+    rng: random.Random,
     state: BlockState,
     sequences: list[Sequence],
     lanes: list[int],
@@ -87,7 +87,7 @@ def _check_pass(
     def ints(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    laid_out = [one.layout(dice, size) for one in sequences]
+    laid_out = [one.layout(rng, size) for one in sequences]
     slots = [slot for some, _ in laid_out for slot in some]
     ends = [sum(len(some) for some, _ in laid_out[:number]) for number in range(len(laid_out) + 1)]
     rows = [[-1] * size for _ in sequences]
@@ -98,7 +98,7 @@ def _check_pass(
                 rows[number][slot - one.start] = row
             elif slot >= one.start - size:
                 stored[number][slot - one.start + size] = row
-    padding = dice.randrange(4) + (not slots)
+    padding = rng.randrange(4) + (not slots)
     fed = FedBlocks(
         lanes_B=ints(lanes),
         starts_B=ints([one.start for one in sequences]),
@@ -110,7 +110,7 @@ def _check_pass(
     )
     started = begin_blocks(state, fed, rules)
     options = {name: value for name, value in asdict(rules).items() if name != "stability"}
-    waits, computed = [dice.random() < 0.2 for _ in sequences], []
+    waits, computed = [rng.random() < 0.2 for _ in sequences], []
     for b, one in enumerate(sequences):
         mine, one.evicts, mean, dropped, stays = begin_reference(
             one.state, one.start, size, one.fed, one.masks, one.stored, **options
@@ -124,7 +124,7 @@ def _check_pass(
             last = range(ends[b] + max(0, num_before - size), ends[b] + num_before)
             dropped_rows = {stored[b][place] for place in stays}
             assert {row for row in last if not started.keep_R[row]} == dropped_rows
-        computed.append({place for place in kept if dice.random() < 0.7})
+        computed.append({place for place in kept if rng.random() < 0.7})
         if mine and not waits[b]:
             finish_reference(
                 one.state, one.fed, one.masks, computed[b], evicts=one.evicts, stability=rules.stability

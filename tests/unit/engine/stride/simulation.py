@@ -91,9 +91,9 @@ class Machine:
 
     def __init__(self, decoder: IsdDecoder, seed: int, disturbances: Disturbances) -> None:
         self.decoder, self.modes, self.widths = decoder, decoder.modes, rows_by_mode(decoder, 0)
-        self.dice, self._noise = random.Random(seed), disturbances
+        self.rng, self._noise = random.Random(seed), disturbances
         most = disturbances.deviation
-        self.factors = [1 + self.dice.uniform(-most, most) for _ in self.modes]
+        self.factors = [1 + self.rng.uniform(-most, most) for _ in self.modes]
         self._times = recorded_times()
 
     def seconds(self, mode: int, load: Load) -> float:
@@ -106,15 +106,15 @@ class Machine:
     def disturbed(self, seconds: float) -> float:
         """What such a step takes this time."""
         noise = self._noise
-        if self.dice.random() < noise.hiccups:
-            return seconds * self.dice.uniform(1, 1.5)
-        return seconds * self.dice.uniform(1, 1 + noise.noise)
+        if self.rng.random() < noise.hiccups:
+            return seconds * self.rng.uniform(1, 1.5)
+        return seconds * self.rng.uniform(1, 1 + noise.noise)
 
     def warmed(self, *, error: float = 0.02, slot_error: float = 1.25) -> StepTimes:
         """What a warm-up measures, with errors, and contexts guessed too slow."""
         measured = {
             (mode, 1 << k): self._times.seconds(self.modes[mode], width, 1 << k)
-            * self.dice.uniform(1 - error, 1 + error)
+            * self.rng.uniform(1 - error, 1 + error)
             for mode, width in enumerate(self.widths)
             for k in range(9)
             if width << k <= MAX_TIMED_ROWS
@@ -148,13 +148,13 @@ class Sequences:
 
     def run(self, mode: int) -> tuple[float, list[tuple[int, int, bool]]]:
         """A pass: expected tokens, and accepted and tested drafts and whether they are from masks."""
-        dice, tokens, tests = self.machine.dice, 0.0, []
+        rng, tokens, tests = self.machine.rng, 0.0, []
         layouts = self.machine.decoder._layouts[mode]
         for index, buffer in enumerate(self.buffers):
             layout = layouts[buffer.index(self.machine.decoder.num_masks)]
             num, chance = layout.num_drafts, self.filled if buffer.from_verify_rows else self.acceptance
             tokens += sum(chance**place for place in range(num + 1))
-            accepted = next((place for place in range(num) if dice.random() >= chance), num)
+            accepted = next((place for place in range(num) if rng.random() >= chance), num)
             tests.append((accepted, min(num, accepted + 1), not buffer.from_verify_rows))
             self.buffers[index] = layout.next_buffers[accepted]
         return tokens, tests

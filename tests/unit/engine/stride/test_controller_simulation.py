@@ -44,7 +44,7 @@ def _run(
         controller.observe_time(mode, load, machine.disturbed(seconds))
         for _ in range(load.num_sequences):
             num = MODES[mode].stride - 1
-            accepted = next((j for j in range(num) if machine.dice.random() >= acceptance), num)
+            accepted = next((j for j in range(num) if machine.rng.random() >= acceptance), num)
             controller.observe_drafts(accepted, min(num, accepted + 1))
     return tokens / elapsed
 
@@ -147,7 +147,7 @@ def test_requests_count_with_their_own_acceptance() -> None:
     machine = Machine(2, deviation=0.0)
     controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
     for _ in range(200):
-        controller.observe_drafts(7, 7) if machine.dice.random() < 0.5 else controller.observe_drafts(3, 4)
+        controller.observe_drafts(7, 7) if machine.rng.random() < 0.5 else controller.observe_drafts(3, 4)
     alike = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(900, 1000)] * 64)
     hopeless = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(100, 1000)] * 64)
     wide = controller.choose(alike)

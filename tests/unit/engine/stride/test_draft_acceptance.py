@@ -10,9 +10,9 @@ from idlm.infer.runtime.draft_acceptance import MAX_WINDOW, DraftAcceptance
 
 
 def _observe(acceptance: DraftAcceptance, chance: float, num: int, *, seed: int = 0) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(num):
-        accepted = next((place for place in range(3) if dice.random() >= chance), 3)
+        accepted = next((place for place in range(3) if rng.random() >= chance), 3)
         acceptance.observe(accepted, min(3, accepted + 1), from_masks=True)
         acceptance.average()
 

@@ -24,7 +24,7 @@ def test_drafts_from_verification_rows_are_told_apart(
     engine = build_engine(
         write_converted_toy(tmp_path), "isd", stride=4, adaptive=True, num_inflight_steps=num_inflight_steps
     )
-    controller, dice, real = engine._stride_controller, random.Random(3), isd.verify
+    controller, rng, real = engine._stride_controller, random.Random(3), isd.verify
     assert controller is not None
     known: list[bool] = []
     told: list[bool] = []
@@ -44,7 +44,7 @@ def test_drafts_from_verification_rows_are_told_apart(
         if num_failures and engine.scheduler.running[0].has_other_drafts:
             num_failures -= 1
             raise torch.OutOfMemoryError("injected")
-        return dice.randrange(len(engine.decoder.modes))
+        return rng.randrange(len(engine.decoder.modes))
 
     monkeypatch.setattr(isd, "verify", verify)
     monkeypatch.setattr(controller, "observe_drafts", observe)

@@ -49,16 +49,16 @@ def run(
 
     The fraction `disturbed` of the steps takes up to 1.5 times as long; the fraction `mixed` stores prompts
     too, so that its time is not observed."""
-    dice, chosen = random.Random(0), []
+    rng, chosen = random.Random(0), []
     for _ in range(num_passes):
         number = controller.choose(Load(num_sequences=num_sequences))
         chosen.append(number)
         for _ in range(num_sequences):
             tested = MODES[number].stride - 1
-            accepted = next((j for j in range(tested) if dice.random() >= acceptance), tested)
+            accepted = next((j for j in range(tested) if rng.random() >= acceptance), tested)
             controller.observe_drafts(accepted, min(tested, accepted + 1))
-        factor = dice.uniform(1, 1.5) if dice.random() < disturbed else dice.uniform(1, 1 + noise)
-        if not mixed or dice.random() >= mixed:
+        factor = rng.uniform(1, 1.5) if rng.random() < disturbed else rng.uniform(1, 1 + noise)
+        if not mixed or rng.random() >= mixed:
             took = slowness * factor * seconds(number, num_sequences)
             controller.observe_time(number, Load(num_sequences=num_sequences), took)
     return chosen
