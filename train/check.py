@@ -157,7 +157,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "model.attention": ("auto", *ATTENTIONS),
         "model.compile": COMPILE_CHOICES,
         "train.overlong": OVERLONG_POLICIES,
-        "train.sizes": ("given", "auto"),
+        "train.sizes": ("given", "fit", "auto"),
         "train.balance": BALANCES,
         "train.save": SAVE_MODES,
         "train.schedule": SCHEDULES,

@@ -55,7 +55,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     if not config.dry_run:
         # Checked before torch is imported. The dry run lists these with all other problems.
         refuse_problems(missing_keys(config))
-    if config.train.sizes == "auto":
+    if config.train.sizes != "given":
         with command.importing():
             command.leave_out_unused()
             from idlm.train.planning.sizes import with_sizes

@@ -99,8 +99,9 @@ class LoopConfig:
         "bound of a balanced clean weight (clean_weight=auto); null: none, as in the paper", None
     )
     sizes: str = option(
-        "given, or auto: batch_size, max_length and learning_rate of 0, the global batch, ZeRO, 16 bits, "
-        "recomputation and an adapter are chosen by the model, the data and the memory",
+        "given; fit: activations are recomputed if the run fits only so; auto: batch_size, max_length and "
+        "learning_rate of 0, the global batch, ZeRO, 16 bits, recomputation and an adapter are chosen by the "
+        "model, the data and the memory",
         "given",
     )
     batch_size: int = option("packed rows per device and micro-batch", 1)

@@ -1,4 +1,5 @@
-"""Sizes of a run that the configuration leaves open (`train.sizes=auto`), by the model, data and memory.
+"""Sizes of a run that the configuration leaves open (`train.sizes=auto`), by the model, data and memory; or
+whether a given run recomputes activations, without which it does not fit (`fit`).
 
 The choice depends on what does not change from start to start: the memory of the device, not what is free of
 it. A run that is started again keeps the sizes that it was started with, also on another machine."""
@@ -31,8 +32,9 @@ from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, memory_plan, sh
 from idlm.train.planning.state import state_bytes
 
 log = logging.getLogger(__name__)
+RECOMPUTES = "model.gradient_checkpointing"
 KEYS = (
-    *("model.dtype", "model.gradient_checkpointing", "train.bf16", "train.batch_size"),
+    *("model.dtype", RECOMPUTES, "train.bf16", "train.batch_size"),
     *("train.global_batch", "train.max_length", "train.learning_rate", "train.zero_stage"),
 )
 """What is chosen, besides the adapter. A value that is not the default, or 0, was given and stays."""
@@ -59,8 +61,10 @@ class Base:
 
 def with_sizes(config: TrainConfig) -> TrainConfig:
     """`config` with the sizes that it leaves open. One with a mistake, which is reported later, gets some."""
-    if config.train.sizes != "auto":
+    if config.train.sizes == "given":
         return config
+    if config.train.sizes == "fit":
+        return _recomputing(config)
     chosen = _started_with(config)
     if chosen is None:
         try:
@@ -71,6 +75,22 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
     filled = _filled(config, chosen)
     log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_told(filled)))
     return filled
+
+
+def _recomputing(config: TrainConfig) -> TrainConfig:
+    """`config`, with activations recomputed where it fits only so, or where the run began so."""
+    given = with_values(config, {"train.sizes": "given"})
+    smaller = with_values(given, {RECOMPUTES: True})
+    started = _started_with(config)
+    if started is not None:
+        return smaller if started.model.gradient_checkpointing else given
+    with contextlib.suppress(UserError):
+        base, gpus, gpu = _base(config), num_gpus(config), gpu_name(config)
+        available = _device_bytes(gpu)
+        if base.shape is not None and _needed(smaller, base, gpus) <= available < _needed(given, base, gpus):
+            log.info("%s=true: without it the run does not fit into %s", RECOMPUTES, gpu or "this machine")
+            return smaller
+    return given
 
 
 def _filled(config: TrainConfig, chosen: TrainConfig) -> TrainConfig:

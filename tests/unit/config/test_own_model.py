@@ -14,9 +14,10 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import config_text
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import TrainConfig, with_values
 from idlm.train.planning import sizes
 from idlm.train.planning.sizes import with_sizes
+from tests.released_configs import RELEASED
 from tests.tiny_training import tiny_config
 
 GIB = 2**30
@@ -181,3 +182,37 @@ def test_little_data_gets_small_steps_and_no_data_is_reported_as_such(
     assert not caplog.text, "sizes that were chosen for no model are not told"
     with pytest.raises(UserError, match=r"(?s)has 1 problem:.*train\.batch_size=0 must be at least 1"):
         check_config(composed("recipe=tiny", "train.batch_size=0"))
+
+
+@pytest.fixture
+def qwen3_8b(tmp_path: Path) -> list[str]:
+    architecture, model_type, keys = RELEASED["Qwen3-8B"]
+    (tmp_path / "base").mkdir()
+    released = keys | {"architectures": [architecture], "model_type": model_type}
+    (tmp_path / "base/config.json").write_text(json.dumps(released))
+    paths = [f"model.path={tmp_path / 'base'}", "data.path=none.jsonl", f"output_dir={tmp_path / 'out'}"]
+    return ["recipe=qwen3_8b", *paths, "dry_run=true"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "recomputes"),
+    [("H100", 8, False), ("H100", 4, True), ("H200", 4, False), ("H100", 2, False)],
+)
+def test_the_8b_recipe_recomputes_activations_where_it_fits_only_so(
+    gpu: str, gpus: int, recomputes: bool, qwen3_8b: list[str]
+) -> None:
+    """On two H100s it does not fit either way, and is refused as it was given."""
+    given = composed(*qwen3_8b, f"plan.gpu={gpu}", f"plan.num_gpus={gpus}")
+    config = with_sizes(given)
+    changes = {"train.sizes": "given", "model.gradient_checkpointing": recomputes}
+    assert config == with_values(given, changes)
+    assert with_sizes(config) == config
+
+
+def test_a_run_that_recomputes_goes_on_so_on_other_machines(qwen3_8b: list[str], tmp_path: Path) -> None:
+    started = with_sizes(composed(*qwen3_8b, "plan.gpu=H100", "plan.num_gpus=4"))
+    (tmp_path / "out/run").mkdir(parents=True)
+    (tmp_path / "out/run/config.yaml").write_text(config_text(started))
+    elsewhere = [*qwen3_8b, "plan.gpu=H200", "plan.num_gpus=8"]
+    assert with_sizes(composed(*elsewhere)).model.gradient_checkpointing
+    assert not with_sizes(composed(*elsewhere, "resume=never")).model.gradient_checkpointing
