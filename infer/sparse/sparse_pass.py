@@ -147,9 +147,9 @@ class SparseKV:
             waits_B=view.waits_B,
             limits_R=kept.limits_R,
             scheduled_B=view.active.num_scheduled_B,
-            drops_stored=kept.drops_stored,
         )
-        left = compact_rows(rows, drop, num_left=num_left, num_origins=len(view.plan.slots_R), room=room)
+        sizes = {"num_left": num_left, "num_origins": len(view.plan.slots_R)}
+        left = compact_rows(rows, drop, **sizes, room=room, drops_stored=kept.drops_stored)
         if view.active.is_exact:
             left = left.cut(max(1, int(left.rows.cu_rows_B1[-1])))
         self.slot_mapping_R, self._origin_R = left.rows.mapping_R, left.rows.origin_R

@@ -1,7 +1,7 @@
 """The Triton kernels of a block-diffusion pass: its rows and its decisions. Small integers, few launches.
 
 Every program sums the rows of all sequences to find those of its own, so programs exchange nothing. B
-sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token table."""
+sequences, R rows, W places of a block, Z lanes, L columns of the token table."""
 
 from __future__ import annotations
 
@@ -9,105 +9,85 @@ import triton
 import triton.language as tl
 
 from idlm.kernels.block_step.kernel_wanted import places_of, store_wanted
+from idlm.kernels.block_step.types import PASSES_BITS
+
+STEP_BITS: tl.constexpr = tl.constexpr(PASSES_BITS)
 
 
 @triton.jit
-def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.constexpr):
+def first_open(blocks, lane, known, m_b, SHAPE: tl.constexpr):
     """The leftmost place of each sequence that is neither known nor decided, else the last place."""
-    w = tl.arange(0, BLOCK_W)
-    m_bw = m_b[:, None] & (w < SIZE)[None, :]
-    decided = tl.load(decided_ZW + lane[:, None] * SIZE + w[None, :], mask=m_bw, other=1) != 0
-    is_open = m_bw & (w[None, :] >= (known % SIZE)[:, None]) & (decided == 0)
-    return tl.min(tl.where(is_open, w[None, :], SIZE - 1), 1)
+    w = tl.arange(0, SHAPE.padded_size)
+    m_bw = m_b[:, None] & (w < SHAPE.size)[None, :]
+    decided = tl.load(blocks.is_decided_ZW + lane[:, None] * SHAPE.size + w[None, :], mask=m_bw, other=1) != 0
+    is_open = m_bw & (w[None, :] >= (known % SHAPE.size)[:, None]) & (decided == 0)
+    return tl.min(tl.where(is_open, w[None, :], SHAPE.size - 1), 1)
 
 
 @triton.jit
 def sequence_rows(
-    known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
-    SIZE: tl.constexpr, PART: tl.constexpr, SHIFTED: tl.constexpr, FUSES: tl.constexpr,
-    HAS_ROOM: tl.constexpr, REUSES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    lanes, blocks, columns, B, R, SHAPE: tl.constexpr, HAS_ROOM: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """Per sequence: whether it advances, wants to decode and denoises; the number of known tokens that it
     stores; the first place that it computes of its active block; its first slot and its number of rows."""
+    lanes_B, feed_B, samples_B = columns
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
-    known = tl.load(known_Z + lane)
-    computed = tl.load(computed_Z + lane)
+    known = tl.load(lanes.num_known_Z + lane)
+    computed = tl.load(lanes.num_computed_Z + lane)
     num_counted = tl.load(feed_B + b, mask=m_b, other=0)
     decodes = tl.load(samples_B + b, mask=m_b, other=0) != 0
-    advances = (known < tl.load(ends_Z + lane)) & m_b
+    advances = (known < tl.load(lanes.ends_Z + lane)) & m_b
     wants = decodes & advances
-    feed = tl.where(decodes, known // SIZE * SIZE - computed, num_counted)
+    feed = tl.where(decodes, known // SHAPE.size * SHAPE.size - computed, num_counted)
     feed = tl.where(advances, feed, 0)
     denoises = wants
-    if not FUSES:
+    if not SHAPE.fuses or SHAPE.shifted:
         denoises = wants & (feed == 0)
     elif HAS_ROOM:
         uncounted = tl.where(m_b, tl.maximum(feed - num_counted, 0), 0)
-        room = R - B * SIZE - tl.sum(tl.where(m_b, tl.minimum(feed, num_counted), 0), 0)
+        room = R - B * SHAPE.size - tl.sum(tl.where(m_b, tl.minimum(feed, num_counted), 0), 0)
         denoises = wants & ((uncounted == 0) | (tl.cumsum(uncounted, 0) <= room))
     first = feed * 0
-    num = first + SIZE
-    if REUSES:
-        place = first_open(decided_ZW, lane, known, m_b, SIZE, BLOCK_W)
-        part = (place // PART).to(tl.int64)
-        is_whole = (tl.load(part_Z + lane) != part) | (feed > 0)
-        if SHIFTED:
-            is_whole = is_whole | (place % PART == 0)
-        first = tl.where(is_whole, 0, part * PART)
-        num = tl.where(is_whole, SIZE, PART).to(tl.int64)
+    num = first + SHAPE.size
+    if SHAPE.reuses:
+        place = first_open(blocks, lane, known, m_b, SHAPE)
+        part = (place // SHAPE.part_size).to(tl.int64)
+        is_whole = (tl.load(blocks.whole_part_Z + lane) != part) | (feed > 0)
+        if SHAPE.shifted:
+            is_whole = is_whole | (place % SHAPE.part_size == 0)
+        first = tl.where(is_whole, 0, part * SHAPE.part_size)
+        num = tl.where(is_whole, SHAPE.size, SHAPE.part_size).to(tl.int64)
     count = tl.where(m_b, feed + tl.where(denoises, num, 0), 0)
     first_slot = computed + tl.where(denoises, first, 0)
     return advances, wants, denoises, feed, first, first_slot, count
 
 
-@triton.jit(do_not_specialize=["B", "R", "X", "L", "mask_token_id"])
+@triton.jit(do_not_specialize=["B", "R", "X", "L"])
 def pack_blocks_kernel(
-    known_Z,
-    computed_Z,
-    ends_Z,
-    tokens_ZL,
-    tokens_ZW,
-    decided_ZW,
-    passes_Z,
-    part_Z,
-    waits_Z,
+    lanes,
+    blocks,
     steps_Z,
-    lanes_B,
-    feed_B,
-    samples_B,
-    cu_rows_B1,
-    ints_IB,
-    bools_IB,
-    rows_IR,
-    is_mask_R,
-    wanted_IX,
-    number_BW,
-    is_maskable_BW,
+    columns,
+    out,
     B,
     R,
     X,
     L,
-    mask_token_id,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    FUSES: tl.constexpr,
+    SHAPE: tl.constexpr,
     HAS_ROOM: tl.constexpr,
-    REUSES: tl.constexpr,
     EDITS: tl.constexpr,
-    PASSES_BITS: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of rows, or (in the programs after those) the wanted rows and numbers of one sequence."""
+    lanes_B, feed_B = columns[0], columns[1]
+    cu_rows_B1, ints_IB, bools_IB, rows_IR, is_mask_R, wanted_IX, number_BW, is_maskable_BW = out
     b = tl.arange(0, BLOCK_B)
     advances, wants, denoises, feed, first, first_slot, count = sequence_rows(
-        known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
-        SIZE, PART, SHIFTED, FUSES, HAS_ROOM, REUSES, BLOCK_B, BLOCK_W,
-    )  # fmt: skip
+        lanes, blocks, columns, B, R, SHAPE, HAS_ROOM, BLOCK_B
+    )
     end = tl.cumsum(count, 0)
     num_blocks = tl.cdiv(R, BLOCK)
     if tl.program_id(0) >= num_blocks:
@@ -117,18 +97,16 @@ def pack_blocks_kernel(
         my_start = my_end - tl.sum(tl.where(is_mine, count, 0), 0)
         my_feed = tl.sum(tl.where(is_mine, feed, 0), 0)
         my_first = tl.sum(tl.where(is_mine, first, 0), 0)
-        samples = wants if SHIFTED else denoises
-        opens = samples & (feed > 0) & SHIFTED
+        samples = wants if SHAPE.shifted else denoises
+        opens = samples & (feed > 0) & SHAPE.shifted
         lane = tl.load(lanes_B + i)
-        known, passes = tl.load(known_Z + lane), tl.load(passes_Z + lane)
-        w = tl.arange(0, BLOCK_W)
-        m_w = w < SIZE
-        _, asked = places_of(
-            known_Z, decided_ZW, lanes_B, b, b < B, samples, opens, SIZE, PART, SHIFTED, EDITS, BLOCK_W
-        )
+        known, passes = tl.load(lanes.num_known_Z + lane), tl.load(blocks.num_passes_Z + lane)
+        w = tl.arange(0, SHAPE.padded_size)
+        m_w = w < SHAPE.size
+        _, asked = places_of(lanes, blocks, lanes_B, b, b < B, samples, opens, SHAPE, EDITS)
         num_asked = tl.sum(asked.to(tl.int32), 1)
         # Room in the order of waiting; an opened block, which needs one row, always has it.
-        waited = tl.load(waits_Z + tl.load(lanes_B + b, mask=b < B, other=0), mask=b < B, other=-1)
+        waited = tl.load(blocks.num_waits_Z + tl.load(lanes_B + b, mask=b < B, other=0), mask=b < B, other=-1)
         key = waited + tl.where(opens, 1 << 40, 0)
         my_key = tl.sum(tl.where(is_mine, key, 0), 0)
         is_before = (key > my_key) | ((key == my_key) & (b < i))
@@ -142,18 +120,16 @@ def pack_blocks_kernel(
         my_opens = tl.sum(tl.where(is_mine & opens, 1, 0), 0) > 0
         one = tl.full([1], 1, tl.int1)
         is_open, is_asked = places_of(
-            known_Z, decided_ZW, lanes_B, mine, one, one & my_samples, one & my_opens,
-            SIZE, PART, SHIFTED, EDITS, BLOCK_W,
-        )  # fmt: skip
-        is_open, is_asked = tl.reshape(is_open, [BLOCK_W]), tl.reshape(is_asked, [BLOCK_W])
-        tl.store(is_maskable_BW + i * SIZE + w, is_open & (waits == 0), mask=m_w)
-        row = my_start + my_feed - my_first + w - (1 if SHIFTED else 0)
+            lanes, blocks, lanes_B, mine, one, one & my_samples, one & my_opens, SHAPE, EDITS
+        )
+        is_open = tl.reshape(is_open, [SHAPE.padded_size])
+        is_asked = tl.reshape(is_asked, [SHAPE.padded_size])
+        tl.store(is_maskable_BW + i * SHAPE.size + w, is_open & (waits == 0), mask=m_w)
+        row = my_start + my_feed - my_first + w - (1 if SHAPE.shifted else 0)
         row = tl.minimum(tl.maximum(row, my_start), my_end - 1)
         row = tl.minimum(tl.maximum(row, 0), R - 1)
-        store_wanted(
-            wanted_IX, number_BW, X, i, lane, tl.load(lanes_B), first_wanted, num_wanted, row,
-            is_asked, waits, is_last, w, SIZE,
-        )  # fmt: skip
+        wanted = (first_wanted, num_wanted, is_asked, waits, is_last)
+        store_wanted(wanted_IX, number_BW, X, i, (lane, tl.load(lanes_B)), wanted, row, w, SHAPE.size)
         if i == 0:
             tl.store(cu_rows_B1, tl.zeros([], tl.int64))
         tl.store(cu_rows_B1 + 1 + i, my_end)
@@ -164,10 +140,10 @@ def pack_blocks_kernel(
         num_counted = tl.minimum(my_feed, tl.load(feed_B + i))
         tl.store(ints_IB + i, first_wanted.to(tl.int64))
         tl.store(ints_IB + B + i, tl.where(waits, num_counted, my_feed))
-        tl.store(ints_IB + 2 * B + i, known // SIZE * SIZE)
+        tl.store(ints_IB + 2 * B + i, known // SHAPE.size * SHAPE.size)
         tl.store(ints_IB + 3 * B + i, passes)
         tl.store(ints_IB + 4 * B + i, tl.load(steps_Z + lane))
-        step = (known // SIZE << PASSES_BITS) + tl.where((my_feed > 0) & SHIFTED, 0, 1 + passes)
+        step = (known // SHAPE.size << STEP_BITS) + tl.where((my_feed > 0) & SHAPE.shifted, 0, 1 + passes)
         tl.store(ints_IB + 5 * B + i, step)
         tl.store(ints_IB + 6 * B + i, num_wanted.to(tl.int64))
         return
@@ -181,15 +157,15 @@ def pack_blocks_kernel(
     base = first_slot - (end - count)
     slot = tl.where(is_fed, row + tl.sum(tl.where(is_mine, base[None, :], 0), 1), 0)
     lane = tl.load(lanes_B + sequence)
-    place = slot % SIZE
-    is_known = slot < tl.load(known_Z + lane)
-    is_decided = tl.load(decided_ZW + lane * SIZE + place) != 0
-    known_token = tl.load(tokens_ZL + lane * L + tl.minimum(slot, L - 1))
-    token = tl.where(is_decided, tl.load(tokens_ZW + lane * SIZE + place), mask_token_id)
+    place = slot % SHAPE.size
+    is_known = slot < tl.load(lanes.num_known_Z + lane)
+    is_decided = tl.load(blocks.is_decided_ZW + lane * SHAPE.size + place) != 0
+    known_token = tl.load(lanes.tokens_ZL + lane * L + tl.minimum(slot, L - 1))
+    token = tl.where(is_decided, tl.load(blocks.tokens_ZW + lane * SHAPE.size + place), SHAPE.mask_token_id)
     tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
     tl.store(rows_IR + R + row, tl.where(is_known, known_token, token), mask=m_row)
     tl.store(rows_IR + 2 * R + row, slot, mask=m_row)
-    tl.store(rows_IR + 3 * R + row, slot - place + SIZE, mask=m_row)
+    tl.store(rows_IR + 3 * R + row, slot - place + SHAPE.size, mask=m_row)
     tl.store(is_mask_R + row, is_fed & (is_known == 0) & (is_decided == 0), mask=m_row)
 
 
@@ -220,125 +196,92 @@ def chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE
     return (passes & has_enough) | (best & (has_enough == 0))
 
 
-@triton.jit(do_not_specialize=["L", "max_clean_passes"])
+@triton.jit(do_not_specialize=["L"])
 def decide_kernel(
-    known_Z,
-    computed_Z,
-    tokens_ZL,
-    table_steps_Z,
-    tokens_ZW,
-    decided_ZW,
-    passes_Z,
-    clean_passes_Z,
-    part_Z,
-    waits_Z,
-    steps_Z,
-    threshold_Z,
-    bound_Z,
-    edit_threshold_Z,
-    lanes_B,
-    feed_B,
-    samples_B,
-    waits_B,
-    is_maskable_BW,
-    has_logits_BW,
-    proposed_BW,
-    confidence_BW,
-    entropy_BW,
-    quota_B,
-    out_BW,
-    emitted_B,
-    entropy_stride,
-    L,
-    max_clean_passes,
-    RULE: tl.constexpr,
-    EDITS: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
-    HAS_QUOTA: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    REUSES: tl.constexpr,
-    PART: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    lanes, steps_Z, blocks, limits, given, proposals, out, stride, L, RULE: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Decide, edit and commit the active block of one sequence."""
+    """Decide, edit and commit the active block of one sequence. `stride`: between entropies."""
+    out_BW, emitted_B = out
     b = tl.program_id(0)
-    lane, feed = tl.load(lanes_B + b), tl.load(feed_B + b)
-    samples = tl.load(samples_B + b) != 0
-    known, passes = tl.load(known_Z + lane), tl.load(passes_Z + lane)
-    opens = (feed > 0) & SHIFTED
-    num_fixed, start = known % SIZE, known // SIZE * SIZE
-    w = tl.arange(0, BLOCK_W)
-    m_w = w < SIZE
-    at, mine = lane * SIZE + w, b * SIZE + w
-    decided = tl.load(decided_ZW + at, mask=m_w, other=1) != 0
-    tokens = tl.load(tokens_ZW + at, mask=m_w, other=0)
+    lane, feed = tl.load(given.lanes_B + b), tl.load(given.num_feed_B + b)
+    samples = tl.load(given.samples_B + b) != 0
+    known, passes = tl.load(lanes.num_known_Z + lane), tl.load(blocks.num_passes_Z + lane)
+    opens = (feed > 0) & SHAPE.shifted
+    num_fixed, start = known % SHAPE.size, known // SHAPE.size * SHAPE.size
+    w = tl.arange(0, SHAPE.padded_size)
+    m_w = w < SHAPE.size
+    at, mine = lane * SHAPE.size + w, b * SHAPE.size + w
+    decided = tl.load(blocks.is_decided_ZW + at, mask=m_w, other=1) != 0
+    tokens = tl.load(blocks.tokens_ZW + at, mask=m_w, other=0)
     is_fixed = w < num_fixed
-    is_open = tl.load(is_maskable_BW + mine, mask=m_w, other=0) != 0
-    if HAS_LOGITS:
-        has_logits = tl.load(has_logits_BW + mine, mask=m_w, other=0) != 0
+    is_open = tl.load(given.is_maskable_BW + mine, mask=m_w, other=0) != 0
+    if given.has_logits_BW is not None:
+        has_logits = tl.load(given.has_logits_BW + mine, mask=m_w, other=0) != 0
         is_open = is_open & has_logits
     looks = is_open
-    if EDITS:
+    if limits.max_clean_passes is not None:
         # Inside a shifted block no row predicts the first place.
         can_edit = m_w & decided & (w >= num_fixed) & samples & (opens == 0)
-        if SHIFTED:
+        if SHAPE.shifted:
             can_edit = can_edit & (w > 0)
-        if HAS_LOGITS:
+        if given.has_logits_BW is not None:
             can_edit = can_edit & has_logits
         looks = looks | can_edit
     # Proposals for closed places may be anything.
-    proposed = tl.load(proposed_BW + mine, mask=looks, other=0)
-    confidence = tl.load(confidence_BW + mine, mask=looks, other=0.0)
+    proposed = tl.load(proposals.token_ids_BW + mine, mask=looks, other=0)
+    confidence = tl.load(proposals.confidence_BW + mine, mask=looks, other=0.0)
     entropy = confidence
     if RULE == 3:
-        entropy = tl.load(entropy_BW + mine * entropy_stride, mask=is_open, other=0.0)
-    if HAS_QUOTA:
-        quota = tl.load(quota_B + b)
+        entropy = tl.load(proposals.entropy_BW + mine * stride, mask=is_open, other=0.0)
+    if limits.quota_B is not None:
+        quota = tl.load(limits.quota_B + b)
     else:
-        steps = tl.load(steps_Z + lane)
-        quota = SIZE // steps + tl.where(passes < SIZE % steps, 1, 0)
-    threshold, bound = tl.load(threshold_Z + lane), tl.load(bound_Z + lane)
+        steps = tl.load(limits.steps_Z + lane)
+        quota = SHAPE.size // steps + tl.where(passes < SHAPE.size % steps, 1, 0)
+    threshold, bound = tl.load(limits.threshold_Z + lane), tl.load(limits.entropy_bound_Z + lane)
     chosen = chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE)
     chosen = tl.where(opens, is_open, chosen)
     num_masks = tl.sum((m_w & (decided == 0) & (is_fixed == 0)).to(tl.int32), 0)
     num_chosen = tl.sum(chosen.to(tl.int32), 0)
     is_clean = samples & (num_chosen == num_masks)
-    if EDITS:
-        sure = tl.load(edit_threshold_Z + lane)
+    if limits.max_clean_passes is not None:
+        sure = tl.load(limits.edit_threshold_Z + lane)
         edited = can_edit & (proposed != tokens) & (confidence > sure)
         began_clean = samples & (num_masks == 0)
-        num_clean = tl.load(clean_passes_Z + lane) + tl.where(began_clean, 1, 0)
-        is_last = (tl.sum(edited.to(tl.int32), 0) == 0) | (num_clean >= max_clean_passes)
+        num_clean = tl.load(blocks.num_clean_passes_Z + lane) + tl.where(began_clean, 1, 0)
+        is_last = (tl.sum(edited.to(tl.int32), 0) == 0) | (num_clean >= limits.max_clean_passes)
         is_settled = (sure >= 1.0) | (began_clean & is_last)
-        tl.store(clean_passes_Z + lane, tl.where(is_settled, 0, num_clean))
+        tl.store(blocks.num_clean_passes_Z + lane, tl.where(is_settled, 0, num_clean))
         is_clean = is_clean & is_settled
         chosen = chosen | edited
-    if REUSES:
-        place = tl.min(tl.where(m_w & (decided == 0) & (is_fixed == 0), w, SIZE - 1), 0)
-        part = tl.where(samples & (opens == 0), (place // PART).to(tl.int64), tl.load(part_Z + lane))
-        tl.store(part_Z + lane, tl.where(is_clean, -1, part))
+    if SHAPE.reuses:
+        place = tl.min(tl.where(m_w & (decided == 0) & (is_fixed == 0), w, SHAPE.size - 1), 0)
+        part, whole = (place // SHAPE.part_size).to(tl.int64), tl.load(blocks.whole_part_Z + lane)
+        part = tl.where(samples & (opens == 0), part, whole)
+        tl.store(blocks.whole_part_Z + lane, tl.where(is_clean, -1, part))
     tokens = tl.where(chosen, proposed, tokens)
-    tl.store(tokens_ZW + at, tokens, mask=m_w)
-    tl.store(decided_ZW + at, (decided | chosen) & (is_clean == 0), mask=m_w)
-    num_waits = tl.where(tl.load(waits_B + b) != 0, tl.load(waits_Z + lane) + 1, 0)
-    tl.store(waits_Z + lane, num_waits)
+    tl.store(blocks.tokens_ZW + at, tokens, mask=m_w)
+    tl.store(blocks.is_decided_ZW + at, (decided | chosen) & (is_clean == 0), mask=m_w)
+    num_waits = tl.where(tl.load(given.waits_B + b) != 0, tl.load(blocks.num_waits_Z + lane) + 1, 0)
+    tl.store(blocks.num_waits_Z + lane, num_waits)
     passes += tl.where(samples & (opens == 0), 1, 0)
-    tl.store(passes_Z + lane, tl.where(is_clean, 0, passes))
+    tl.store(blocks.num_passes_Z + lane, tl.where(is_clean, 0, passes))
 
-    last = tl.sum(tl.where(w == SIZE - 1, tokens, 0), 0)
+    last = tl.sum(tl.where(w == SHAPE.size - 1, tokens, 0), 0)
     tl.store(
-        out_BW + b * SIZE + tl.where(is_fixed, SIZE - 1 - w, w - num_fixed),
+        out_BW + b * SHAPE.size + tl.where(is_fixed, SHAPE.size - 1 - w, w - num_fixed),
         tl.where(is_fixed, last, tokens),
         mask=m_w,
     )
     tl.store(
-        tokens_ZL + lane * L + start + w, tokens, mask=m_w & (is_fixed == 0) & is_clean & (start + w < L - 1)
+        lanes.tokens_ZL + lane * L + start + w,
+        tokens,
+        mask=m_w & (is_fixed == 0) & is_clean & (start + w < L - 1),
     )
-    num_emitted = tl.where(is_clean, SIZE - num_fixed, 0)
+    num_emitted = tl.where(is_clean, SHAPE.size - num_fixed, 0)
     tl.store(emitted_B + b, num_emitted)
     if is_clean:
-        tl.store(known_Z + lane, known + num_emitted)
-        tl.store(table_steps_Z + lane, tl.load(table_steps_Z + lane) + 1)
+        tl.store(lanes.num_known_Z + lane, known + num_emitted)
+        tl.store(steps_Z + lane, tl.load(steps_Z + lane) + 1)
     if feed > 0:
-        tl.store(computed_Z + lane, tl.load(computed_Z + lane) + feed)
+        tl.store(lanes.num_computed_Z + lane, tl.load(lanes.num_computed_Z + lane) + feed)

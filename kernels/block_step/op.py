@@ -15,7 +15,6 @@ from idlm.kernels.block_step.plain import decide_plainly
 from idlm.kernels.block_step.plain_rows import due_rows, pack_plainly
 from idlm.kernels.block_step.resizing import Resizing
 from idlm.kernels.block_step.types import (
-    PASSES_BITS,
     RULES,
     BlockLanes,
     BlockShape,
@@ -116,17 +115,11 @@ def _launched(
         torch.empty(num_sequences, shape.size, dtype=torch.bool, device=device),
     )
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
-        *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
-        *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z, blocks.whole_part_Z),
-        *(blocks.num_waits_Z, steps_Z),
-        *columns_B,
-        *out,
-        *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1], shape.mask_token_id),
-        **_options(shape),
-        FUSES=shape.fuses and not shape.shifted,
+        *(lanes, blocks, steps_Z, columns_B, out),
+        *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1]),
+        SHAPE=shape,
         HAS_ROOM=has_room,
         EDITS=edits,
-        PASSES_BITS=PASSES_BITS,
         BLOCK_B=triton.next_power_of_2(num_sequences),
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= FEW_SEQUENCES else 4,
@@ -195,8 +188,8 @@ def decide_blocks(
         )
     from idlm.kernels.block_step.kernel import decide_kernel
 
-    lanes_B, num_feed_B, is_maskable_BW = given.lanes_B, given.num_feed_B, given.is_maskable_BW
-    has_logits_BW, num_sequences, entropy_BW = given.has_logits_BW, len(lanes_B), proposed.entropy_BW
+    lanes_B, is_maskable_BW = given.lanes_B, given.is_maskable_BW
+    num_sequences, entropy_BW = len(lanes_B), proposed.entropy_BW
     assert is_maskable_BW.is_contiguous() and proposed.token_ids_BW.is_contiguous(), (
         f"{is_maskable_BW.stride()=}"
     )
@@ -204,38 +197,10 @@ def decide_blocks(
     out_BW = torch.empty_like(proposed.token_ids_BW)
     emitted_B = torch.empty(num_sequences, dtype=torch.int64, device=lanes_B.device)
     decide_kernel[(num_sequences,)](
-        *(lanes.num_known_Z, lanes.num_computed_Z, lanes.tokens_ZL, table_steps_Z),
-        *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z),
-        *(blocks.num_clean_passes_Z, blocks.whole_part_Z, blocks.num_waits_Z),
-        *(limits.steps_Z, limits.threshold_Z, limits.entropy_bound_Z, limits.edit_threshold_Z),
-        *(lanes_B, num_feed_B, given.samples_B, given.waits_B, is_maskable_BW),
-        is_maskable_BW if has_logits_BW is None else has_logits_BW,
-        proposed.token_ids_BW,
-        proposed.confidence_BW,
-        proposed.confidence_BW if entropy_BW is None else entropy_BW,
-        num_feed_B if limits.quota_B is None else limits.quota_B,
-        out_BW,
-        emitted_B,
-        1 if entropy_BW is None else entropy_BW.stride(1),
-        lanes.tokens_ZL.shape[1],
-        limits.max_clean_passes or 0,
+        *(lanes, table_steps_Z, blocks, limits, given, proposed, (out_BW, emitted_B)),
+        *(1 if entropy_BW is None else entropy_BW.stride(1), lanes.tokens_ZL.shape[1]),
         RULE=RULES.index(rule),
-        EDITS=limits.max_clean_passes is not None,
-        HAS_LOGITS=has_logits_BW is not None,
-        HAS_QUOTA=limits.quota_B is not None,
-        **_options(shape),
+        SHAPE=shape,
         num_warps=1 if shape.size <= 16 else 4 if shape.size <= 64 else 16,
     )
     return out_BW, emitted_B
-
-
-def _options(shape: BlockShape) -> dict[str, int | bool]:
-    import triton
-
-    return {
-        "SIZE": shape.size,
-        "PART": shape.part or shape.size,
-        "SHIFTED": shape.shifted,
-        "REUSES": shape.reuses,
-        "BLOCK_W": triton.next_power_of_2(shape.size),
-    }

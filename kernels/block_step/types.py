@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ RULES = ("sequential", "low_confidence_static", "low_confidence_dynamic", "entro
 """Strategies that the kernel knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLanes:
+class BlockLanes(NamedTuple):
     """The active block of each lane: the tokens decided so far (known ones are in the table), which places
     are decided, the number of denoising passes, and how many of these began without a mask (edits only).
     `whole_part_Z`: the part that was being decided when the whole block was last computed; -1: the cache has
@@ -71,6 +71,16 @@ class BlockShape:
     reuses: bool = False
 
     @property
+    def part_size(self) -> int:
+        """Number of places of a part; of the block if it has none."""
+        return self.part or self.size
+
+    @property
+    def padded_size(self) -> int:
+        """The next power of two, as the kernels need it."""
+        return 1 << (self.size - 1).bit_length()
+
+    @property
     def reused_part(self) -> int | None:
         """Number of places that a pass computes of a block whose others are stored; None: always all."""
         return self.part if self.reuses else None
@@ -116,8 +126,7 @@ class PackedBlocks:
     draw_steps_B: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposed:
+class Proposed(NamedTuple):
     """For every place a token, its probability (fp64) and, if the rule needs it, the entropy (fp64, nats)."""
 
     token_ids_BW: Tensor
@@ -125,8 +134,7 @@ class Proposed:
     entropy_BW: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(NamedTuple):
     """Parameters of the rules, per lane: fp64, `steps_Z` int64. `max_clean_passes`: limit of passes for edits
     alone; None: no edits. `quota_B` (int64): the minimum number of decided places, in place of the number
     that follows from `steps_Z`."""
@@ -158,8 +166,7 @@ Choose = Callable[[Masks], Tensor]
 """A strategy: the masks to decide, bool [B, W], a subset of those that may be decided."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassBlocks:
+class PassBlocks(NamedTuple):
     """The sequences of a pass, as it was planned: `num_feed_B` tokens are stored; `samples_B` (bool): it
     decides something; `waits_B` (bool): sequences beyond the capacity of the pass. Bool [B, W]: masks that
     may be decided if they have logits, and places that have logits (None: all)."""

@@ -32,15 +32,23 @@ ROW_COLUMNS = (
 
 
 def compact_rows(
-    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: RowCapacity | None = None
+    rows: PackedRows,
+    drop: Drop,
+    *,
+    num_left: int,
+    num_origins: int,
+    room: RowCapacity | None = None,
+    drops_stored: bool = False,
 ) -> Compacted:
     """Pack the rows that go on into `num_left` rows, in order; the others are padding, which is row 0 with
     mapping -1, origin `num_origins` and no mask.
 
     With `room`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
-    all rows that are left; what does not fit is cut off."""
+    all rows that are left; what does not fit is cut off. `drops_stored`: `drop.keep_R` is read at the last W
+    rows before a block, too."""
     if not runs_kernels(rows.slots_R):
-        return plain.compact_rows(rows, drop, num_left=num_left, num_origins=num_origins, room=room)
+        sizes = {"num_left": num_left, "num_origins": num_origins}
+        return plain.compact_rows(rows, drop, **sizes, room=room, drops_stored=drops_stored)
     import triton
 
     from idlm.kernels.row_compaction.kernel import count_kernel, place_kernel
@@ -54,29 +62,19 @@ def compact_rows(
     waits_B, rows_BW = torch.empty_like(drop.waits_B), torch.empty_like(drop.rows_BW)
     ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
-    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drop.drops_stored}
+    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drops_stored}
     count_kernel[(1,)](
-        *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B),
-        drop.waits_B if drop.scheduled_B is None else drop.scheduled_B,
-        drop.waits_B if room is None else room.num_waits_B,
-        *(cu_rows_B1, num_before_B, asked_B, waits_B),
+        *(rows, drop, None if room is None else room.num_waits_B),
+        (cu_rows_B1, num_before_B, asked_B, waits_B),
         *(num_sequences, num_left, 0 if room is None else room.capacity),
-        HAS_SCHEDULED=drop.scheduled_B is not None,
-        HAS_ROOM=room is not None,
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
         **options,
         num_warps=8,
     )
     place_kernel[(num_sequences + triton.cdiv(num_left, PADDING_BLOCK),)](
-        *sources,
-        *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B),
-        rows.limits_R if drop.limits_R is None else drop.limits_R,
-        drop.keep_R if rows.is_mask_R is None else rows.is_mask_R,
-        *(cu_rows_B1, num_before_B, waits_B, rows_BW, ints_JI, is_mask_I),
-        *(num_sequences, num_left, num_origins),
-        HAS_ROOM=room is not None,
-        HAS_LIMITS=drop.limits_R is not None,
-        HAS_MASKS=rows.is_mask_R is not None,
+        *(rows, drop),
+        (cu_rows_B1, num_before_B, None if room is None else waits_B, rows_BW),
+        *(ints_JI, is_mask_I, num_sequences, num_left, num_origins),
         BLOCK=PADDING_BLOCK,
         **options,
         num_warps=4,
@@ -160,9 +158,7 @@ def find_places(
     rows_BW = torch.empty(len(starts_B), size, dtype=torch.int64, device=slots_R.device)
     is_mask_BW = torch.empty(len(starts_B), size, dtype=torch.bool, device=slots_R.device)
     find_kernel[(len(starts_B),)](
-        *(cu_rows_B1, slots_R, slots_R if is_mask_R is None else is_mask_R, starts_B),
-        *(rows_BW, is_mask_BW),
-        HAS_MASKS=is_mask_R is not None,
+        *(cu_rows_B1, slots_R, is_mask_R, starts_B, rows_BW, is_mask_BW),
         SIZE=size,
         BLOCK_W=triton.next_power_of_2(size),
         num_warps=1,
@@ -226,11 +222,8 @@ def gather_rows(
     targets += [targets[0]] * (MAX_GATHERED - len(targets))
     widths = [word.shape[1] for word in words]
     gather_kernel[(num_left, len(tensors), triton.cdiv(max(widths[: len(tensors)]), GATHERED_BLOCK))](
-        numbers_I,
-        *words,
-        *targets,
-        *(word.stride(0) for word in words),
-        *widths,
+        *(numbers_I, tuple(words), tuple(targets), tuple(word.stride(0) for word in words), tuple(widths)),
+        NUM=MAX_GATHERED,
         BLOCK=GATHERED_BLOCK,
         num_warps=4,
     )

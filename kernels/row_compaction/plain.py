@@ -11,7 +11,13 @@ from idlm.kernels.row_compaction.types import Compacted, Drop, KeptWanted, Packe
 
 
 def compact_rows(
-    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: RowCapacity | None
+    rows: PackedRows,
+    drop: Drop,
+    *,
+    num_left: int,
+    num_origins: int,
+    room: RowCapacity | None,
+    drops_stored: bool,
 ) -> Compacted:
     """See `op.compact_rows`."""
     num_rows, device = len(rows.slots_R), rows.slots_R.device
@@ -23,7 +29,7 @@ def compact_rows(
     if drop.limits_R is not None:
         limits_R = torch.where(is_open_R, torch.minimum(drop.limits_R, limits_R), limits_R)
     keep_R, waits_B = (drop.keep_R | ~is_open_R) & is_row_R, drop.waits_B
-    if drop.drops_stored:
+    if drops_stored:
         first_B = rows.cu_rows_B1[1:] - (drop.rows_BW >= 0).sum(dim=1) - drop.rows_BW.shape[1]
         keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
     asked_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())

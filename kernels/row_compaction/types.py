@@ -4,13 +4,13 @@ B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class PackedRows(NamedTuple):
     """Rows packed over sequences: b owns rows cu_rows_B1[b] : cu_rows_B1[b + 1], padding follows. int64 but
     for the bool `is_mask_R` (None: there are no masks).
 
@@ -30,14 +30,12 @@ class PackedRows:
     is_mask_R: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Drop(NamedTuple):
     """What goes on. `rows_BW` int64: the row at each place of a block, -1: none. `keep_R` bool, read at these
     rows: whether they go on; rows before a block always do, and all of the block of `needs_all_B` (bool).
-    `drops_stored`: it is read at the last W rows before a block, too. `limits_R` int64: block rows of other
-    sequences see no slot from there on; None: nothing changes. `scheduled_B` int64: the first rows of a
-    sequence, of those that go on, that the host scheduled; None: all before its block. `waits_B` (bool):
-    sequences that found no room earlier in this pass."""
+    `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
+    `scheduled_B` int64: the first rows of a sequence, of those that go on, that the host scheduled; None: all
+    before its block. `waits_B` (bool): sequences that found no room earlier in this pass."""
 
     rows_BW: Tensor
     keep_R: Tensor
@@ -45,11 +43,9 @@ class Drop:
     waits_B: Tensor
     limits_R: Tensor | None = None
     scheduled_B: Tensor | None = None
-    drops_stored: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowCapacity:
+class RowCapacity(NamedTuple):
     """A pass of `capacity` rows, no fewer than are scheduled. What scheduled ones leave, those sequences take
     first that have the largest `num_waits_B` (int64), of these those that need the fewest rows."""
 
@@ -89,6 +85,6 @@ class Compacted:
 
     def cut(self, num_rows: int) -> Compacted:
         """The first rows, of which the others are padding."""
-        columns = {field.name: getattr(self.rows, field.name) for field in fields(self.rows)}
-        cut = {name: x[:num_rows] for name, x in columns.items() if name != "cu_rows_B1" and x is not None}
-        return replace(self, rows=replace(self.rows, **cut), numbers_I=self.numbers_I[:num_rows])
+        columns = self.rows._asdict().items()
+        cut = {name: x[:num_rows] for name, x in columns if name != "cu_rows_B1" and x is not None}
+        return replace(self, rows=self.rows._replace(**cut), numbers_I=self.numbers_I[:num_rows])

@@ -34,15 +34,8 @@ def allowed_logits(logits_XV: Tensor, rows_Y: Tensor, bits_MW: Tensor, masks_Y: 
     num_tiles = triton.cdiv(num_tokens, tile)
     if len(rows_Y):
         kernel_bits.allowed_kernel[(len(rows_Y) * num_tiles,)](
-            logits_XV,
-            rows_Y,
-            bits_MW,
-            masks_Y,
-            out_YV,
-            logits_XV.stride(0),
-            num_tokens,
-            bits_MW.shape[1],
-            num_tiles,
+            *(logits_XV, rows_Y, bits_MW, masks_Y, out_YV),
+            *(logits_XV.stride(0), num_tokens, bits_MW.shape[1], num_tiles),
             TILE=tile,
             num_warps=4,
         )
@@ -74,29 +67,16 @@ def restrict(
     if not only_MD.numel():
         return
     kernel_bits.restrict_kernel[(only_MD.numel() * shape.num_half_tiles,)](
-        *store.tensors(),
-        lanes_M,
-        bits_MAW,
-        only_MD,
-        num_tokens,
-        bits_MAW.shape[2],
-        shape.num_chunks,
-        shape.num_half_tiles,
-        num_masks,
-        only_MD.shape[1],
-        bits_MAW.shape[1],
+        *(store, lanes_M, bits_MAW, only_MD),
+        *(num_tokens, bits_MAW.shape[2], shape.num_chunks, shape.num_half_tiles),
+        *(num_masks, only_MD.shape[1], bits_MAW.shape[1]),
         TILE=shape.half_tile,
         CHUNK=shape.chunk,
         num_warps=tuning.num_warps,
     )
     kernel_bits.restricted_mass_kernel[(only_MD.numel(),)](
-        store.numbers_ZJF,
-        store.masses_ZJC,
-        lanes_M,
-        only_MD,
-        shape.num_chunks,
-        num_masks,
-        only_MD.shape[1],
+        *(store.numbers_ZJF, store.masses_ZJC, lanes_M, only_MD),
+        *(shape.num_chunks, num_masks, only_MD.shape[1]),
         CHUNKS=shape.chunks,
         num_warps=1,
     )

@@ -45,13 +45,7 @@ def uniforms(
     tile = min(MAX_DRAWS, triton.next_power_of_2(num_draws))
     if out_BD.numel():
         kernel.uniforms_kernel[(num_sequences, triton.cdiv(num_draws, tile))](
-            seeds,
-            samples,
-            steps,
-            seeds if lanes_B is None else lanes_B,
-            out_BD,
-            num_draws,
-            HAS_LANES=lanes_B is not None,
+            *(seeds, samples, steps, lanes_B, out_BD, num_draws),
             STEP_BY_LANE=steps_by_lane,
             TILE=tile,
             num_warps=1,
@@ -118,14 +112,8 @@ def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](
-            *probs.tensors(),
-            rows_B,
-            uniforms_B,
-            out_B,
-            probs.logits_XV.stride(0),
-            uniforms_B.stride(0),
-            probs.logits_XV.shape[1],
-            shape.num_chunks,
+            *(probs.tensors(), rows_B, uniforms_B, out_B),
+            *(probs.logits_XV.stride(0), uniforms_B.stride(0), probs.logits_XV.shape[1], shape.num_chunks),
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
             num_warps=4,
@@ -158,19 +146,9 @@ def judged_draws(
     confidence_X = torch.empty(num_rows, dtype=torch.float64, device=device)
     if num_rows:
         kernel.judged_kernel[(num_rows,)](
-            *probs.tensors(),
-            uniforms_X,
-            temperature,
-            ids_X if lanes_B is None else lanes_B,
-            ids_X if takes_best_X is None else takes_best_X,
-            ids_X,
-            confidence_X,
-            probs.logits_XV.stride(0),
-            num_tokens,
-            shape.num_chunks,
+            *(probs.tensors(), uniforms_X, temperature, lanes_B, takes_best_X, (ids_X, confidence_X)),
+            *(probs.logits_XV.stride(0), num_tokens, shape.num_chunks),
             1 if lanes_B is None else num_rows // len(lanes_B),
-            HAS_LANES=lanes_B is not None,
-            HAS_BEST=takes_best_X is not None,
             ALWAYS_OWN=always_own,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,

@@ -85,9 +85,9 @@ def pick(b_mass, target, NUM: tl.constexpr):
 
 
 @triton.jit
-def setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES: tl.constexpr):
+def setting_of(p_lanes, i_row, rows_per_lane):
     """Index of a row's sampling settings."""
-    if HAS_LANES:
+    if p_lanes is not None:
         return tl.load(p_lanes + i_row // rows_per_lane).to(tl.int64)
     return i_row
 
@@ -107,8 +107,7 @@ def stats_kernel(
     p_lanes,
     p_max,
     p_masses,
-    p_own,
-    p_moments,
+    own,
     row_stride,
     num_tokens,
     num_chunks,
@@ -116,19 +115,17 @@ def stats_kernel(
     rows_per_lane,
     forbidden,
     LOWEST: tl.constexpr,
-    HAS_LANES: tl.constexpr,
     FORBIDS: tl.constexpr,
-    OWN: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Largest logit of each of TILE chunks of one row, and the chunk's weight relative to it.
 
-    FORBIDS: the logit of token `forbidden` becomes LOWEST, in memory too. OWN: also the weight, and the sum
+    FORBIDS: the logit of token `forbidden` becomes LOWEST, in memory too. `own`: also the weight, and the sum
     of weight times logit, relative to the largest, at temperature 1."""
     i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
-    scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)))
+    scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane)))
     o_chunk = i_tile * TILE + tl.arange(0, TILE)
     o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     p_token = p_logits + i_row * row_stride + o_token
@@ -144,13 +141,13 @@ def stats_kernel(
     b_weight = weight(b_values, b_max[:, None], scale)
     b_mass = tl.sum(b_weight, 1)
     o_chunk = o_chunk.to(tl.int64)
-    if OWN:
+    if own is not None:
         if scale != own_scale():
             b_weight = weight(b_values, b_max[:, None], own_scale())
         b_moment = tl.where(b_weight > 0, b_weight * (b_logits - b_max[:, None]), 0.0)
         p_chunk = i_row * num_chunks + o_chunk
-        tl.store(p_own + p_chunk, tl.sum(b_weight, 1), mask=o_chunk < num_chunks)
-        tl.store(p_moments + p_chunk, tl.sum(b_moment, 1), mask=o_chunk < num_chunks)
+        tl.store(own[0] + p_chunk, tl.sum(b_weight, 1), mask=o_chunk < num_chunks)
+        tl.store(own[1] + p_chunk, tl.sum(b_moment, 1), mask=o_chunk < num_chunks)
     tl.store(p_max + i_row * num_chunks + o_chunk, b_max, mask=o_chunk < num_chunks)
     tl.store(p_masses + i_row * num_chunks + o_chunk, b_mass, mask=o_chunk < num_chunks)
 
@@ -199,9 +196,7 @@ def draw_token(
 
 @triton.jit
 def draw_kernel(
-    p_logits,
-    p_numbers,
-    p_masses,
+    probs,
     p_rows,
     p_uniforms,
     p_out,
@@ -213,6 +208,7 @@ def draw_kernel(
     CHUNKS: tl.constexpr,
 ):
     """Draw one token of one row; 0 for row -1."""
+    p_logits, p_numbers, p_masses = probs
     i_draw = tl.program_id(0).to(tl.int64)
     row = tl.load(p_rows + i_draw).to(tl.int64)
     token = tl.zeros((), tl.int32)
@@ -226,30 +222,27 @@ def draw_kernel(
 
 @triton.jit
 def judged_kernel(
-    p_logits,
-    p_numbers,
-    p_masses,
+    probs,
     p_uniforms,
     p_temperature,
     p_lanes,
     p_takes_best,
-    p_out,
-    p_confidence,
+    out,
     row_stride,
     num_tokens,
     num_chunks,
     rows_per_lane,
-    HAS_LANES: tl.constexpr,
-    HAS_BEST: tl.constexpr,
     ALWAYS_OWN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """One token of one row, drawn or the best, and its probability (the row's or the model's own)."""
+    p_logits, p_numbers, p_masses = probs
+    p_out, p_confidence = out
     i_row = tl.program_id(0).to(tl.int64)
     p_row, p_row_numbers = p_logits + i_row * row_stride, p_numbers + i_row * NUM_NUMBERS
     takes_best = 0
-    if HAS_BEST:
+    if p_takes_best is not None:
         takes_best = tl.load(p_takes_best + i_row).to(tl.int32)
     token = tl.load(p_row_numbers + BEST).to(tl.int32)
     if takes_best == 0:
@@ -259,7 +252,7 @@ def judged_kernel(
     value = tl.load(p_row + token)
     mass = tl.load(p_row_numbers + MASS)
     share = kept_weight(value, token, p_row_numbers)
-    is_own = tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)) == 0
+    is_own = tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane)) == 0
     if is_own | ALWAYS_OWN:
         mass = tl.load(p_row_numbers + OWN_MASS)
         share = weight(value, tl.load(p_row_numbers + MAX).to(tl.float32), own_scale())
@@ -270,20 +263,12 @@ def judged_kernel(
 
 @triton.jit
 def uniforms_kernel(
-    p_seeds,
-    p_samples,
-    p_steps,
-    p_lanes,
-    p_out,
-    num_draws,
-    HAS_LANES: tl.constexpr,
-    STEP_BY_LANE: tl.constexpr,
-    TILE: tl.constexpr,
+    p_seeds, p_samples, p_steps, p_lanes, p_out, num_draws, STEP_BY_LANE: tl.constexpr, TILE: tl.constexpr
 ):
     """Philox4x32-10 numbers in (0, 1), fp64: a tile of those of one sequence's sampling step."""
     i_sequence = tl.program_id(0).to(tl.int64)
     lane = i_sequence
-    if HAS_LANES:
+    if p_lanes is not None:
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
     step = tl.load(p_steps + (lane if STEP_BY_LANE else i_sequence))
     o_draw = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -50,9 +50,7 @@ def allowed_kernel(
     do_not_specialize_on_alignment=["p_lanes", "p_only"],
 )
 def restrict_kernel(
-    p_store,
-    p_store_numbers,
-    p_store_masses,
+    store,
     p_lanes,
     p_bits,
     p_only,
@@ -67,6 +65,7 @@ def restrict_kernel(
     CHUNK: tl.constexpr,
 ):
     """Forbid tokens in TILE chunks of one stored draft; or leave one token alone, of weight 1."""
+    p_store, p_store_numbers, p_store_masses = store
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_sequence, place = i_draft // num_drafts, i_draft % num_drafts
     slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + place

@@ -209,26 +209,17 @@ def kept_chunks(
 @triton.jit(do_not_specialize=["rows_per_lane"])
 def probs_kernel(
     p_logits,
-    p_temperature,
-    p_top_k,
-    p_top_p,
-    p_min_p,
+    settings,
     p_lanes,
     p_max,
     p_masses,
-    p_own,
-    p_moments,
+    own,
     p_numbers,
-    p_chunks,
-    p_ties,
-    p_list,
+    scratch,
     row_stride,
     num_tokens,
     num_chunks,
     rows_per_lane,
-    HAS_LANES: tl.constexpr,
-    OWN: tl.constexpr,
-    FILTERS: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
     LIST: tl.constexpr,
     LISTED: tl.constexpr,
@@ -240,7 +231,8 @@ def probs_kernel(
 ):
     """The numbers of a row and the kept masses of its chunks, which replace those of the statistics."""
     i_row = tl.program_id(0).to(tl.int64)
-    setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
+    p_temperature, p_top_k, p_top_p, p_min_p = settings
+    setting = setting_of(p_lanes, i_row, rows_per_lane)
     temperature = tl.load(p_temperature + setting)
     scale = scale_of(temperature)
     p_row = p_logits + i_row * row_stride
@@ -265,7 +257,8 @@ def probs_kernel(
         threshold = largest
         tie = best
         b_mass = tl.where(o_chunk == i_best, 1.0, 0.0)
-    if FILTERS:  # noqa: SIM102
+    if scratch is not None:
+        p_chunks, p_ties, p_list = scratch
         if is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
             top_k = tl.load(p_top_k + setting)
             top_p = tl.load(p_top_p + setting)
@@ -308,16 +301,16 @@ def probs_kernel(
             )  # fmt: skip
     tl.store(p_masses + o_chunk, b_mass, mask=m_chunk)
     p_row_numbers = p_numbers + i_row * NUM_NUMBERS
-    if OWN:
-        b_own = tl.load(p_own + i_row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
-        b_moment = tl.load(p_moments + i_row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
+    if own is not None:
+        b_own = tl.load(own[0] + i_row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
+        b_moment = tl.load(own[1] + i_row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
         b_share = weight(b_max, largest, own_scale())
         b_below = tl.where(b_share > 0, b_max - largest, 0.0)
-        own = tl.sum((b_own * b_share).to(tl.float64), 0)
+        mass = tl.sum((b_own * b_share).to(tl.float64), 0)
         moment = tl.sum(((b_moment + b_own * b_below) * b_share).to(tl.float64), 0)
-        tl.store(p_row_numbers + OWN_MASS, own)
+        tl.store(p_row_numbers + OWN_MASS, mass)
         # In nats: log of the mass, less the mean logit, both relative to the largest.
-        tl.store(p_row_numbers + ENTROPY, tl.log(own) - moment / own)
+        tl.store(p_row_numbers + ENTROPY, tl.log(mass) - moment / mass)
     tl.store(p_row_numbers + MAX, largest.to(tl.float64))
     tl.store(p_row_numbers + SCALE, scale)
     tl.store(p_row_numbers + THRESHOLD, threshold.to(tl.float64))

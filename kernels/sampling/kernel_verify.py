@@ -31,24 +31,12 @@ NO_ROW: tl.constexpr = tl.constexpr(-1)
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def verify_kernel(
-    p_logits,
-    p_numbers,
-    p_store,
-    p_store_numbers,
-    p_store_masses,
-    p_lanes,
-    p_first,
-    p_active,
-    p_drafts,
-    p_tau,
-    p_layout,
-    p_num_drafts,
-    p_draft_rows,
-    p_next_layouts,
+    probs,
+    store,
+    columns,
+    tables,
     p_uniforms,
-    p_verdict,
-    p_tokens,
-    p_rows,
+    verdict,
     row_stride,
     uniform_stride,
     num_tokens,
@@ -59,6 +47,9 @@ def verify_kernel(
     CHUNK: tl.constexpr,
 ):
     """Accepted drafts of one sequence, and the rows that its next token and next drafts are drawn from."""
+    p_logits, p_numbers = probs[0], probs[1]
+    p_lanes, p_first, p_active, p_drafts, p_tau, p_layout = columns
+    p_verdict, p_tokens, p_rows = verdict
     i_sequence = tl.program_id(0).to(tl.int64)
     is_active = tl.load(p_active + i_sequence).to(tl.int32) != 0
     p_out = p_verdict + i_sequence
@@ -70,17 +61,17 @@ def verify_kernel(
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
         first = tl.load(p_first + i_sequence).to(tl.int64)
         layout = tl.load(p_layout + lane).to(tl.int64)
-        num_drafts = tl.load(p_num_drafts + layout).to(tl.int32)
+        num_drafts = tl.load(tables.num_drafts_Y + layout).to(tl.int32)
         m_draft = m_mask & (o_mask < num_drafts)
         b_id = tl.load(p_drafts + lane * num_masks + o_mask, mask=m_draft, other=0).to(tl.int64)
         b_row = first + o_mask
         b_slot = lane * num_masks + o_mask
         b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_draft, other=0.0)
         b_p = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_draft)
-        p_mass = p_store_masses + b_slot * num_chunks + b_id // CHUNK
+        p_mass = store.masses_ZJC + b_slot * num_chunks + b_id // CHUNK
         m_stored = m_draft & (tl.load(p_mass, mask=m_draft, other=0.0) > 0)
-        b_values = tl.load(p_store + b_slot * num_tokens + b_id, mask=m_draft, other=0.0)
-        b_q = probability_of(b_values, b_id, p_store_numbers + b_slot * NUM_NUMBERS, m_stored)
+        b_values = tl.load(store.logits_ZJV + b_slot * num_tokens + b_id, mask=m_draft, other=0.0)
+        b_q = probability_of(b_values, b_id, store.numbers_ZJF + b_slot * NUM_NUMBERS, m_stored)
         p_uniform = p_uniforms + i_sequence * uniform_stride + o_mask
         b_uniform = tl.load(p_uniform, mask=m_draft, other=1.0)
         b_passes = m_draft & (b_uniform * b_q < (1.0 + tl.load(p_tau + lane)) * b_p)
@@ -92,8 +83,8 @@ def verify_kernel(
         tl.store(p_out + num_sequences * EMIT_ROW, first + accepted)
         tl.store(p_out + num_sequences * REJECTED, rejected.to(tl.int64))
         case = layout * (num_masks + 1) + accepted
-        tl.store(p_out + num_sequences * NEXT_LAYOUT, tl.load(p_next_layouts + case))
-        b_next = tl.load(p_draft_rows + case * num_masks + o_mask, mask=m_mask, other=NO_ROW)
+        tl.store(p_out + num_sequences * NEXT_LAYOUT, tl.load(tables.next_layouts_YA + case))
+        b_next = tl.load(tables.draft_rows_YAJ + case * num_masks + o_mask, mask=m_mask, other=NO_ROW)
         tl.store(p_sequence_rows + o_mask, tl.where(b_next >= 0, first + b_next, NO_ROW), mask=m_mask)
         tl.store(p_sequence_tokens + o_mask, tl.where(o_mask < accepted, b_id, 0), mask=m_mask)
     else:
@@ -106,8 +97,10 @@ def verify_kernel(
 
 
 @triton.jit
-def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, m_token, m_stored):
-    """max(0, p - q) of some tokens, fp32; q is 0 outside `m_stored`."""
+def excess(row, draft, o_token, m_token, m_stored):
+    """max(0, p - q) of some tokens, fp32; q is 0 outside `m_stored`. `row`, `draft`: logits and numbers."""
+    p_row, p_numbers = row
+    p_draft, p_draft_numbers = draft
     b_values = tl.load(p_row + o_token, mask=m_token, other=float("-inf"))
     b_p = kept_weight(b_values, o_token, p_numbers) * inverse_mass(p_numbers).to(tl.float32)
     b_values = tl.load(p_draft + o_token, mask=m_token & m_stored, other=float("-inf"))
@@ -118,12 +111,8 @@ def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, m_token, m_store
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def residual_kernel(
-    p_logits,
-    p_numbers,
-    p_masses,
-    p_store,
-    p_store_numbers,
-    p_store_masses,
+    probs,
+    store,
     p_lanes,
     p_verdict,
     p_excess,
@@ -137,6 +126,7 @@ def residual_kernel(
     CHUNK: tl.constexpr,
 ):
     """Mass of max(0, p - q) in each of TILE chunks, for sequences with a rejected draft."""
+    p_logits, p_numbers, p_masses = probs
     i_sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     if tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0:
@@ -147,51 +137,38 @@ def residual_kernel(
         m_chunk = o_chunk < num_chunks
         # Without mass p exceeds q nowhere, so nothing is read.
         b_is_kept = tl.load(p_masses + row * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
-        b_is_stored = tl.load(p_store_masses + slot * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
+        b_is_stored = tl.load(store.masses_ZJC + slot * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
         o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        b_excess = excess(
-            p_logits + row * row_stride,
-            p_numbers + row * NUM_NUMBERS,
-            p_store + slot * num_tokens,
-            p_store_numbers + slot * NUM_NUMBERS,
-            o_token,
-            b_is_kept[:, None] & (o_token < num_tokens),
-            b_is_stored[:, None],
-        )
+        row_of_p = (p_logits + row * row_stride, p_numbers + row * NUM_NUMBERS)
+        draft = (store.logits_ZJV + slot * num_tokens, store.numbers_ZJF + slot * NUM_NUMBERS)
+        m_token = b_is_kept[:, None] & (o_token < num_tokens)
+        b_excess = excess(row_of_p, draft, o_token, m_token, b_is_stored[:, None])
         tl.store(p_excess + i_sequence * num_chunks + o_chunk, tl.sum(b_excess, 1), mask=m_chunk)
 
 
 @triton.jit
 def draw_excess(
-    p_row, p_numbers, p_draft, p_draft_numbers, p_draft_masses, b_mass, uniform, num_tokens,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
+    row, draft, p_draft_masses, b_mass, uniform, num_tokens, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
     """Draw a token of max(0, p - q), whose chunks have the masses `b_mass` (fp64)."""
     target = uniform * tl.sum(b_mass, 0)
     i_chunk = pick(b_mass, target, CHUNKS)
     target -= tl.sum(tl.where(tl.arange(0, CHUNKS) < i_chunk, b_mass, 0.0), 0)
     o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
     m_stored = tl.zeros([CHUNK], tl.float32) + tl.load(p_draft_masses + i_chunk) > 0
-    b_excess = excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, o_token < num_tokens, m_stored)
+    b_excess = excess(row, draft, o_token, o_token < num_tokens, m_stored)
     return i_chunk * CHUNK + pick(b_excess, target.to(tl.float32), CHUNK)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def emit_kernel(
-    p_logits,
-    p_numbers,
-    p_masses,
-    p_store,
-    p_store_numbers,
-    p_store_masses,
+    probs,
+    store,
+    verdict,
     p_lanes,
-    p_verdict,
     p_excess,
     p_uniforms,
-    p_tokens,
-    p_rows,
-    p_drafts,
-    p_layout,
+    state,
     row_stride,
     uniform_stride,
     num_tokens,
@@ -204,6 +181,9 @@ def emit_kernel(
 ):
     """One draw of a sequence: draw 0 is the token after its accepted drafts, from the residual after a
     rejection, else from p; the others are its next drafts. TAKES_BEST: drafts are the argmax."""
+    p_logits, p_numbers, p_masses = probs
+    p_verdict, p_tokens, p_rows = verdict
+    p_drafts, p_layout = state
     i_sequence = (tl.program_id(0) // (num_masks + 1)).to(tl.int64)
     i_draw = tl.program_id(0) % (num_masks + 1)
     emit_row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
@@ -226,13 +206,11 @@ def emit_kernel(
         token = tl.zeros((), tl.int32)
         if tl.sum(b_mass, 0) > 0:
             slot = lane * num_masks + accepted
-            p_draft = p_store + slot * num_tokens
-            p_draft_numbers = p_store_numbers + slot * NUM_NUMBERS
-            p_draft_masses = p_store_masses + slot * num_chunks
+            draft = (store.logits_ZJV + slot * num_tokens, store.numbers_ZJF + slot * NUM_NUMBERS)
+            p_draft_masses = store.masses_ZJC + slot * num_chunks
             token = draw_excess(
-                p_row, p_row_numbers, p_draft, p_draft_numbers, p_draft_masses, b_mass, uniform, num_tokens,
-                CHUNK, CHUNKS,
-            )  # fmt: skip
+                (p_row, p_row_numbers), draft, p_draft_masses, b_mass, uniform, num_tokens, CHUNK, CHUNKS
+            )
         elif row >= 0:
             if TAKES_BEST:
                 is_draft = i_draw > 0
@@ -255,12 +233,8 @@ def emit_kernel(
 
 @triton.jit
 def put_kernel(
-    p_logits,
-    p_numbers,
-    p_masses,
-    p_store,
-    p_store_numbers,
-    p_store_masses,
+    probs,
+    store,
     p_lanes,
     p_active,
     p_rows,
@@ -273,6 +247,7 @@ def put_kernel(
     CHUNK: tl.constexpr,
 ):
     """Copy TILE chunks of one draft row, those that have mass, and its numbers to the sequence's lane."""
+    p_logits, p_numbers, p_masses = probs
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     i_sequence = i_draft // num_masks
@@ -282,12 +257,16 @@ def put_kernel(
         o_chunk = i_tile * TILE + tl.arange(0, TILE)
         m_chunk = o_chunk < num_chunks
         b_mass = tl.load(p_masses + row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
-        tl.store(p_store_masses + slot * num_chunks + o_chunk, b_mass, mask=m_chunk)
+        tl.store(store.masses_ZJC + slot * num_chunks + o_chunk, b_mass, mask=m_chunk)
         o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         m_token = (b_mass > 0)[:, None] & (o_token < num_tokens)
         b_logits = tl.load(p_logits + row * row_stride + o_token, mask=m_token)
-        tl.store(p_store + slot * num_tokens + o_token, b_logits.to(p_store.dtype.element_ty), mask=m_token)
+        tl.store(
+            store.logits_ZJV + slot * num_tokens + o_token,
+            b_logits.to(store.logits_ZJV.dtype.element_ty),
+            mask=m_token,
+        )
         if i_tile == 0:
             o_number = tl.arange(0, NUM_NUMBERS)
             b_number = tl.load(p_numbers + row * NUM_NUMBERS + o_number)
-            tl.store(p_store_numbers + slot * NUM_NUMBERS + o_number, b_number)
+            tl.store(store.numbers_ZJF + slot * NUM_NUMBERS + o_number, b_number)

@@ -97,41 +97,24 @@ def _launched_row_probs(
         return probs
     sizes = (num_tokens, shape.num_chunks)
     rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
-    lanes = settings[1] if lanes_B is None else lanes_B
-    has_lanes = {"HAS_LANES": lanes_B is not None, "OWN": own}
     max_XC = torch.empty_like(probs.masses_XC)
-    own_XC, moments_XC = torch.empty(2, *max_XC.shape, device=device) if own else (max_XC, max_XC)
-    statistics = (max_XC, probs.masses_XC, own_XC, moments_XC)
+    own_XC = tuple(torch.empty(2, *max_XC.shape, device=device)) if own else None
+    statistics = (max_XC, probs.masses_XC, own_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
-        logits_XV,
-        settings[0],
-        lanes,
-        *statistics,
-        logits_XV.stride(0),
-        *sizes,
-        shape.num_tiles,
-        rows_per_lane,
+        *(logits_XV, settings[0], lanes_B, *statistics),
+        *(logits_XV.stride(0), *sizes, shape.num_tiles, rows_per_lane),
         -1 if forbidden_id is None else forbidden_id,
         LOWEST=torch.finfo(logits_XV.dtype).min,
         FORBIDS=forbidden_id is not None,
-        **has_lanes,
         TILE=shape.tile,
         CHUNK=shape.chunk,
         num_warps=tuning.num_warps,
     )
     kernel_probs.probs_kernel[(num_rows,)](
-        logits_XV,
-        *settings,
-        lanes,
-        *statistics,
-        probs.numbers_XF,
-        *(_scratch(probs) if filters else (max_XC, max_XC, max_XC)),
-        logits_XV.stride(0),
-        *sizes,
-        rows_per_lane,
-        **has_lanes,
+        *(logits_XV, settings, lanes_B, *statistics, probs.numbers_XF),
+        _scratch(probs) if filters else None,
+        *(logits_XV.stride(0), *sizes, rows_per_lane),
         **_search_options(probs, shape),
-        FILTERS=filters,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
         **({"num_warps": tuning.row_warps, "maxnreg": ROW_REGISTERS} if filters else {"num_warps": 4}),

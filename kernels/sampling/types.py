@@ -7,6 +7,7 @@ Shapes: X rows, V vocabulary, C chunks, Z lanes, J drafts, B sequences, A = J + 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -96,17 +97,12 @@ class PlainProbs:
 Probs = RowProbs | PlainProbs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftProbs:
+class DraftProbs(NamedTuple):
     """Numbers, masses and a copy of the chunks with mass, per lane and draft position."""
 
     logits_ZJV: Tensor
     numbers_ZJF: Tensor
     masses_ZJC: Tensor
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """In the order in which the kernels take them."""
-        return self.logits_ZJV, self.numbers_ZJF, self.masses_ZJC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +115,7 @@ class PlainDraftProbs:
 Drafts = DraftProbs | PlainDraftProbs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutTables:
+class LayoutTables(NamedTuple):
     """Number of drafts of each layout; and after `a` accepted drafts, the rows (relative to the sequence's
     first, or -1) that the next drafts are drawn from, and the next layout. int64."""
 

@@ -9,32 +9,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.step_rows.types import MASK
+
+MASK_SOURCE: tl.constexpr = tl.constexpr(MASK)
+
 
 @triton.jit(
     do_not_specialize=["B", "R", "W", "stride_rows"],
     do_not_specialize_on_alignment=["lanes_B", "feed_B", "wants_B", "samples_B", "advances_B"],
 )
 def pack_rows_kernel(
-    known_Z,
-    computed_Z,
-    ends_Z,
-    tokens_ZL,
-    draft_buffer_Z,
-    drafts_ZJ,
-    width_Y,
-    source_YW,
-    position_YW,
-    limit_YW,
-    branch_YW,
+    lanes,
+    table,
     lanes_B,
     feed_B,
     wants_B,
-    cu_rows_B1,
     samples_B,
     advances_B,
-    logit_rows_X,
-    rows_IR,
-    is_mask_R,
+    out,
     B,
     R,
     W,
@@ -42,22 +34,20 @@ def pack_rows_kernel(
     J,
     L,
     mask_token_id,
-    HAS_DRAFT_BUFFER: tl.constexpr,
-    HAS_DRAFTS: tl.constexpr,
-    MASK_SOURCE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of rows, or (in the programs after those) of wanted rows; the first program also stores the
     sums."""
+    cu_rows_B1, logit_rows_X, rows_IR, is_mask_R = out
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
     feed = tl.load(feed_B + b, mask=m_b, other=0)
-    advances = (tl.load(known_Z + lane) < tl.load(ends_Z + lane)) & m_b
+    advances = (tl.load(lanes.num_known_Z + lane) < tl.load(lanes.ends_Z + lane)) & m_b
     samples = (tl.load(wants_B + b, mask=m_b, other=0) != 0) & advances
-    draft_buffer = tl.load(draft_buffer_Z + lane) if HAS_DRAFT_BUFFER else lane * 0
-    width = tl.where(samples, tl.load(width_Y + draft_buffer), 1)
+    draft_buffer = tl.load(lanes.draft_buffer_Z + lane) if lanes.draft_buffer_Z is not None else lane * 0
+    width = tl.where(samples, tl.load(table.width_Y + draft_buffer), 1)
     count = tl.where(m_b, feed - 1 + width, 0)
     end = tl.cumsum(count, 0)
     total = tl.sum(count, 0)
@@ -83,46 +73,37 @@ def pack_rows_kernel(
     offset = row - tl.sum(tl.where(is_mine, (end - count)[None, :], 0), 1)
     lane = tl.load(lanes_B + sequence)
     feed = tl.load(feed_B + sequence)
-    computed = tl.load(computed_Z + lane)
+    computed = tl.load(lanes.num_computed_Z + lane)
     place = tl.minimum(tl.maximum(offset - (feed - 1), 0), W - 1)
-    if HAS_DRAFT_BUFFER:
-        place += tl.load(draft_buffer_Z + lane) * W
-    source = tl.load(source_YW + place)
+    if lanes.draft_buffer_Z is not None:
+        place += tl.load(lanes.draft_buffer_Z + lane) * W
+    source = tl.load(table.source_YW + place)
     base, slot = computed + feed - 1, computed + offset
     is_known = slot <= base
     # Padding gets ids of text: the mask id may be outside the embedding.
     is_mask = (slot > base) & (source == MASK_SOURCE) & (row < total)
-    token = tl.load(tokens_ZL + lane * L + tl.minimum(slot, L - 1))
-    if HAS_DRAFTS:
-        token = tl.where(is_known, token, tl.load(drafts_ZJ + lane * J + tl.maximum(source - 1, 0)))
+    token = tl.load(lanes.tokens_ZL + lane * L + tl.minimum(slot, L - 1))
+    if lanes.drafts_ZJ is not None:
+        token = tl.where(is_known, token, tl.load(lanes.drafts_ZJ + lane * J + tl.maximum(source - 1, 0)))
     token = tl.where(is_mask, mask_token_id, token)
     tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
     tl.store(rows_IR + stride_rows + row, token, mask=m_row)
-    position = tl.where(is_known, slot, base + tl.load(position_YW + place))
+    position = tl.where(is_known, slot, base + tl.load(table.position_YW + place))
     tl.store(rows_IR + 2 * stride_rows + row, position, mask=m_row)
     tl.store(rows_IR + 3 * stride_rows + row, slot, mask=m_row)
-    limit = tl.where(is_known, slot + 1, base + tl.load(limit_YW + place))
+    limit = tl.where(is_known, slot + 1, base + tl.load(table.limit_YW + place))
     tl.store(rows_IR + 4 * stride_rows + row, limit, mask=m_row)
-    branch = tl.where(is_known, slot + 1, base + tl.load(branch_YW + place))
+    branch = tl.where(is_known, slot + 1, base + tl.load(table.branch_YW + place))
     tl.store(rows_IR + 5 * stride_rows + row, branch, mask=m_row)
     tl.store(is_mask_R + row, is_mask, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["stride", "B", "R", "P"])
 def map_slots_kernel(
-    block_table_BP,
-    sequence_R,
-    slots_R,
-    cu_rows_B1,
-    out_R,
-    stride,
-    B,
-    R,
-    P,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows, cu_rows_B1, block_table_BP, out_R, stride, B, R, P, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Physical slots of a block of rows."""
+    sequence_R, slots_R = rows
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_row = row < R
     slot = tl.load(slots_R + row, mask=m_row, other=0)
@@ -134,31 +115,20 @@ def map_slots_kernel(
 
 @triton.jit
 def commit_kernel(
-    known_Z,
-    computed_Z,
-    tokens_ZL,
-    steps_Z,
-    lanes_B,
-    token_ids_BA,
-    emitted_B,
-    num_computed_B,
-    stride,
-    A,
-    L,
-    BLOCK_A: tl.constexpr,
+    lanes, steps_Z, lanes_B, token_ids_BA, emitted_B, num_computed_B, stride, A, L, BLOCK_A: tl.constexpr
 ):
     """Commit one sequence."""
     b = tl.program_id(0)
     lane, emitted = tl.load(lanes_B + b), tl.load(emitted_B + b)
-    known = tl.load(known_Z + lane)
+    known = tl.load(lanes.num_known_Z + lane)
     num_tokens = tl.minimum(emitted, A)
     for start in range(0, num_tokens, BLOCK_A):
         a = start + tl.arange(0, BLOCK_A)
         token = tl.load(token_ids_BA + b * stride + a, mask=a < num_tokens, other=0)
-        tl.store(tokens_ZL + lane * L + known + a, token, mask=(a < num_tokens) & (known + a < L - 1))
+        tl.store(lanes.tokens_ZL + lane * L + known + a, token, mask=(a < num_tokens) & (known + a < L - 1))
     if emitted > 0:
-        tl.store(known_Z + lane, known + emitted)
+        tl.store(lanes.num_known_Z + lane, known + emitted)
         tl.store(steps_Z + lane, tl.load(steps_Z + lane) + 1)
     num_computed = tl.load(num_computed_B + b)
     if num_computed > 0:
-        tl.store(computed_Z + lane, tl.load(computed_Z + lane) + num_computed)
+        tl.store(lanes.num_computed_Z + lane, tl.load(lanes.num_computed_Z + lane) + num_computed)

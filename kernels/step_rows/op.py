@@ -19,6 +19,8 @@ MANY_SEQUENCES, MANY_BLOCK = 256, 8
 ALIGNED_ROWS = 2
 """Columns of int64 that make every row of a matrix begin at 16 bytes, whatever the number of rows of a pass:
 Triton compiles kernels anew for pointers that do not."""
+COLUMNS = ("sequence_R", "token_ids_R", "positions_R", "slots_R", "limits_R", "branch_starts_R")
+"""Integers of a row in the order in which the kernel stores them."""
 MAX_COMMITTED = 256
 """Tokens that the one warp of a commit writes at a time; a canvas commits thousands."""
 
@@ -125,31 +127,18 @@ def _launched(
     block = FEW_BLOCK if is_few else MANY_BLOCK
     programs = triton.cdiv(num_rows, block) + triton.cdiv(num_sequences * width, block)
     pack_rows_kernel[(programs,)](
-        *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
-        lanes_B if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z,
-        lanes_B if drafts_ZJ is None else drafts_ZJ,
-        *(table.width_Y, table.source_YW, table.position_YW, table.limit_YW, table.branch_YW),
-        *columns_B,
-        *(cu_rows_B1, samples_B, advances_B, logit_rows_X, rows_IR, is_mask_R),
+        *(lanes if has_drafts else lanes._replace(drafts_ZJ=None), table),
+        *(*columns_B, samples_B, advances_B, (cu_rows_B1, logit_rows_X, rows_IR, is_mask_R)),
         *(num_sequences, num_rows, width, aligned_rows),
         0 if drafts_ZJ is None else drafts_ZJ.shape[1],
-        lanes.tokens_ZL.shape[1],
-        mask_token_id,
-        HAS_DRAFT_BUFFER=lanes.draft_buffer_Z is not None,
-        HAS_DRAFTS=has_drafts,
-        MASK_SOURCE=MASK,
+        *(lanes.tokens_ZL.shape[1], mask_token_id),
         BLOCK_B=FEW_SEQUENCES if is_few else max(MANY_SEQUENCES, triton.next_power_of_2(num_sequences)),
         BLOCK=block,
         num_warps=1 if is_few else 4,
     )
     return PackedRows(
         cu_rows_B1=cu_rows_B1,
-        sequence_R=rows_IR[0],
-        token_ids_R=rows_IR[1],
-        positions_R=rows_IR[2],
-        slots_R=rows_IR[3],
-        limits_R=rows_IR[4],
-        branch_starts_R=rows_IR[5],
+        **dict(zip(COLUMNS, rows_IR, strict=True)),
         is_mask_R=is_mask_R,
         logit_rows_X=logit_rows_X,
         samples_B=samples_B,
@@ -169,7 +158,7 @@ def map_slots(
         out_R = torch.empty_like(slots_R)
         if len(out_R):
             map_slots_kernel[(triton.cdiv(len(out_R), 128),)](
-                *(block_table_BP, sequence_R, slots_R, cu_rows_B1, out_R),
+                *((sequence_R, slots_R), cu_rows_B1, block_table_BP, out_R),
                 *(block_table_BP.stride(0), len(cu_rows_B1) - 1, len(out_R), block_table_BP.shape[1]),
                 SIZE=page_size,
                 BLOCK=128,
@@ -201,8 +190,7 @@ def commit(
         assert token_ids_BA.stride(1) == num_emitted_B.stride(0) == num_computed_B.stride(0) == 1
         if len(lanes_B):
             commit_kernel[(len(lanes_B),)](
-                *(lanes.num_known_Z, lanes.num_computed_Z, lanes.tokens_ZL, steps_Z, lanes_B),
-                *(token_ids_BA, num_emitted_B, num_computed_B),
+                *(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B),
                 *(token_ids_BA.stride(0), token_ids_BA.shape[1], lanes.tokens_ZL.shape[1]),
                 BLOCK_A=min(MAX_COMMITTED, triton.next_power_of_2(token_ids_BA.shape[1])),
                 num_warps=1,

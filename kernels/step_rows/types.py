@@ -6,6 +6,7 @@ rows of the widest layout, J drafts."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +14,7 @@ MASK = -1
 """Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
+class Lanes(NamedTuple):
     """State by lane, int64. The last column of `tokens_ZL` is never read. `draft_buffer_Z` None: all 0."""
 
     num_known_Z: Tensor
@@ -25,8 +25,7 @@ class Lanes:
     drafts_ZJ: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTable:
+class RowTable(NamedTuple):
     """Per draft buffer the number of rows after the known tokens, with the pending one, and per row its
     source, and its position, limit and branch start relative to the pending token. int64, contiguous."""
 

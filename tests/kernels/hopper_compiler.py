@@ -1,20 +1,31 @@
-"""Compiles a Triton kernel without a GPU, mostly for sm_90; returns PTX, registers, spills, shared memory."""
+"""Compiles Triton kernels without a GPU, mostly for sm_90; returns PTX, registers, spills, shared memory."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from idlm.kernels.backend import has_gluon, has_pdl, num_multiprocessors, only_compiled
+
+DEVICE = 62
+"""A number that no GPU has, so that what is noted for it is used by nothing else."""
+HOPPER = GPUTarget("cuda", 90, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +58,44 @@ def compile_for_hopper(
     make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make_source(kernel, signature, constexprs=values, attrs=divisible)
     compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
+    return _described(compiled, f"sm_{sm}a" if sm >= 90 else f"sm_{sm}")
+
+
+def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
+    """What `run`, which calls ops with tensors on the meta device, launches on a Hopper: the names of kernels
+    and their variants, compiled for the arguments of the launch."""
+    found, kernels, launch = dict[Any, str](), set[Any](), JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernels.add(self)
+        found[launch(self, *arguments, grid=grid, warmup=True, **options)] = self.fn.__name__
+
+    names = {"get_current_target": HOPPER, "get_current_device": DEVICE, "get_current_stream": 0}
+    stub = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in names.items()})
+    properties = SimpleNamespace(multi_processor_count=132)
+    caches = (has_pdl, has_gluon, num_multiprocessors)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        with (
+            patch.object(driver, "_active", stub),
+            patch.object(JITFunction, "run", compile_only),
+            patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+            only_compiled(),
+        ):
+            run()
+    finally:
+        for kernel in kernels:
+            kernel.device_caches.pop(DEVICE, None)
+        for cached in caches:
+            cached.cache_clear()
+    return [(name, _described(compiled, "sm_90a")) for compiled, name in found.items()]
+
+
+def _described(compiled: Any, target: str) -> Compiled:
     ptx = compiled.asm["ptx"]
-    registers, spilled, said = _resources(ptx, f"sm_{sm}a" if sm >= 90 else f"sm_{sm}")
+    registers, spilled, said = _resources(ptx, target)
     return Compiled(
         ptx=ptx,
         shared_bytes=compiled.metadata.shared,

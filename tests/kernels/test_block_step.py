@@ -7,6 +7,9 @@ import torch
 
 from idlm.infer.decoders.block_rows import deciding
 from idlm.infer.state.batch import StepPlan
+from idlm.kernels.block_step import BlockLanes, BlockShape, decide_blocks, pack_blocks
+from idlm.kernels.block_step.types import RULES, PassBlocks, Proposed, Rules
+from idlm.kernels.step_rows import Lanes
 from tests.kernels.cases.block_step import Case
 from tests.kernels.references.block_step import (
     Row,
@@ -109,23 +112,30 @@ def with_room(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int, b
 def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     """Blocks of 32 as in SDAR, then all options of Fast-dLLM v2 and LLaDA2.1 at once."""
     pytest.importorskip("triton")
-    from idlm.kernels.block_step.kernel import decide_kernel, pack_blocks_kernel
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    types = {name: "*i64" for kernel in (pack_blocks_kernel, decide_kernel) for name in kernel.arg_names}
-    bools = ("samples_B", "decided_ZW", "bools_IB", "is_mask_R", "is_maskable_BW", "has_logits_BW", "waits_B")
-    floats = ("threshold_Z", "bound_Z", "edit_threshold_Z", "confidence_BW", "entropy_BW")
-    numbers = ("B", "R", "X", "L", "mask_token_id", "entropy_stride", "max_clean_passes")
-    types |= dict.fromkeys(bools, "*i1") | dict.fromkeys(floats, "*fp64") | dict.fromkeys(numbers, "i32")
-    shape = {"SIZE": 32, "PART": 8 if has_all else 32, "BLOCK_W": 32, "SHIFTED": has_all, "REUSES": has_all}
-    pack = {
-        "FUSES": not has_all,
-        "HAS_ROOM": True,
-        "EDITS": has_all,
-        "PASSES_BITS": 16,
-        "BLOCK_B": 256,
-        "BLOCK": 32,
-    }
-    decide = {"RULE": 3 if has_all else 2, "EDITS": has_all, "HAS_LOGITS": has_all, "HAS_QUOTA": False}
-    for kernel, constants in ((pack_blocks_kernel, pack), (decide_kernel, decide)):
-        assert compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=4).spilled_bytes == 0
+    lanes, num_lanes, num_sequences = torch.empty(9, dtype=torch.int64, device="meta"), 9, 200
+    shape = BlockShape(
+        size=32, mask_token_id=5, shifted=has_all, fuses=True, part=8 if has_all else None, reuses=has_all
+    )
+    table = Lanes(lanes, lanes, lanes, lanes.new_empty(num_lanes, 4096))
+    blocks = BlockLanes.empty(num_lanes, 32, lanes.device)
+    numbers_B = lanes.new_empty(num_sequences)
+    bools_B, places_BW = numbers_B.bool(), lanes.new_empty(num_sequences, 32)
+    floats_BW, floats_Z = places_BW.double(), lanes.double()
+
+    def run() -> None:
+        rows = {"lanes_B": numbers_B, "num_feed_B": numbers_B, "samples_B": bools_B}
+        pack_blocks(table, blocks, shape, steps_Z=lanes, **rows, num_rows=9999, num_wanted=99, edits=has_all)
+        has_logits_BW = places_BW.bool() if has_all else None
+        given = PassBlocks(
+            **rows, waits_B=bools_B, is_maskable_BW=places_BW.bool(), has_logits_BW=has_logits_BW
+        )
+        proposed = Proposed(places_BW, floats_BW, floats_BW if has_all else None)
+        limits = Rules(*(floats_Z, floats_Z, floats_Z, lanes), max_clean_passes=3 if has_all else None)
+        names = {"rule": RULES[3 if has_all else 2], "choose": lambda masks: masks.is_maskable_BW}
+        decide_blocks(table, lanes, blocks, shape, given, proposed, limits=limits, **names)
+
+    made = compiled_launches(run)
+    assert [name for name, _ in made] == ["pack_blocks_kernel", "decide_kernel"]
+    assert all(each.spilled_bytes == 0 for _, each in made)

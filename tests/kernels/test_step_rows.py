@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from idlm.kernels.step_rows import Lanes, RowTable, commit, map_slots, pack_rows
 from tests.kernels.cases.step_rows import MASK_ID, Case
 from tests.kernels.references.step_rows import pack_rows_reference
 
@@ -44,3 +46,29 @@ def test_a_commit_appends_and_counts() -> None:
         assert int(after["known"][lane]) == start + emitted
         assert int(after["computed"][lane]) == int(before["num_computed_Z"][lane]) + case.num_computed[b]
         assert int(after["steps"][lane]) == int(steps[lane]) + (emitted > 0)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_the_kernels_compile_for_hopper_without_spills(has_drafts: bool) -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.hopper_compiler import compiled_launches
+
+    lanes_Z, numbers_B = (torch.empty(num, dtype=torch.int64, device="meta") for num in (9, 200))
+    table_YW = lanes_Z.new_empty(2, 7)
+    drafts = (lanes_Z, lanes_Z.new_empty(9, 3)) if has_drafts else ()
+    lanes = Lanes(lanes_Z, lanes_Z, lanes_Z, lanes_Z.new_empty(9, 4096), *drafts)
+    table = RowTable(table_YW[:, 0], *[table_YW] * 4)
+
+    def run() -> None:
+        columns = {"lanes_B": numbers_B, "num_feed_B": numbers_B, "wants_B": numbers_B.bool()}
+        rows = pack_rows(lanes, table, **columns, num_rows=999, mask_token_id=5)
+        pages_BP = numbers_B.new_empty(200, 64)
+        map_slots(pages_BP, rows.sequence_R, rows.slots_R, rows.cu_rows_B1, page_size=16)
+        emitted_BA = numbers_B.new_empty(200, 4)
+        counts = {"num_emitted_B": numbers_B, "num_computed_B": numbers_B}
+        commit(lanes, lanes_Z, lanes_B=numbers_B, token_ids_BA=emitted_BA, **counts)
+
+    made = compiled_launches(run)
+    assert [name for name, _ in made] == ["pack_rows_kernel", "map_slots_kernel", "commit_kernel"]
+    assert all(each.spilled_bytes == 0 for _, each in made)

@@ -127,7 +127,7 @@ def stored_probs(store: Drafts, tuning: Tuning | None) -> Tensor:
     if not isinstance(store, DraftProbs):
         return store.probs_ZJV.clone()
     assert tuning is not None
-    logits_XV, numbers_XF, masses_XC = (tensor.flatten(0, 1) for tensor in store.tensors())
+    logits_XV, numbers_XF, masses_XC = (tensor.flatten(0, 1) for tensor in store)
     rows = RowProbs(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
     return dense_probs(rows).view_as(store.logits_ZJV)
 

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from idlm.kernels.row_compaction import (
+    Drop,
+    PackedRows,
+    RowCapacity,
+    compact_rows,
+    find_places,
+    gather_rows,
+    keep_wanted,
+    spread_places,
+)
 from tests.kernels.cases.sparse.row_compaction import (
     check,
     check_gather,
@@ -26,47 +37,25 @@ def test_plain_gathers_equal_indexing(seed: int) -> None:
 @pytest.mark.sweep
 def test_the_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.row_compaction.kernel import (
-        count_kernel,
-        find_kernel,
-        gather_kernel,
-        place_kernel,
-        spread_kernel,
-    )
-    from idlm.kernels.row_compaction.kernel_wanted import place_wanted_kernel, search_wanted_kernel
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    kernels = (
-        count_kernel,
-        place_kernel,
-        gather_kernel,
-        find_kernel,
-        spread_kernel,
-        search_wanted_kernel,
-        place_wanted_kernel,
-    )
-    names = {name for kernel in kernels for name in kernel.arg_names}
-    types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys([name for name in names if "_" in name and name[-1].isupper()], "*i64")
-    types |= {name: "*i64" for name in names if name.endswith("_B1")}
-    types |= {"place_BW": "*i32"}
-    bools = ("keep_R", "needs_all_B", "waited_B", "waits_B", "mask_R", "is_mask_I", "is_mask_BW", "kept_BW")
-    types |= dict.fromkeys(bools, "*i1")
-    types |= {name: "*i32" for name in names if name.startswith(("source", "target"))}
-    places = {"SIZE": 32, "BLOCK_W": 32}
-    shape = {**places, "HAS_ROOM": True, "DROPS_STORED": True}
-    constants = (
-        {**shape, "HAS_SCHEDULED": True, "BLOCK_B": 256},
-        {**shape, "HAS_LIMITS": True, "HAS_MASKS": True, "BLOCK": 128},
-        {"BLOCK": 1024},
-        {**places, "HAS_MASKS": True},
-        places,
-        {"BLOCK_W": 32},
-        {"PACKS": True, "BLOCK_B": 256, "BLOCK_W": 32, "BLOCK": 128},
-    )
-    warps = (8, 4, 4, 1, 1, 1, 1)
-    for kernel, own, num_warps in zip(kernels, constants, warps, strict=True):
-        assert compile_for_hopper(kernel, types, own, num_warps=num_warps).spilled_bytes == 0
+    of_R, of_B = (torch.empty(num, dtype=torch.int64, device="meta") for num in (9999, 200))
+    of_BW, flags_B = of_B.new_empty(200, 32), of_B.bool()
+    rows = PackedRows(of_B.new_empty(201), *[of_R] * 8, is_mask_R=of_R.bool())
+    drop = Drop(of_BW, of_R.bool(), flags_B, flags_B, of_R, of_B)
+
+    def run() -> None:
+        compact_rows(
+            rows, drop, num_left=8000, num_origins=5, room=RowCapacity(8000, of_B), drops_stored=True
+        )
+        gather_rows(of_R, [of_R.new_empty(9999, 64), of_R[:, None].bfloat16()])
+        find_places(rows.cu_rows_B1, of_R, of_R.bool(), of_B, 32)
+        spread_places(of_BW.bool(), of_B, of_B, of_BW, 9999)
+        keep_wanted(of_R, of_B, of_B, flags_B, of_R, size=32, num_head=99)
+
+    made = compiled_launches(run)
+    assert len({name for name, _ in made}) == 7
+    assert all(each.spilled_bytes == 0 for _, each in made)
 
 
 @pytest.mark.parametrize("seed", range(40))

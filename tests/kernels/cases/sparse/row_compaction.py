@@ -4,7 +4,7 @@ padding, and keep flags that mean nothing where no block has a row."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -34,14 +34,16 @@ class Case:
     rows: PackedRows
     drop: Drop
     room: RowCapacity | None
+    drops_stored: bool
     num_left: int
     num_origins: int
     by_sequence: list[tuple[list[int], list[int]]]
 
     def run(self) -> Compacted:
         """By the op."""
+        options = {"room": self.room, "drops_stored": self.drops_stored}
         return compact_rows(
-            self.rows, self.drop, num_left=self.num_left, num_origins=self.num_origins, room=self.room
+            self.rows, self.drop, num_left=self.num_left, num_origins=self.num_origins, **options
         )
 
 
@@ -83,8 +85,8 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         waits_B=ints(6, num_sequences) == 0,
         limits_R=ints(1000, num_rows) if rng.random() < 0.7 else None,
         scheduled_B=scheduled_B if rng.random() < 0.7 else None,
-        drops_stored=rng.random() < 0.4,
     )
+    drops_stored = rng.random() < 0.4
     room = None
     num_scheduled = sum(
         len(before) if drop.scheduled_B is None else min(len(before), int(drop.scheduled_B[b]))
@@ -99,6 +101,7 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         rows=_moved(rows, device),
         drop=_moved(drop, device),
         room=None if room is None else _moved(room, device),
+        drops_stored=drops_stored,
         num_left=max(1, rng.choice([num_rows, num_fed, num_fed // 2 if rng.random() < 0.3 else num_rows])),
         num_origins=5000,
         by_sequence=by_sequence,
@@ -106,8 +109,7 @@ def make_case(seed: int, device: str = "cpu") -> Case:
 
 
 def _moved(given: Moved, device: str) -> Moved:
-    columns = {field.name: getattr(given, field.name) for field in fields(given)}
-    return type(given)(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in columns.items()})
+    return type(given)(*(x.to(device) if isinstance(x, Tensor) else x for x in given))
 
 
 def check(case: Case) -> None:
@@ -122,7 +124,7 @@ def check(case: Case) -> None:
         num_waits=None if room is None else room.num_waits_B.tolist(),
         capacity=None if room is None else room.capacity,
         size=drop.rows_BW.shape[1],
-        drops_stored=drop.drops_stored,
+        drops_stored=case.drops_stored,
     )
     assert found.waits_B.tolist() == waits
     assert found.asked_B.tolist() == asked
