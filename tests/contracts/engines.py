@@ -204,7 +204,7 @@ class _Shaking:
 
     def __call__(self, table: Any, batch: Any, plan: Any, wanted: WantedRows) -> Any:
         logits_XV = wanted.logits()
-        state = [getattr(self._decoder.blocks, one.name) for one in dataclasses.fields(self._decoder.blocks)]
+        state = list(self._decoder.blocks)
         resizing = self._decoder._resizing
         if resizing is not None:
             state += [resizing.is_new_ZW, resizing.num_late_Z]
