@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import append_rows, result_row
-from benchmarks.shared import parse_options, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -31,7 +30,6 @@ from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
 from idlm.tasks import TASKS, Task, TaskSample
 
 BASE = Path("recipes/assets/tiny_ar")
-COMMAND = "make demo"
 STRIDE = 4
 MAX_TOKENS = 320
 SEED = 1
@@ -50,29 +48,23 @@ class Arm:
 
 
 def arms() -> list[Arm]:
-    """AR base, the converted model decoded by AR, and by ISD with each strategy and at T=1."""
-    isd = [
-        Arm(
-            label=f"converted, ISD {strategy}",
-            is_base=False,
-            decoder="isd",
-            options={"stride": STRIDE, "rejection_strategy": strategy},
-            temperature=temperature,
-        )
-        for temperature in (0.0, 1.0)
-        for strategy in ("cold", "tree", "branch")
-    ]
-    plain = [
-        Arm(label=label, is_base=is_base, decoder="ar", options={}, temperature=temperature)
-        for label, is_base in (("AR base", True), ("converted, AR", False))
-        for temperature in (0.0, 1.0)
-    ]
-    return sorted([*plain, *isd], key=lambda arm: arm.temperature)
+    """AR base, the converted model decoded by AR, and by ISD with each strategy; at T=0 and at T=1."""
+    found = []
+    for temperature in (0.0, 1.0):
+        for label, is_base in (("AR base", True), ("converted, AR", False)):
+            found.append(Arm(label=label, is_base=is_base, decoder="ar", options={}, temperature=temperature))
+        for strategy in ("cold", "tree", "branch"):
+            options = {"stride": STRIDE, "rejection_strategy": strategy}
+            label = f"converted, ISD {strategy}"
+            found.append(
+                Arm(label=label, is_base=False, decoder="isd", options=options, temperature=temperature)
+            )
+    return found
 
 
 def demo(arguments: list[str]) -> int:
     """Convert, evaluate, print; returns the exit status."""
-    options = parse_options(arguments, {"num": "200", "output": "outputs/tiny", "record": "false"})
+    options = parse_options(arguments, defaults("num=200 output=outputs/tiny record=false"))
     output = Path(options["output"])
     convert_seconds = _convert(output)
     task = TASKS.get("ledger")(level="tiny")
@@ -89,7 +81,7 @@ def demo(arguments: list[str]) -> int:
     print(f"report: {output}/report.md (plots and sample generations beside it)")
     print(f"try it: .venv/bin/idlm-generate model={output} sampling.temperature=0 -p '{samples[0].prompt}'")
     if options["record"] == "true":
-        append_rows("demo", rows(results, convert_seconds))
+        record(options, results, convert_seconds)
     return 0
 
 
@@ -148,10 +140,10 @@ def parity(arm: Arm, result: Evaluation, results: list[tuple[Arm, Evaluation]]) 
     return [done.token_ids for done in result.completions] == [done.token_ids for done in ar.completions]
 
 
-def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[dict[str, Any]]:
-    """Result rows of the whole demo."""
+def record(options: dict[str, str], results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> None:
     base = {arm.temperature: result for arm, result in results if arm.is_base}
-    out = [result_row("demo", {}, "convert_seconds", convert_seconds, "s", command=COMMAND)]
+    report = Report("demo", options, "make demo")
+    report.add({}, "convert_seconds", convert_seconds, "s")
     for arm, result in results:
         case = {
             "model": "base" if arm.is_base else "converted",
@@ -160,33 +152,19 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
             "stride": arm.options.get("stride", 1),
             "temperature": arm.temperature,
         }
-        reference, gate = base[arm.temperature], parity(arm, result, results)
-        measured: list[tuple[str, float, str, float | None]] = [
+        reference, predicted = base[arm.temperature], closed_form(arm, result)
+        facts: dict[str, Any] = {"gate_passed": parity(arm, result, results), "exactness": result.exactness}
+        for metric, value, unit, baseline in (
             ("exact_match", result.exact_match, "share", reference.exact_match),
             ("tokens_per_forward", result.tokens_per_forward, "tokens", 1.0),
             ("tokens_per_second", result.tokens_per_second, "tokens/s", reference.tokens_per_second),
-        ]
-        if result.acceptance_rate is not None:
-            measured.append(("acceptance_rate", result.acceptance_rate, "share", None))
-        predicted = closed_form(arm, result)
+            ("acceptance_rate", result.acceptance_rate, "share", None),
+        ):
+            if value is not None:
+                report.add(case, metric, value, unit, baseline=baseline, **facts)
         if predicted is not None:
-            decode = decode_tokens_per_forward(result)
-            measured.append(("decode_tokens_per_forward", decode, "tokens", predicted))
-        out += [
-            result_row(
-                "demo",
-                case,
-                metric,
-                value,
-                unit,
-                baseline=baseline,
-                gate_passed=gate,
-                exactness=result.exactness,
-                command=COMMAND,
-            )
-            for metric, value, unit, baseline in measured
-        ]
-    return out
+            value = decode_tokens_per_forward(result)
+            report.add(case, "decode_tokens_per_forward", value, "tokens", baseline=predicted, **facts)
 
 
 def _convert(output: Path) -> float:

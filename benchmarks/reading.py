@@ -1,6 +1,6 @@
 """Counts the files and lines of the product that a command runs through, which a newcomer has to read.
 
-    python -m benchmarks.reading [command=generate|train] [files=true] [record=true]
+    python -m benchmarks.reading [command=generate|train] [files=true]
 
 `generate` runs up to the last token of one prompt, `train` up to the end of the first optimizer step. A file
 counts with all its lines once one of its functions runs; code at module level alone does not count.
@@ -22,26 +22,20 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from benchmarks.results import append_rows, result_row
-from benchmarks.shared import defaults, parse_options, start
-from idlm.errors import UserError
+from benchmarks.shared import chosen, defaults, parse_options, start
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("idlm", "infer", "train", "kernels")
-DEFAULTS = defaults("command=generate files=false record=false")
+DEFAULTS = defaults("command=generate files=false")
 PROMPT = "Mia has 5 nuts. Mia breaks 2. Mia picks 1. Mia uses 4. Mia earns 6. How many nuts does Mia have?"
 END_OF_STEP = ("trainer_callback.py", "on_step_end")
-METRICS = ("files_entered", "lines_entered", "lines_run")
 
 
 class Tracer:
-    """Collects the functions that run in `folders` below `root`, until `ends_at` (file, function) returns."""
+    """Collects the functions that run in `FOLDERS`, until `ends_at` (file, function) returns."""
 
-    def __init__(
-        self, root: Path = ROOT, folders: tuple[str, ...] = FOLDERS, ends_at: tuple[str, str] | None = None
-    ) -> None:
+    def __init__(self, ends_at: tuple[str, str] | None) -> None:
         self.functions: dict[str, set[CodeType]] = {}
-        self._root, self._folders = root, folders
         self._ends_at, self._is_done = ends_at, False
         self._paths: dict[str, str | None] = {}
 
@@ -56,9 +50,9 @@ class Tracer:
         threading.setprofile(None)
 
     def counts(self) -> dict[str, Any]:
-        """The three metrics, `functions_entered`, and all lines and the lines run of each file in `files`."""
+        """`files_entered`, `lines_entered`, `lines_run`, `functions_entered`, and all lines and the lines run of each file in `files`."""
         files = {
-            path: ((self._root / path).read_text("utf-8").count("\n"), len(set().union(*map(_lines, run))))
+            path: ((ROOT / path).read_text("utf-8").count("\n"), len(set().union(*map(_lines, run))))
             for path, run in sorted(self.functions.items())
         }
         return {
@@ -87,10 +81,9 @@ class Tracer:
         """Path below the root of a file in the traced folders; None for any other file."""
         if name not in self._paths:
             path = Path(name).resolve()
-            inside = path.is_relative_to(self._root) and path.is_file()
-            relative = path.relative_to(self._root) if inside else None
-            is_traced = relative is not None and relative.parts[0] in self._folders
-            self._paths[name] = relative.as_posix() if relative is not None and is_traced else None
+            inside = path.is_relative_to(ROOT) and path.is_file()
+            relative = path.relative_to(ROOT) if inside else Path("elsewhere")
+            self._paths[name] = relative.as_posix() if relative.parts[0] in FOLDERS else None
         return self._paths[name]
 
 
@@ -124,26 +117,18 @@ def trace_into(name: str, folder: str, result: str) -> None:
 
 
 def measure(arguments: list[str]) -> int:
-    """Trace the command in a fresh process, print and optionally record the counts; returns 0."""
     options = parse_options(arguments, DEFAULTS)
-    name = options["command"]
-    if name not in ("generate", "train"):
-        raise UserError("IDLM-0107", f"command={name}", fix="use command=generate or command=train")
+    [name] = chosen(options, "command", ("generate", "train"))
     child = "import sys; from benchmarks.reading import trace_into; trace_into(*sys.argv[1:])"
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "trace.json"
         run = [sys.executable, "-c", child, name, f"{folder}/out", str(result)]
         subprocess.run(run, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         found = json.loads(result.read_text("utf-8"))
-    if options["files"] == "true":
-        for path, (all_lines, lines_run) in found["files"].items():
-            print(f"{all_lines:5} {lines_run:5} {path}")
-    print(f"{name}: " + ", ".join(f"{found[key]:,} {key}" for key in (*METRICS, "functions_entered")))
-    if options["record"] == "true":
-        rows = [
-            result_row("reading", {"command": name}, metric, found[metric], "count") for metric in METRICS
-        ]
-        append_rows("reading", rows, results=Path(options["results"]))
+    files = found.pop("files")
+    for path, (all_lines, lines_run) in files.items() if options["files"] == "true" else ():
+        print(f"{all_lines:5} {lines_run:5} {path}")
+    print(f"{name}: " + ", ".join(f"{number:,} {metric}" for metric, number in found.items()))
     return 0
 
 

@@ -147,6 +147,18 @@ def read_rows(bench: str, *, results: Path = RESULTS) -> list[dict[str, Any]]:
     return rows
 
 
+def save_svg(figure: Any, path: Path) -> Path:
+    """Write a matplotlib figure without dates and with names that do not vary; returns the path."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasSVG(figure)
+    with rc_context({"svg.hashsalt": "idlm", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    return path
+
+
 def _refused(where: str, problems: list[str]) -> UserError:
     return UserError(
         "IDLM-0310", f"{where}: {'; '.join(problems)}", fix="see benchmarks/results.py for the fields"

@@ -1,4 +1,4 @@
-"""What benchmarks share: arguments, the check for a GPU, rows on disk, libraries that may be absent.
+"""What benchmarks share: arguments, the check for a GPU, rows, libraries that may be absent.
 
 A benchmark is a module with a docstring, which `--help` prints, a function `measure(arguments)`, and
 `start(measure, __doc__)` at its end.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from benchmarks.results import RESULTS, append_rows
+from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
@@ -54,10 +54,25 @@ def parse_options(
     if needs_gpu and options.get("device", "cuda").startswith("cuda"):
         import torch
 
-        if not torch.cuda.is_available():
+        # Devices are counted only: a context of this process may take memory that is measured.
+        if not torch.cuda.device_count():
             fix = f"run benchmarks.{needs_gpu} on a GPU" + ", or give device=cpu" * ("device" in options)
             raise UserError("IDLM-0543", "no CUDA device", fix=fix)
     return options
+
+
+def chosen(options: Mapping[str, str], key: str, known: Collection[str]) -> list[str]:
+    """Words of a comma-separated option; UserError IDLM-0107 for one that is not `known`."""
+    words = [word for word in options[key].split(",") if word]
+    for word in words:
+        if word not in known:
+            text = f"{key}={word}{did_you_mean(word, known)}"
+            raise UserError("IDLM-0107", text, fix=f"use some of {', '.join(known)}")
+    return words
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def save(bench: str, rows: Iterable[dict[str, Any]], options: Mapping[str, str]) -> None:
@@ -66,9 +81,38 @@ def save(bench: str, rows: Iterable[dict[str, Any]], options: Mapping[str, str])
         append_rows(bench, rows, results=Path(options["results"]))
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers of a comma-separated option."""
-    return [int(part) for part in text.split(",")]
+class Report:
+    """Rows of a run, printed and (where `record=true`) recorded at once: a run that ends early loses none.
+    `command`: what the rows name, if not the benchmark alone.
+    """
+
+    def __init__(self, bench: str, options: Mapping[str, str], command: str | None = None) -> None:
+        self.bench, self.options, self.command = bench, options, command
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
+        """Add one result row (see `result_row`)."""
+        row = result_row(self.bench, case, metric, value, unit, **{"command": self.command, **more})
+        self.rows.append(row)
+        save(self.bench, [row], self.options)
+        print(line_of(row), flush=True)
+        return row
+
+    @property
+    def status(self) -> int:
+        return int(any(row["gate_passed"] is False for row in self.rows))
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    case = " ".join(f"{key}={value}" for key, value in row["case"].items())
+    facts = [
+        "" if row["baseline"] is None else f"baseline {row['baseline']:.4g}",
+        "" if row["ratio"] is None else f"{row['ratio']:.3f}x",
+        "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%} of the limit",
+        "FAILED" if row["gate_passed"] is False else "",
+    ]
+    value = f"{row['metric']:28s} {row['value']:10.5g} {row['unit']:9s}"
+    return "  ".join(filter(None, [value, *facts, case]))
 
 
 def run_arms(
@@ -94,6 +138,5 @@ def run_arms(
 
 
 def print_absent(absent: Mapping[str, str]) -> None:
-    """Print one line for each arm that was not measured."""
     for name, reason in absent.items():
         print(f"not measured: {name}: {reason}")

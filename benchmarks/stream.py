@@ -1,10 +1,11 @@
-"""Times of graph replays, and the machine's limits: read-only stream and matrix product."""
+"""Times on a device, and the machine's limits: read-only stream and matrix product."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ CPU_MATMUL_SIZE = 256
 MATMUL_REPEATS = 20
 MIN_US = 3000.0
 """Minimum work of a graph, so that the time of its launch does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Bytes per second of the read-only stream, FLOP/s of the matrix product."""
+
+    stream: float
+    product: float
+
+
+def measure_rates(device: str = "cuda") -> Rates:
+    """Measure and print both rates of this run."""
+    rates = Rates(stream=stream_rate(device=device), product=matmul_rate(device=device))
+    print(
+        f"read-only stream {rates.stream / 1e12:.3f} TB/s, bf16 product {rates.product / 1e12:.1f} TFLOP/s",
+        flush=True,
+    )
+    return rates
 
 
 def stream_rate(*, rounds: int = STREAM_ROUNDS, device: str = "cuda") -> float:
@@ -34,19 +53,43 @@ def matmul_rate(*, device: str = "cuda") -> float:
     size = MATMUL_SIZE if is_cuda else CPU_MATMUL_SIZE
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = [
-        _device_seconds(lambda: a @ b) if is_cuda else _seconds(lambda: a @ b) for _ in range(MATMUL_REPEATS)
+        device_ms(lambda: a @ b) / 1e3 if is_cuda else _seconds(lambda: a @ b) for _ in range(MATMUL_REPEATS)
     ]
     # The first products run before the clock and the library's choice of a kernel have settled.
     return 2 * size**3 / statistics.median(seconds[MATMUL_REPEATS // 4 :])
 
 
-def _device_seconds(call: Callable[[], Any]) -> float:
+def device_ms(call: Callable[[], Any]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return float(start.elapsed_time(end))
+
+
+def ms_in_turns(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, *, before: Callable[[], Any] = lambda: None
+) -> dict[str, float]:
+    """Median milliseconds of each call on the GPU; all run in turn within a round, so that clocks affect them
+    equally, each after `before`, which is not timed.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            before()
+            samples[name].append(device_ms(call))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Capture the call as a CUDA graph, after a run that compiles."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -91,11 +134,5 @@ class Timer:
         return graph
 
     def _replayed(self, graph: torch.cuda.CUDAGraph, rest: float = 0.0) -> float:
-        """Microseconds of one replay."""
         time.sleep(rest)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return 1000 * start.elapsed_time(end)
+        return 1000 * device_ms(graph.replay)

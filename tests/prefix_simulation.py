@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.page_pool import PagePool, PrefixCache
+from tests.pages import check_pages
 
 VOCAB = 3
 STOP_ID = 2

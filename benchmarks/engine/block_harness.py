@@ -16,16 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.decoding.harness import (
-    Arm,
-    Load,
-    Measured,
-    SteadyEngine,
-    slot_bytes,
-    weights_of,
-)
+from benchmarks.engine.decoding.harness import Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
 from benchmarks.engine.decoding.trace import Trace
+from benchmarks.engine.models import slot_bytes, weights_of
+from idlm.devices import free_cached_memory
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.state.batch import StepPlan, lane_of
@@ -46,7 +41,6 @@ class BlockArm(Arm):
     fused: bool = True
 
     def decoder_options(self) -> dict[str, Any]:
-        """Options of the decoder's Config."""
         return {"strategy": self.strategy, "threshold": NEVER_PASSED, "fused_commit": self.fused}
 
 
@@ -132,6 +126,40 @@ class SteadyBlocks(SteadyEngine):
             into.rows |= self.unmasking.rows
             self.abort_all()
 
+    def free(self) -> None:
+        self.engine._worker.free_cached_memory()
+        del self.engine
+        free_cached_memory()
+
+
+def logits_of_pass(steady: SteadyBlocks, number: int) -> Tensor:
+    """Logits of the pass of this number (from 1) over the first blocks, fp32, on keys that all arms have."""
+    runner: Any = steady.engine._parts.runner
+    # Random draws could differ in a last bit and then in everything that follows: the keys must not.
+    dice = torch.Generator(device=steady.engine.table.device).manual_seed(0)
+    for cached in (runner._cache.keys, runner._cache.values):
+        cached.normal_(generator=dice)
+    seen: list[Tensor] = []
+    forward = runner.forward
+
+    def watched(plan: Any) -> Any:
+        wanted = forward(plan)
+        seen.append(wanted.logits().float())
+        return wanted
+
+    runner.forward = watched
+    with steady.toggled():
+        steady.start_requests()
+        steady.run_passes(number)
+        steady.abort_all()
+    return seen[number - 1]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of what is expected."""
+    assert found.shape == expected.shape, f"{found.shape=} {expected.shape=}"
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
@@ -144,12 +172,10 @@ class Answers:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Measured, per sequence."""
         return self.num_tokens / self.num_passes
 
     @property
     def expected_tokens_per_forward(self) -> float:
-        """According to the trace, per sequence."""
         return self.num_tokens / self.num_expected
 
 
@@ -205,7 +231,6 @@ class PassCost:
     kv_bytes: float
 
     def linears(self, num_rows: float, num_head_rows: float) -> float:
-        """FLOPs of all linears."""
         return self.row_flops * num_rows + self.head_flops * num_head_rows
 
 

@@ -13,136 +13,83 @@ proposed, which on random weights says little about trained ones.
 
 from __future__ import annotations
 
-import time
 from statistics import median
-from typing import Any
 
-import torch
-
-from benchmarks.engine.canvas.harness import (
-    MODELS,
-    CanvasEngine,
-    CanvasLoad,
-    CanvasMeasured,
-    Decisions,
-    random_canvas_model,
-)
-from benchmarks.engine.decoding.harness import slot_bytes, weights_of
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.engine.canvas.harness import CanvasEngine, CanvasLoad, CanvasMeasured, Decisions
+from benchmarks.engine.models import model_of, slot_bytes, weight_bytes
+from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from benchmarks.stream import stream_rate
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES
-from idlm.infer.models.loader import DTYPES, LoadedModel
 
 DEFAULTS = defaults(
     "model=llada-8b device=cuda dtype=bfloat16 canvas=8192 answer=512 block=32 passes=10 "
     "blocks=4 caches=dual,prefix rounds=3 graphs=true record=true"
 )
+MODELS = {"llada-8b": "llada_8b", "dream-7b": "dream_7b", "tiny": "tiny_llada"}
+"""Names of engine/models.py by those of the option."""
 
 
 def measure(arguments: list[str]) -> int:
-    """Measure every cache beside none; returns the exit status."""
-    options = parse_options(arguments, DEFAULTS)
-    caches, load = options["caches"].split(","), _load(options)
-    unknown = [cache for cache in caches if cache not in CACHES.names()]
-    if unknown or options["model"] not in MODELS:
-        raise UserError(
-            "IDLM-0107",
-            f"caches={options['caches']} model={options['model']}",
-            fix=f"use caches of {CACHES.names()} and a model of {sorted(MODELS)}",
-        )
-    device = options["device"]
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(
-            "IDLM-0543",
-            "no CUDA device",
-            fix="run benchmarks.engine.canvas_cache on a GPU, or give device=cpu",
-        )
-    stream, start = stream_rate(device=device), time.perf_counter()
-    model = random_canvas_model(options["model"], device=device, dtype=DTYPES[options["dtype"]])
-    seconds = time.perf_counter() - start
-    print(f"read-only stream {stream / 1e12:.3f} TB/s; random weights after {seconds:.1f} s", flush=True)
-    decisions = Decisions(load, model.device)
-    rows: list[dict[str, Any]] = []
-    none: CanvasMeasured | None = None
+    options = parse_options(arguments, DEFAULTS, needs_gpu="canvas_cache")
+    caches, [name] = chosen(options, "caches", CACHES.names()), chosen(options, "model", MODELS)
+    load, report, stream = (
+        _load(options),
+        Report("canvas_cache", options),
+        stream_rate(device=options["device"]),
+    )
+    model = model_of({**options, "model": MODELS[name]})
+    # The limit of a pass streams all weights and the KV of the canvas.
+    floor = 1e3 * (weight_bytes(model) + load.canvas * slot_bytes(model)) / stream
+    decisions, none = Decisions(load, model.device), None
     for cache in (None, *caches):
-        measured = _measured(model, load, cache, decisions, options)
+        engine = CanvasEngine(model, load, cache, decisions, graphs=options["graphs"] == "true")
+        measured = CanvasMeasured(load=load, reuse=engine.engine.decoder.kv_policy.reuse)
+        engine.run()
+        for _ in range(int(options["rounds"])):
+            engine.measure(measured)
+        del engine
+        free_cached_memory()
         none = none or measured
-        case = {"model": options["model"], "cache": cache or "none", "canvas": load.canvas}
-        rows += _rows({**case, "block": load.block}, measured, none, floor_ms(model, load, stream))
-    save("canvas_cache", rows, options)
+        case = {"model": name, "cache": cache or "none", "canvas": load.canvas, "block": load.block}
+        _add(report, case, measured, none, floor)
     return 0
 
 
 def _load(options: dict[str, str]) -> CanvasLoad:
     """UserError IDLM-0107 for an answer that has not so many blocks, or leaves no prompt."""
-    load = CanvasLoad(
-        canvas=int(options["canvas"]),
-        answer=int(options["answer"]),
-        block=int(options["block"]),
-        passes=int(options["passes"]),
-        num_blocks=int(options["blocks"]),
-    )
+    names = {"canvas": "canvas", "answer": "answer", "block": "block", "passes": "passes"}
+    numbers = {field: int(options[name]) for field, name in (names | {"num_blocks": "blocks"}).items()}
+    load = CanvasLoad(**numbers)
     has_blocks = load.answer % load.block == 0 and load.num_blocks * load.block <= load.answer < load.canvas
     if not has_blocks or not 1 <= load.passes <= load.block:
         raise UserError(
             "IDLM-0107",
-            f"canvas={load.canvas} answer={load.answer} block={load.block} passes={load.passes} "
-            f"blocks={load.num_blocks}",
+            " ".join(f"{name}={value}" for name, value in numbers.items()),
             fix="use an answer of whole blocks, at least `blocks` of them, shorter than the canvas, and at "
             "most one pass for each place of a block",
         )
     return load
 
 
-def _measured(
-    model: LoadedModel, load: CanvasLoad, cache: str | None, decisions: Decisions, options: dict[str, str]
-) -> CanvasMeasured:
-    """All rounds of one arm, after one that captures the graphs."""
-    engine = CanvasEngine(model, load, cache, decisions, graphs=options["graphs"] == "true")
-    measured = CanvasMeasured(load=load, reuse=engine.engine.decoder.kv_policy.reuse)
-    engine.run()
-    for _ in range(int(options["rounds"])):
-        engine.measure(measured)
-    del engine
-    free_cached_memory()
-    return measured
-
-
-def floor_ms(model: LoadedModel, load: CanvasLoad, bytes_per_second: float) -> float:
-    """Time to stream all weights and the KV of the canvas."""
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights_of(model))
-    return 1e3 * (num_bytes + load.canvas * slot_bytes(model)) / bytes_per_second
-
-
-def _rows(
-    case: dict[str, Any], measured: CanvasMeasured, none: CanvasMeasured, floor: float
-) -> list[dict[str, Any]]:
-    """Result rows of one arm; printed as well."""
+def _add(
+    report: Report, case: dict[str, object], measured: CanvasMeasured, none: CanvasMeasured, floor: float
+) -> None:
     load = measured.load
-    num_passes = load.num_blocks * load.passes
     total, total_none = (median(sum(each) for each in one.rounds) for one in (measured, none))
-    step_none = 1e3 * total_none / num_passes
-    rows = []
-
-    def add(metric: str, value: float, unit: str, **more: Any) -> None:
-        exactness = "exact" if measured is none else "lossy"
-        rows.append(result_row("canvas_cache", case, metric, value, unit, exactness=exactness, **more))
-        detail = " ".join(f"{key} {number:.4g}" for key, number in more.items())
-        print(f"{metric:20s} {value:10.4g} {unit:6s} {detail}  {case}", flush=True)
-
+    step_none = 1e3 * total_none / (load.num_blocks * load.passes)
     if measured is none:
-        add("step_ms", step_none, "ms")
-        return rows
+        report.add(case, "step_ms", step_none, "ms")
+        return
     block_passes, refreshes = _passes_of(measured)
-    add("step_ms", 1e3 * median(block_passes), "ms", floor=floor)
-    add("refresh_ms", 1e3 * median(refreshes), "ms", baseline=step_none)
+    report.add(case, "step_ms", 1e3 * median(block_passes), "ms", floor=floor, exactness="lossy")
+    report.add(case, "refresh_ms", 1e3 * median(refreshes), "ms", baseline=step_none, exactness="lossy")
     share = len(refreshes) / (len(refreshes) + len(block_passes))
-    add("speedup_over_none", total_none / total, "x", floor=1 / (share + (1 - share) * floor / step_none))
-    add("agreement_with_none", measured.num_equal / measured.num_replayed, "share")
-    return rows
+    least = 1 / (share + (1 - share) * floor / step_none)
+    report.add(case, "speedup_over_none", total_none / total, "x", floor=least, exactness="lossy")
+    agreement = measured.num_equal / measured.num_replayed
+    report.add(case, "agreement_with_none", agreement, "share", exactness="lossy")
 
 
 def _passes_of(measured: CanvasMeasured) -> tuple[list[float], list[float]]:

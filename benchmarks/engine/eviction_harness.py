@@ -15,16 +15,18 @@ lanes, B sequences.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.block_harness import BlockArm, SteadyBlocks
+from benchmarks.engine.block_harness import BlockArm, SteadyBlocks, logits_of_pass, relative_error
 from benchmarks.engine.decoding.harness import Load, SteadyEngine
 from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
 from benchmarks.engine.eviction_trace import (
@@ -115,12 +117,8 @@ def replaying_blocks(replay: UnmaskingReplay) -> Iterator[None]:
     def proposing(self: BlockDecoder, *given: Any) -> Any:
         return replay.propose(propose, self, *given)
 
-    FocusPass._select = selecting  # type: ignore[method-assign, assignment]
-    BlockDecoder._propose = proposing  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(FocusPass, "_select", selecting), patch.object(BlockDecoder, "_propose", proposing):
         yield
-    finally:
-        FocusPass._select, BlockDecoder._propose = select, propose  # type: ignore[method-assign]
 
 
 NO_EVICTION = 1e9
@@ -156,11 +154,9 @@ class EvictionArm(BlockArm):
     exact_layers: int = 2
 
     def decoder_options(self) -> dict[str, Any]:
-        """Options of the decoder's Config."""
         return {"strategy": self.strategy, "threshold": THRESHOLD, "fused_commit": self.fused}
 
     def accelerators(self) -> Mapping[str, Any]:
-        """FOCUS, MAGE, both or none."""
         found: dict[str, Any] = {}
         if self.mage_k is not None:
             found["mage"] = ACCELERATORS.get("mage").Config(k=self.mage_k, exact_layers=self.exact_layers)
@@ -175,7 +171,6 @@ class EvictionArm(BlockArm):
         return FULL if self.alpha in (None, NO_EVICTION) else FOCUS
 
     def rules(self) -> RowRules:
-        """Which rows it computes."""
         if self.alpha is None:
             return FULL_BLOCK
         return RowRules(
@@ -219,7 +214,6 @@ class Window:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Of a sequence."""
         return self.num_tokens / (self.batch * sum(self.passes))
 
     @property
@@ -314,8 +308,9 @@ class SteadyTrace(SteadyBlocks):
             now - then for now, then in zip(row_counts_of(self.engine), counts, strict=True)
         )
         found.num_pairs, found.num_waits = pairs, waits
-        found.asked = PassRows(fed=rows[0], kept=rows[1], head=rows[2])
-        found.computed = PassRows(fed=rows[3], kept=rows[4], head=rows[5])
+        found.asked, found.computed = (
+            PassRows(fed=fed, kept=kept, head=head) for fed, kept, head in (rows[:3], rows[3:])
+        )
 
     def _places(self) -> dict[int, tuple[int, int, int]]:
         """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has
@@ -354,10 +349,8 @@ class SteadyTrace(SteadyBlocks):
 def row_counts_of(engine: Any) -> tuple[int, ...]:
     """The engine's cumulative counts of pairs, waits and rows, as numbers."""
     counts = engine.row_counts
-    rows = (
-        getattr(each, name) for each in (counts.asked, counts.computed) for name in ("fed", "kept", "head")
-    )
-    return (counts.num_pairs, counts.num_waits, *rows)
+    rows = ((each.fed, each.kept, each.head) for each in (counts.asked, counts.computed))
+    return (counts.num_pairs, counts.num_waits, *itertools.chain(*rows))
 
 
 def implied_rows(trace: UnmaskTrace, arm: EvictionArm) -> RowCounts:
@@ -366,35 +359,12 @@ def implied_rows(trace: UnmaskTrace, arm: EvictionArm) -> RowCounts:
 
 
 def parity_error(model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> float:
-    """How far the logits of a block's second pass with a budget of the whole block are from those of full
-    blocks: root mean square of the difference over that of the logits.
+    """Relative error of the logits of a block's second pass with a budget of the whole block, against those
+    of full blocks.
     """
     full = replace(arm, alpha=None, graphs=False, num_inflight_steps=0)
     everything = replace(full, alpha=NO_EVICTION, stability="off")
-    expected, found = (_second_logits(model, each, load, trace) for each in (full, everything))
-    assert found.shape == expected.shape, f"{found.shape=} {expected.shape=}"
-    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-
-
-def _second_logits(model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> torch.Tensor:
-    """Logits of the second pass over the first blocks."""
-    steady = SteadyTrace(model, arm, load, trace)
-    runner: Any = steady.engine._parts.runner
-    # Arms must see the same keys.
-    dice = torch.Generator(device=model.device).manual_seed(0)
-    for cached in (runner._cache.keys, runner._cache.values):
-        cached.normal_(generator=dice)
-    seen: list[torch.Tensor] = []
-    forward = runner.forward
-
-    def watched(plan: Any) -> Any:
-        wanted = forward(plan)
-        seen.append(wanted.logits().float())
-        return wanted
-
-    runner.forward = watched
-    with steady.toggled():
-        steady.start_requests()
-        steady.run_passes(GATE_PASSES)
-        steady.abort_all()
-    return seen[GATE_PASSES - 1]
+    expected, found = (
+        logits_of_pass(SteadyTrace(model, each, load, trace), GATE_PASSES) for each in (full, everything)
+    )
+    return relative_error(found, expected)

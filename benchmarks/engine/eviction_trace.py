@@ -19,14 +19,15 @@ takes its products or the stream of keys and values. L blocks (lanes of the rule
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engine.decoding.harness import slot_bytes, weights_of
+from benchmarks.engine.models import slot_bytes, weights_of
+from benchmarks.stream import Rates
 from idlm.infer.models.loader import LoadedModel
 from idlm.kernels.block_eviction import Candidates
 from idlm.kernels.block_eviction.plain import select_places
@@ -54,27 +55,12 @@ class BlockTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmaskTrace:
-    """The blocks of both arms; `source` says what they come from."""
+    """The blocks of both arms."""
 
     name: str
     block_size: int
-    threshold: float
     alpha: float
-    source: str
     blocks: dict[str, tuple[BlockTrace, ...]]
-
-
-def with_blocks(
-    given: Iterable[tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]],
-) -> tuple[BlockTrace, ...]:
-    """Whole blocks from the places and deltas of their passes."""
-    return tuple(
-        BlockTrace(
-            decided=tuple(tuple(sorted(places)) for places in decided),
-            deltas=tuple(tuple(each) for each in deltas),
-        )
-        for decided, deltas in given
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +83,7 @@ FULL_BLOCK = RowRules(evicts=False, stability="off")
 class RowCounts:
     """Means over the passes of a trace, for one sequence: rows `fed` to layer 0, `kept` behind layer 1, of
     the `head` (masks that are kept), tokens decided; and `committed`: rows of clean blocks, which all layers
-    compute. `passes`: of a block.
+    compute.
     """
 
     fed: float
@@ -105,7 +91,6 @@ class RowCounts:
     head: float
     tokens: float
     committed: float
-    passes: float
 
     @property
     def prefix_per_token(self) -> float:
@@ -114,7 +99,6 @@ class RowCounts:
 
     @property
     def suffix_per_token(self) -> float:
-        """Rows behind layer 1 for each token."""
         return (self.kept + self.committed) / self.tokens
 
 
@@ -147,7 +131,6 @@ class BlockRules:
         return select_places(nothing_LPW, deltas_LW[:, None], candidates, alpha=self.rules.alpha).kept_BW
 
     def finish(self, kept_LW: Tensor, decided_LW: Tensor) -> None:
-        """End a pass."""
         is_decided_LW = ~self.is_mask_LW
         right_LW = F.pad(is_decided_LW[:, 1:], (0, 1), value=True)
         if self.rules.stability != "off":
@@ -165,7 +148,7 @@ def rows_of(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> RowCoun
     lost = is_lost_L.nonzero().flatten().tolist()
     assert not lost, f"blocks {lost[:4]} decide rows that are not kept"
     total = sum(len(block.decided) for block in blocks)
-    return RowCounts(**{name: value / total for name, value in sums.items()}, passes=total / len(blocks))
+    return RowCounts(**{name: value / total for name, value in sums.items()})
 
 
 def _apply(blocks: Sequence[BlockTrace], size: int, rules: RowRules) -> tuple[dict[str, int], Tensor]:
@@ -212,7 +195,7 @@ def _places(blocks: Sequence[BlockTrace], size: int, number: int) -> Tensor:
 SEED, NUM_BLOCKS = 17, 192
 MORE, AHEAD, REACH = 0.555, 0.04, 3
 SIGNAL, LEAD, FALL = 10.0, 20.0, 0.75
-ALPHA, THRESHOLD = 1.5, 0.9
+ALPHA = 1.5
 
 
 def synthetic_trace(block_size: int, *, num_blocks: int = NUM_BLOCKS) -> UnmaskTrace:
@@ -220,9 +203,7 @@ def synthetic_trace(block_size: int, *, num_blocks: int = NUM_BLOCKS) -> UnmaskT
     return UnmaskTrace(
         name="synthetic",
         block_size=block_size,
-        threshold=THRESHOLD,
         alpha=ALPHA,
-        source=f"drawn, seed {SEED}",
         blocks={arm: _blocks(block_size, num_blocks, evicts=arm == FOCUS) for arm in (FULL, FOCUS)},
     )
 
@@ -264,8 +245,7 @@ class _Block:
 
 
 def _blocks(size: int, num_blocks: int, *, evicts: bool) -> tuple[BlockTrace, ...]:
-    """All blocks of an arm, pass by pass."""
-    rules = RowRules(alpha=ALPHA) if evicts else RowRules(evicts=False, stability="off")
+    rules = RowRules(alpha=ALPHA) if evicts else FULL_BLOCK
     state, blocks = BlockRules(num_blocks, size, rules), [_Block(n, size) for n in range(num_blocks)]
     while any(block.masks for block in blocks):
         deltas = [block.begin() if block.masks else {} for block in blocks]
@@ -277,18 +257,19 @@ def _blocks(size: int, num_blocks: int, *, evicts: bool) -> tuple[BlockTrace, ..
             if block.masks:
                 decided_W[block.end(each, set(kept_W.nonzero().flatten().tolist()))] = True
         state.finish(kept_LW, decided_LW)
-    return with_blocks((block.decided, block.deltas) for block in blocks)
+    return tuple(
+        BlockTrace(decided=tuple(map(tuple, block.decided)), deltas=tuple(map(tuple, block.deltas)))
+        for block in blocks
+    )
 
 
 MATRICES = 4
 """Matrices of a layer in `weights_of`: the first is that of queries, keys and values."""
 
 
-def limit_ms(
-    model: LoadedModel, rows: RowCounts, *, batch: int, slots: float, stream: float, product: float
-) -> float:
+def limit_ms(model: LoadedModel, rows: RowCounts, *, batch: int, slots: float, rates: Rates) -> float:
     """Time of a mean pass of `batch` sequences that see `slots` slots each."""
-    spec, item = model.local, model.dtype.itemsize
+    spec, item, stream, product = model.local, model.dtype.itemsize, rates.stream, rates.product
     *weights, head = [weight.numel() for weight in weights_of(model)]
     prefix = sum(weights[: MATRICES + 1])
     fed, kept = rows.fed + rows.committed, rows.kept + rows.committed

@@ -6,7 +6,7 @@
 
 It needs a GPU. Models of true shapes have random bf16 weights. Every arm runs in a fresh process under a cap
 that binds all of them (`canvas/card.py`). Arms of libraries: native_fp64, native, compile, masked,
-compile_masked (`canvas/native_arms.py`). Ours: paper (attention whole, 48 KiB a token of LLaDA-8B), mosaic
+compile_masked (`canvas/native.py`). Ours: paper (attention whole, 48 KiB a token of LLaDA-8B), mosaic
 (attention whole, planned), ours (query chunks).
 Part `l_max` bisects with `probe_layers` layers, the other layers' weights as ballast. Part `step` runs
 `layers` layers (0: all); its floor is linear FLOPs at the rate of the best library product plus attention
@@ -18,33 +18,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.engine.canvas import plots
+from benchmarks.engine.canvas.native import NATIVE_ARMS
+from benchmarks.engine.canvas.sizes import attention_flops, length_floor, linear_flops, num_masks
+from benchmarks.engine.canvas.tasks import ARMS, Task, TaskFailedError, run_in_process
+from benchmarks.engine.models import MODELS, model_spec
+from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, print_absent, start
 
-from benchmarks.engine.canvas import report
-from benchmarks.engine.canvas.child import ALLOCATORS
-from benchmarks.engine.canvas.models import (
-    CONFIGS,
-    attention_flops,
-    length_floor,
-    linear_flops,
-    model_spec,
-    num_masks,
-)
-from benchmarks.engine.canvas.session import Session
-from benchmarks.engine.canvas.tasks import ARMS
-from benchmarks.results import append_rows
-from benchmarks.shared import defaults, parse_options, print_absent, start
-from idlm.config.suggest import did_you_mean
-from idlm.errors import UserError
-
+ALLOCATORS = {"default": False, "expandable": True}
 DEFAULTS = defaults(
     "quick=false models=llada_8b caps=24 shares=0.1,0.5,0.9 "
     "parts=l_max,step,timeline lengths=8192,32768 layers=0 probe_layers=2 "
-    "budget_s=570 "
-    "timeout_s=540 device=cuda dtype=bfloat16 figures= record=true",
+    "budget_s=570 timeout_s=540 device=cuda dtype=bfloat16 figures= record=true",
     arms=",".join(ARMS),
     allocators=",".join(ALLOCATORS),
 )
@@ -56,148 +45,200 @@ QUICK = {
     "layers": "8,0",
     "budget_s": "285",
 }
-TIMELINE_LENGTH = 16_384
+TIMELINE_LENGTH, TIMELINE_LAYERS = 16_384, 4
+MIN_SECONDS = 15.0
+"""Nothing is started with less time than this."""
+STRONG = ("masked", "compile_masked")
+"""The arms of libraries that judge ours: logits of masks only, and no softmax stored."""
+OURS = ("paper", "mosaic", "ours")
+OVER_SHARE = 0.5
+"""Prompt share at which longest canvases are compared."""
+PHYSICAL_SLACK = 64 << 20
+
+
+@dataclass(slots=True)
+class Session:
+    """One run of a model: its options, what it could not measure, and its rows to come.
+
+    A row names the GPU, and asking for the name may leave a context of this process on it. So rows are made
+    after the last measurement.
+    """
+
+    options: dict[str, str]
+    model: str
+    deadline: float
+    pending: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
+        self.pending.append(((case, metric, value, unit), more))
+
+    def ask(self, kind: str, arm: str = "", **fields: Any) -> dict[str, Any] | None:
+        """The answer of a task in a fresh process; None, with a printed reason, if there is none."""
+        device, dtype = self.options["device"], self.options["dtype"]
+        task = Task(kind=kind, model=self.model, arm=arm, device=device, dtype=dtype, **fields)
+        label = " ".join(part for part in (kind, self.model, arm, f"share={task.prompt_share}") if part)
+        label += (f" cap={task.cap_gib:g}" if task.cap_gib else "") + " expandable" * task.expandable
+        seconds = min(self.deadline - time.monotonic(), float(self.options["timeout_s"]))
+        if seconds < MIN_SECONDS:
+            self.absent[label] = "no time left; raise budget_s or choose fewer parts"
+            return None
+        try:
+            answer = run_in_process(task, timeout_s=seconds)
+        except TaskFailedError as error:
+            self.absent[label] = str(error)
+            print(f"{label}: {error}", flush=True)
+            return None
+        shown = {key: value for key, value in answer.items() if key not in ("points", "probes")}
+        print(f"{label}: {shown}", flush=True)
+        return answer
+
+    @property
+    def arms(self) -> list[str]:
+        return self.options["arms"].split(",")
+
+    @property
+    def shares(self) -> list[float]:
+        return [float(share) for share in self.options["shares"].split(",")]
+
+    def allocators(self, arm: str) -> list[str]:
+        """Both allocators for arms of libraries; our arms hold one workspace, so one allocator is enough."""
+        names = self.options["allocators"].split(",")
+        return names if arm in NATIVE_ARMS else names[:1]
 
 
 def measure(arguments: list[str]) -> int:
-    """Measure the parts asked for, print the table and record the rows; returns 0."""
     is_quick = parse_options(arguments, DEFAULTS)["quick"] == "true"
-    options = parse_options(arguments, {**DEFAULTS, **(QUICK if is_quick else {})})
-    session = Session(options, time.monotonic() + float(options["budget_s"]))
-    _check(session)
-    results = Path(options["results"])
+    options = parse_options(arguments, DEFAULTS | (QUICK if is_quick else {}), needs_gpu="memory")
+    models, parts = chosen(options, "models", MODELS), chosen(options, "parts", PARTS)
+    chosen(options, "arms", ARMS)
+    chosen(options, "allocators", ALLOCATORS)
+    deadline = time.monotonic() + float(options["budget_s"])
+    sessions = [Session(options, model, deadline) for model in models]
     try:
-        for model in session.listed("models"):
-            for part in session.listed("parts"):
-                PARTS[part](session, model)
+        for session in sessions:
+            for part in parts:
+                PARTS[part](session)
     finally:
-        rows = session.rows()
-        if options["record"] == "true" and rows:
-            append_rows(report.BENCH, rows, results=results)
-        print_absent(session.absent)
-        print(report.table(rows))
+        for session in sessions:
+            # Cases of some metrics have no model, so the command tells it.
+            words = [f"models={session.model}"] * (session.model != "llada_8b") + ["quick=true"] * is_quick
+            report = Report("memory", options, " ".join(["python -m benchmarks.memory", *words]))
+            for row, more in session.pending:
+                report.add(*row, **more)
+            print_absent(session.absent)
     if options["figures"]:
-        for path in report.draw(results, Path(options["figures"])):
-            print(f"drawn: {path}")
+        plots.draw(Path(options["results"]), Path(options["figures"]))
     return 0
 
 
-def _check(session: Session) -> None:
-    for key, known in (("models", CONFIGS), ("arms", ARMS), ("parts", PARTS), ("allocators", ALLOCATORS)):
-        for value in session.listed(key):
-            if value not in known:
-                raise UserError(
-                    "IDLM-0107",
-                    f"{key}={value}{did_you_mean(value, known)}",
-                    fix=f"use some of {', '.join(known)}",
-                )
-    # No context of this process may stay on the card, so the GPU is only counted here.
-    if session.options["device"] == "cuda" and not torch.cuda.device_count():
-        raise UserError(
-            "IDLM-0543", "no CUDA device", fix="run benchmarks.memory on a GPU, or give device=cpu"
-        )
-
-
-def _number(text: str) -> float:
-    """A number, without a point if it is whole."""
-    return int(text) if text.isdigit() else float(text)
-
-
-def measure_l_max(session: Session, model: str) -> None:
-    """Rows of L_max at every cap and prompt share."""
-    arms = session.listed("arms")
-    probe_layers = int(session.options["probe_layers"])
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for cap in map(_number, session.listed("caps")):
-        for share in map(float, session.listed("shares")):
-            for arm in arms:
+def measure_l_max(session: Session) -> None:
+    """L_max of every arm at every cap and prompt share."""
+    model, layers = session.model, int(session.options["probe_layers"])
+    for text in session.options["caps"].split(","):
+        cap: float = int(text) if text.isdigit() else float(text)
+        for share in session.shares:
+            found: dict[tuple[str, str], int] = {}
+            for arm in session.arms:
                 guess = round(0.97 * length_floor(model_spec(model), arm, share, cap))
+                sizes: dict[str, Any] = {"prompt_share": share, "length": guess, "cap_gib": cap}
                 for allocator in session.allocators(arm):
-                    task = session.task(
-                        "l_max",
-                        model,
-                        arm=arm,
-                        prompt_share=share,
-                        length=guess,
-                        layers=probe_layers,
-                        cap_gib=cap,
-                        expandable=ALLOCATORS[allocator],
-                    )
-                    answer = session.ask(task)
+                    is_expandable = ALLOCATORS[allocator]
+                    answer = session.ask("l_max", arm, layers=layers, expandable=is_expandable, **sizes)
                     if answer is not None:
-                        found[model, cap, share, arm, allocator] = answer
-    session.later(report.l_max_rows, found, session.command(model))
+                        found[arm, allocator] = answer["length"]
+            add_l_max(session, cap, share, found)
 
 
-def measure_steps(session: Session, model: str) -> None:
-    """Rows of step time at every length and prompt share, for each choice of layers."""
-    lengths = tuple(map(int, session.listed("lengths")))
-    rates = session.ask(session.task("rates", model, lengths=lengths))
-    for chosen in map(int, session.listed("layers")):
-        spec = model_spec(model, num_layers=chosen or None)
-        layers = None if spec == model_spec(model) else chosen
-        found: dict[tuple[Any, ...], float] = {}
-        floors: dict[tuple[Any, ...], float | None] = {}
-        for share in map(float, session.listed("shares")):
-            for length in lengths:
-                wanted = num_masks(length, share)
-                floors[model, layers, length, share] = (
-                    None
-                    if rates is None or not rates["attention"][str(length)]["rate"]
-                    else 1e3
-                    * (
-                        linear_flops(spec, length, wanted) / rates["matmul"]
-                        + attention_flops(spec, length) / rates["attention"][str(length)]["rate"]
-                    )
-                )
-            for arm in session.listed("arms"):
-                for milliseconds, length in _steps_of(session, model, arm, share, lengths, chosen):
-                    key = (model, layers, length, share, arm)
-                    found[key] = min(milliseconds, found.get(key, milliseconds))
-        session.later(report.step_rows, found, floors, session.command(model))
+def add_l_max(session: Session, cap: float, share: float, found: dict[tuple[str, str], int]) -> None:
+    """Rows of the lengths of one cap and prompt share by (arm, allocator). The baseline of our arms is the
+    longest canvas of the masked arms; `l_max_over` is the length of `ours` over the best of each other arm.
+    """
+    strong = max((length for (arm, _), length in found.items() if arm in STRONG), default=None)
+    best: dict[str, int] = {}
+    for (arm, allocator), length in found.items():
+        case = {"model": session.model, "cap_gib": cap, "prompt_share": share, "arm": arm}
+        case["allocator"] = allocator
+        floor = length_floor(model_spec(session.model), arm, share, cap)
+        baseline = strong if arm in OURS else None
+        session.add(case, "l_max_tokens", length, "tokens", baseline=baseline, floor=floor)
+        best[arm] = max(best.get(arm, 0), length)
+    for arm, length in best.items():
+        if share == OVER_SHARE and arm != "ours" and length and best.get("ours"):
+            case = {"model": session.model, "cap_gib": cap, "arm": arm}
+            session.add(case, "l_max_over", best["ours"] / length, "x")
 
 
-def _steps_of(
-    session: Session, model: str, arm: str, share: float, lengths: tuple[int, ...], layers: int
-) -> list[tuple[float, int]]:
-    """Milliseconds and length of every step that an arm ran, with each allocator."""
-    times = []
-    for allocator in session.allocators(arm):
-        task = session.task(
-            "step",
-            model,
-            arm=arm,
-            prompt_share=share,
-            lengths=lengths,
-            layers=layers,
-            expandable=ALLOCATORS[allocator],
-        )
-        answer = session.ask(task) or {"lengths": {}}
-        for length, timed in answer["lengths"].items():
-            if "reason" in timed:
-                session.absent[f"step {model} {arm} {allocator} length={length}"] = timed["reason"]
-            else:
-                times.append((timed["ms"], int(length)))
-    return times
+def measure_steps(session: Session) -> None:
+    """Step time of every arm at every length and prompt share, for each choice of layers."""
+    lengths = tuple(numbers(session.options["lengths"]))
+    rates = session.ask("rates", lengths=lengths)
+    for layers in numbers(session.options["layers"]):
+        for share in session.shares:
+            found: dict[tuple[int, str], float] = {}
+            for arm in session.arms:
+                for allocator in session.allocators(arm):
+                    sizes = {"prompt_share": share, "lengths": lengths, "layers": layers}
+                    answer = session.ask("step", arm, expandable=ALLOCATORS[allocator], **sizes)
+                    for length, timed in (answer or {"lengths": {}})["lengths"].items():
+                        if "reason" in timed:
+                            label = f"step {session.model} {arm} {allocator} length={length}"
+                            session.absent[label] = timed["reason"]
+                        else:
+                            key = (int(length), arm)
+                            found[key] = min(timed["ms"], found.get(key, timed["ms"]))
+            add_steps(session, layers, share, rates, found)
 
 
-def measure_timelines(session: Session, model: str) -> None:
-    """Rows of each arm's use of memory at 16K, and the points of its timeline."""
+def add_steps(
+    session: Session,
+    layers: int,
+    share: float,
+    rates: dict[str, Any] | None,
+    found: dict[tuple[int, str], float],
+) -> None:
+    """Rows of milliseconds by (length, arm). The baseline of our arms is the faster masked arm."""
+    spec = model_spec(session.model, num_layers=layers or None)
+    is_whole = spec == model_spec(session.model)
+    for (length, arm), ms in found.items():
+        floor = None
+        if rates is not None and rates["attention"][str(length)]:
+            linears = linear_flops(spec, length, num_masks(length, share)) / rates["matmul"]
+            floor = 1e3 * (linears + attention_flops(spec, length) / rates["attention"][str(length)])
+        strong = min((found[length, name] for name in STRONG if (length, name) in found), default=None)
+        case = {"model": session.model, "length": length, "prompt_share": share, "arm": arm}
+        case |= {} if is_whole else {"layers": layers}
+        session.add(case, "step_ms", ms, "ms", baseline=strong if arm in OURS else None, floor=floor)
+
+
+def measure_timelines(session: Session) -> None:
+    """Each arm's use of memory at 16K, and the points of its timeline."""
     found = {}
-    for arm in session.listed("arms"):
-        allocator = session.allocators(arm)[-1]
-        task = session.task(
-            "timeline", model, arm=arm, length=TIMELINE_LENGTH, layers=4, expandable=ALLOCATORS[allocator]
-        )
-        answer = session.ask(task)
+    for arm in session.arms:
+        is_expandable = ALLOCATORS[session.allocators(arm)[-1]]
+        sizes = {"length": TIMELINE_LENGTH, "layers": TIMELINE_LAYERS}
+        answer = session.ask("timeline", arm, expandable=is_expandable, **sizes)
         if answer is not None:
             found[arm] = answer
-            session.later(report.arm_rows, arm, answer, session.command(model))
+            add_timeline(session, arm, answer)
     if session.options["record"] == "true" and found:
-        report.save_timelines(found, Path(session.options["results"]))
+        plots.save_timelines(found, Path(session.options["results"]))
 
 
-PARTS: dict[str, Callable[[Session, str], None]] = {
+def add_timeline(session: Session, arm: str, answer: dict[str, Any]) -> None:
+    """Rows of one timeline: peak over average, reserved over live, and those of a plan."""
+    case, live = {"arm": arm}, answer.get("planned_live_bytes", answer["live_bytes"])
+    session.add(case, "peak_over_average", answer["peak_over_average"], "x")
+    session.add(case, "reserved_over_live", answer["reserved_bytes"] / live, "x")
+    if "planned_bytes" in answer:
+        over, is_exact = answer["workspace_bytes"] / live, answer["workspace_bytes"] <= 1.01 * live
+        session.add(case, "planned_over_live", over, "x", gate_passed=is_exact)
+        physical, planned = answer["physical_bytes"], answer["planned_bytes"]
+        is_met = physical <= 1.01 * planned + PHYSICAL_SLACK
+        session.add(case, "physical_over_planned", physical / planned, "x", gate_passed=is_met)
+
+
+PARTS: dict[str, Callable[[Session], None]] = {
     "l_max": measure_l_max,
     "step": measure_steps,
     "timeline": measure_timelines,

@@ -19,28 +19,24 @@ room.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.engine.decoding.harness import random_model
-from benchmarks.engine.decoding.pages import check_pages
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.engine.models import random_model
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import Completion, SamplingParams
-from idlm.errors import UserError
 from idlm.infer import build as parts_builder
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.accelerator import ACCELERATORS
+from tests.pages import check_pages
+from tests.shortage import Shortage
 
 STRIDE = 4
 MAX_LENGTH, PAGE_SIZE = 192, 8
@@ -74,7 +70,6 @@ class Soaked:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def count(self, completion: Completion) -> None:
-        """Count a completion."""
         self.num_done += 1
         self.num_tokens += len(completion.token_ids)
         reason = completion.finish_reason
@@ -84,18 +79,12 @@ class Soaked:
 
 
 def measure(arguments: list[str]) -> int:
-    """Soak, then run out of memory; the status is 1 when a page leaks or the engine dies."""
-    options = parse_options(arguments, DEFAULTS)
-    device = options["device"]
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(
-            "IDLM-0543", "no CUDA device", fix="run benchmarks.engine.soak on a GPU, or give device=cpu"
-        )
-    rows = _soak_rows(options)
+    options = parse_options(arguments, DEFAULTS, needs_gpu="soak")
+    report = Report("soak", options)
+    _add_soak(report, options)
     if int(options["shortages"]):
-        rows += _shortage_rows(options)
-    save("soak", rows, options)
-    return int(any(row["gate_passed"] is False for row in rows))
+        _add_shortages(report, options)
+    return report.status
 
 
 def make_engine(
@@ -144,7 +133,6 @@ class Arrivals:
         return [self.dice.randrange(self._vocab_size - 1) for _ in range(length)]
 
     def request(self) -> tuple[list[int], SamplingParams]:
-        """The next prompt and its parameters."""
         self.given.append((self.prompt(), self.params()))
         return self.given[-1]
 
@@ -154,7 +142,6 @@ class Arrivals:
         return start + self._tokens(self.dice.randint(1, LONGEST_PROMPT - len(start)))
 
     def params(self) -> SamplingParams:
-        """Random sampling parameters."""
         dice = self.dice
         return SamplingParams(
             max_tokens=dice.randint(1, LONGEST_ANSWER),
@@ -197,43 +184,30 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
     return soaked
 
 
-def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
+def _add_soak(report: Report, options: dict[str, str]) -> None:
     engine, replay = make_engine(options, share_of_pages=SHARE_OF_PAGES)
     arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=0)
-    start = time.perf_counter()
     with replaying(replay):
         soaked = soak(engine, arrivals, int(options["requests"]))
-    seconds = time.perf_counter() - start
     leaked = engine.pool.num_pages - engine.pool.num_free
     gate = soaked.num_done == soaked.num_requests and leaked == 0
-    print(
-        f"{soaked.num_done} of {soaked.num_requests} requests ended ({soaked.reasons}), "
-        f"{soaked.num_aborted / soaked.num_requests:.1%} aborted, {engine.scheduler.num_preemptions} "
-        f"preemptions, {soaked.num_tokens} tokens, pool checked {soaked.num_checks} times, {leaked} pages "
-        f"leaked, {seconds:.0f} s",
-        flush=True,
-    )
+    print(f"{soaked.reasons}, {soaked.num_tokens} tokens, pool checked {soaked.num_checks} times", flush=True)
     case = {"lanes": int(options["lanes"]), "pages": engine.pool.num_pages, "graphs": options["graphs"]}
-    equal: tuple[tuple[str, float, str], ...] = ()
+    measured: list[tuple[str, float, str]] = []
     if options["accelerator"] != "none":
         case["accelerator"] = options["accelerator"]
-        share = _share_of_equal(options, soaked, arrivals)
-        counts = engine.row_counts
+        share, counts = _share_of_equal(options, soaked, arrivals), engine.row_counts
         gate = gate and share >= SHARE_OF_EQUAL
-        equal = (
-            ("equal_answers_share", share, "share"),
-            ("waiting_share", counts.num_waits / counts.num_pairs, "share"),
-        )
-    measured: tuple[tuple[str, float, str], ...] = (
-        *equal,
+        waiting = counts.num_waits / counts.num_pairs
+        measured = [("equal_answers_share", share, "share"), ("waiting_share", waiting, "share")]
+    measured += [
         ("requests", soaked.num_done, ""),
         ("leaked_pages", leaked, ""),
         ("aborted_share", soaked.num_aborted / soaked.num_requests, "share"),
         ("preemptions", engine.scheduler.num_preemptions, ""),
-    )
-    return [
-        result_row("soak", case, metric, value, unit, gate_passed=gate) for metric, value, unit in measured
     ]
+    for metric, value, unit in measured:
+        report.add(case, metric, value, unit, gate_passed=gate)
 
 
 def _share_of_equal(options: dict[str, str], soaked: Soaked, arrivals: Arrivals) -> float:
@@ -246,32 +220,6 @@ def _share_of_equal(options: dict[str, str], soaked: Soaked, arrivals: Arrivals)
     equal = [one.token_ids == soaked.answers[name] for name, one in zip(names, found, strict=True)]
     print(f"{sum(equal)} of {len(equal)} answers equal those of an undisturbed run", flush=True)
     return sum(equal) / len(equal)
-
-
-class Shortage(TorchDispatchMode):
-    """Makes the allocations with these numbers (from 1) fail on `device_type`; can be entered again."""
-
-    def __init__(self, device_type: str, fails_at: Collection[int]) -> None:
-        super().__init__()
-        self.device_type, self.fails_at = device_type, fails_at
-        self.num_seen = self.num_failed = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of these allocations have failed."""
-        return self.num_failed == len(self.fails_at)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_new = all(one.alias_info is None for one in func._schema.returns)
-        if is_new and isinstance(result, Tensor) and result.device.type == self.device_type:
-            self.num_seen += 1
-            if self.num_seen in self.fails_at:
-                self.num_failed += 1
-                raise torch.OutOfMemoryError(f"allocation {self.num_seen} fails on purpose")
-        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,30 +257,22 @@ def survive(make: Callable[[], tuple[Engine, Replay | None]], number: int, *, tw
     return Survival(num_raised=num_raised, num_failed=num_failed, is_alive=is_alive)
 
 
-def _shortage_rows(options: dict[str, str]) -> list[dict[str, Any]]:
+def _add_shortages(report: Report, options: dict[str, str]) -> None:
     """One failing allocation must fail no request; two in a row must fail one request."""
     small = {**options, "lanes": "4"}
 
     def make() -> tuple[Engine, Replay | None]:
         return make_engine(small, share_of_pages=1.0, adaptive=False)
 
-    rows = []
     for twice in (False, True):
         numbers = range(1, int(options["shortages"]) + 1)
         found = [survive(make, number, twice=twice) for number in numbers]
         alive, raised = sum(one.is_alive for one in found), sum(one.num_raised for one in found)
         failed = sum(one.num_failed for one in found)
-        wanted = len(found) if twice else 0
-        gate = alive == len(found) and raised == 0 and failed == wanted
-        print(f"shortages, {'two' if twice else 'one'} in a row: engine alive {alive} of {len(found)}, ")
-        print(f"    {failed} requests failed, {raised} exceptions reached the caller", flush=True)
+        gate = alive == len(found) and raised == 0 and failed == twice * len(found)
+        print(f"{raised} exceptions reached the caller", flush=True)
         case = {"shortages": len(found), "in_a_row": 1 + twice, "failed_requests": failed}
-        rows.append(
-            result_row(
-                "soak", case, "engine_survives", alive, "", baseline=float(len(found)), gate_passed=gate
-            )
-        )
-    return rows
+        report.add(case, "engine_survives", alive, "", baseline=float(len(found)), gate_passed=gate)
 
 
 if __name__ == "__main__":

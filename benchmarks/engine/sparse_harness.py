@@ -11,12 +11,23 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from benchmarks.engine.block_harness import WARM_UP_PASSES, BlockArm, BlockMeasured, SteadyBlocks, pass_cost
-from benchmarks.engine.decoding.harness import Load, slot_bytes, weights_of
+from benchmarks.engine.block_harness import (
+    WARM_UP_PASSES,
+    BlockArm,
+    BlockMeasured,
+    SteadyBlocks,
+    logits_of_pass,
+    pass_cost,
+    relative_error,
+)
+from benchmarks.engine.decoding.harness import Load
 from benchmarks.engine.decoding.trace import Trace
+from benchmarks.engine.models import free_bytes, slot_bytes, weight_bytes
+from benchmarks.stream import Rates
 from idlm.infer.accelerators.prefix import EVERYTHING
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.models.moe import Experts
@@ -95,13 +106,12 @@ class SteadyContexts(SteadyBlocks):
             from idlm.kernels.paged_attention import planning
 
             chosen = planning.choose_launch
-            planning.choose_launch = lambda *given, **named: replace(
-                chosen(*given, **named), min_blocks=NO_SPLITS
-            )
-            try:
+
+            def unsplit(*given: Any, **named: Any) -> Any:
+                return replace(chosen(*given, **named), min_blocks=NO_SPLITS)
+
+            with patch.object(planning, "choose_launch", unsplit):
                 yield
-            finally:
-                planning.choose_launch = chosen
 
 
 def steady_contexts(model: LoadedModel, arm: SparseArm, load: Load, *, num_blocks: int) -> SteadyContexts:
@@ -121,52 +131,32 @@ def largest_batch(model: LoadedModel, context: int, num_tokens: int) -> int:
     """Sequences whose KV fits beside graphs and buffers."""
     if model.device.type != "cuda":
         return 2
-    free = torch.cuda.mem_get_info(model.device)[0] - RESERVED_BYTES
+    free = int(free_bytes(model)) - RESERVED_BYTES
     return max(1, free // ((context + num_tokens + SLACK) * slot_bytes(model)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
-    """Lower bounds by bytes and products, ms: of a pass that sees everything, of one that sees lists, and of
-    reading the keys of sparse layers once more.
+def block_floor_ms(model: LoadedModel, arm: SparseArm, load: Load, rates: Rates) -> float | None:
+    """Lower bound of a block by bytes and products at the measured rates; None where none is given. With MAGE
+    a first pass sees everything and reads the keys of sparse layers once more, the others see lists.
     """
-
-    exact_ms: float
-    sparse_ms: float
-    rank_ms: float
-
-    def block_ms(self, arm: SparseArm) -> float | None:
-        """Of a block of one arm; None for baselines that no bound is given for."""
-        if not arm.accelerators():
-            return arm.num_passes * self.exact_ms
-        if arm.name != "mage":
-            return None
-        return self.exact_ms + self.rank_ms + (arm.num_passes - 1) * self.sparse_ms
-
-
-def floor_of(model: LoadedModel, arm: SparseArm, load: Load, *, stream: float, product: float) -> Floor:
-    """Bounds at the rates that were measured: a linear or an attention takes its bytes or its products."""
-    batch, num_layers = load.concurrency, model.spec.num_layers
-    rows = batch * arm.stride
-    item_bytes = sum(weight.numel() * weight.element_size() for weight in weights_of(model))
-    linears = max(
-        item_bytes / stream,
-        pass_cost(model, num_sequences=batch, rows=rows, slots=0).linears(rows, rows) / product,
-    )
+    if arm.accelerators() and arm.name != "mage":
+        return None
+    batch, rows = load.concurrency, load.concurrency * arm.stride
+    flops = pass_cost(model, num_sequences=batch, rows=rows, slots=0).linears(rows, rows)
+    linears = max(weight_bytes(model) / rates.stream, flops / rates.product)
 
     def attention(slots: float) -> float:
         cost = pass_cost(model, num_sequences=batch, rows=rows, slots=slots)
-        return max(cost.kv_bytes / stream, cost.attention_flops / product)
+        return max(cost.kv_bytes / rates.stream, cost.attention_flops / rates.product)
 
-    sparse_share = 1 - arm.exact_layers / num_layers
     everything = attention(load.context + arm.stride)
+    if not arm.accelerators():
+        return 1e3 * arm.num_passes * (linears + everything)
+    sparse_share = 1 - arm.exact_layers / model.spec.num_layers
     listed = attention(min(arm.k, load.context) + arm.stride)
-    key_bytes = batch * load.context * slot_bytes(model) / 2 * sparse_share
-    return Floor(
-        exact_ms=1e3 * (linears + everything),
-        sparse_ms=1e3 * (linears + sparse_share * listed + (1 - sparse_share) * everything),
-        rank_ms=1e3 * key_bytes / stream,
-    )
+    ranking = batch * load.context * slot_bytes(model) / 2 * sparse_share / rates.stream
+    sparse = linears + sparse_share * listed + (1 - sparse_share) * everything
+    return 1e3 * (linears + everything + ranking + (arm.num_passes - 1) * sparse)
 
 
 def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
@@ -181,8 +171,7 @@ def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
         expected, _ = _second_logits(model, replace(full, name="exact"), load)
     with routing(routes, replays=True):
         found, is_listed = _second_logits(model, full, load)
-    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    return float(error) if is_listed else 1.0
+    return relative_error(found, expected) if is_listed else 1.0
 
 
 @contextlib.contextmanager
@@ -197,11 +186,8 @@ def routing(routes: list[tuple[torch.Tensor, torch.Tensor]], *, replays: bool) -
     def replayed(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return routes.pop(0)
 
-    Experts.route = replayed if replays else recorded  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(Experts, "route", replayed if replays else recorded):
         yield
-    finally:
-        Experts.route = original  # type: ignore[method-assign]
 
 
 def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torch.Tensor, bool]:
@@ -210,27 +196,13 @@ def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torc
     """
     torch.manual_seed(0)
     steady = steady_contexts(model, arm, load, num_blocks=1)
-    # Random draws could differ in a last bit and then in everything that follows: the keys must not.
-    dice = torch.Generator(device=model.device).manual_seed(0)
     runner: Any = steady.engine._parts.runner
-    for cached in (runner._cache.keys, runner._cache.values):
-        cached.normal_(generator=dice)
-    seen: list[torch.Tensor] = []
-    is_listed = [False]
-    forward, make_plan = runner.forward, runner._plan_attention
+    make_plan, is_listed = runner._plan_attention, False
 
     def watched_plan(table: Any, plan: Any, lists: Any = None) -> Any:
-        is_listed[0] = lists is not None and bool(lists.listed_B.all())
+        nonlocal is_listed
+        is_listed = lists is not None and bool(lists.listed_B.all())
         return make_plan(table, plan, lists)
 
-    def watched(plan: Any) -> Any:
-        wanted = forward(plan)
-        seen.append(wanted.logits().float())
-        return wanted
-
-    runner.forward, runner._plan_attention = watched, watched_plan
-    steady.start_requests()
-    steady.run_passes(GATE_PASSES)
-    found = seen[GATE_PASSES - 1], is_listed[0]
-    steady.abort_all()
-    return found
+    runner._plan_attention = watched_plan
+    return logits_of_pass(steady, GATE_PASSES), is_listed

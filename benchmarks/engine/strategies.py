@@ -11,8 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
@@ -28,11 +27,9 @@ PASSES_PER_PROMPT_SET = 8
 
 
 def measure(arguments: list[str]) -> int:
-    """Print and optionally record the ratio to AR for every strategy and batch size."""
     options = parse_options(arguments, DEFAULTS)
     task = TASKS.get("ledger")(level="tiny")
-    rows: list[dict[str, Any]] = []
-    print(f"{'batch':>5} {'decoder':<12} {'tokens/s':>9} {'over AR':>8} {'TPF':>6}")
+    report = Report("strategies", options)
     for batch in BATCH_SIZES:
         samples = task_samples(task, "validation", max(batch, PASSES_PER_PROMPT_SET))
         baseline = _run(options, "ar", {}, batch, samples)
@@ -40,22 +37,8 @@ def measure(arguments: list[str]) -> int:
             result = _run(options, "isd", {"stride": STRIDE, "rejection_strategy": name}, batch, samples)
             gate = [c.token_ids for c in result.completions] == [c.token_ids for c in baseline.completions]
             case = {"strategy": name, "stride": STRIDE, "batch": batch, "device": options["device"]}
-            row = result_row(
-                "strategies",
-                case,
-                "tokens_per_second",
-                result.tokens_per_second,
-                "tokens/s",
-                baseline=baseline.tokens_per_second,
-                gate_passed=gate,
-                command="python -m benchmarks.strategies",
-            )
-            rows.append(row)
-            print(
-                f"{batch:>5} {name:<12} {result.tokens_per_second:>9.0f} {row['ratio']:>8.2f} "
-                f"{result.tokens_per_forward:>6.2f}{'' if gate else '  answers differ from AR'}"
-            )
-    save("strategies", rows, options)
+            speed, base = result.tokens_per_second, baseline.tokens_per_second
+            report.add(case, "tokens_per_second", speed, "tokens/s", baseline=base, gate_passed=gate)
     return 0
 
 

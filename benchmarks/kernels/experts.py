@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
-from benchmarks.stream import Timer, matmul_rate
+from benchmarks.shared import Report, defaults, numbers, parse_options, start
+from benchmarks.stream import Timer, device_ms, matmul_rate
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.launch import ExpertsLaunch, choose, grouped, plan_tiles
+from idlm.kernels.experts.launch import choose, grouped, plan_tiles
 from idlm.kernels.experts.op import plain_experts, plain_route
 from idlm.kernels.linear import Linears
 from idlm.kernels.swiglu import swiglu
@@ -44,39 +43,36 @@ class Shape:
 
     @property
     def expert_numbers(self) -> int:
-        """Number of weights of one expert."""
         return 3 * self.ffn * self.width
 
 
 SHAPES = {
     "sdar-30b-a3b": Shape(num_experts=128, num_chosen=8, ffn=768, width=2048),
     "llada2-mini": Shape(num_experts=256, num_chosen=8, ffn=512, width=2048),
-    "tiny": Shape(num_experts=8, num_chosen=2, ffn=64, width=128),
 }
 
 
 class Layer:
     """Random bf16 weights; rows are drawn so that every expert is about as popular."""
 
-    def __init__(self, shape: Shape, device: str = "cuda") -> None:
+    def __init__(self, shape: Shape) -> None:
         self.shape, self.linears = shape, Linears()
         self.routing = Routing(num_chosen=shape.num_chosen, score="softmax", is_normalised=True)
-        self.device = device
         self.router = self.drawn(shape.num_experts, shape.width)
         self.gate_up = self.drawn(shape.num_experts, 2 * shape.ffn, shape.width)
         self.down = self.drawn(shape.num_experts, shape.width, shape.ffn)
 
     def drawn(self, *shape: int) -> Tensor:
         """Random weights whose products keep the size of rows."""
-        return torch.randn(shape, device=self.device, dtype=BF16) * shape[-1] ** -0.5
+        return torch.randn(shape, device="cuda", dtype=BF16) * shape[-1] ** -0.5
 
     def rows(self, num: int) -> Tensor:
-        return torch.randn(num, self.shape.width, device=self.device, dtype=BF16)
+        return torch.randn(num, self.shape.width, device="cuda", dtype=BF16)
 
-    def ours(self, x_RD: Tensor, launch: ExpertsLaunch | None = None, pdl: bool | None = None) -> Tensor:
+    def ours(self, x_RD: Tensor, pdl: bool | None = None) -> Tensor:
         """Our layer, as infer/models/moe.py runs it."""
         chosen, weights = route(self.linears.linear(x_RD, self.router), self.routing, pdl=pdl)
-        return experts(x_RD, self.gate_up, self.down, chosen, weights, launch=launch, pdl=pdl)
+        return experts(x_RD, self.gate_up, self.down, chosen, weights, pdl=pdl)
 
     def loop(self, x_RD: Tensor) -> Tensor:
         """The experts one after another, which waits for the host."""
@@ -105,10 +101,10 @@ class Layer:
         gate_up_PF = grouped_mm(x_PD, self.gate_up.transpose(1, 2), offsets_E)
         return grouped_mm(swiglu(gate_up_PF), self.down.transpose(1, 2), offsets_E)
 
-    def products(self, x_RD: Tensor, launch: ExpertsLaunch | None = None) -> Callable[[], Any]:
+    def products(self, x_RD: Tensor) -> Callable[[], Any]:
         """Our two products with a given plan; they include SwiGLU and the gather of rows."""
         chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
-        launch = launch or choose(len(x_RD), self.shape.num_chosen, self.shape.num_experts, BF16)
+        launch = choose(len(x_RD), self.shape.num_chosen, self.shape.num_experts, BF16)
         plan = plan_tiles(chosen, 0, self.shape.num_experts, launch.block_r, False)
         hidden = x_RD.new_empty(chosen.numel(), self.shape.ffn)
         y = x_RD.new_empty(chosen.numel(), self.shape.width)
@@ -124,7 +120,6 @@ class Layer:
         return run
 
     def num_active(self, x_RD: Tensor) -> int:
-        """Experts that some row chooses."""
         chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
         return int(chosen.unique().numel())
 
@@ -135,8 +130,8 @@ class Layer:
         ours_RD, loop_RD = self.ours(x_RD), plain_experts(x_RD, *given)
         few = slice(0, 64)
         used = chosen[few].unique().long()
-        place = torch.zeros(self.shape.num_experts, dtype=torch.long, device=self.device)
-        place[used] = torch.arange(len(used), device=self.device)
+        place = torch.zeros(self.shape.num_experts, dtype=torch.long, device="cuda")
+        place[used] = torch.arange(len(used), device="cuda")
         wide = (self.gate_up[used].double(), self.down[used].double())
         true_RD = plain_experts(x_RD[few].double(), wide, (place[chosen[few].long()], weights[few].double()))
         ours, loop = (float((one[few].double() - true_RD).norm()) for one in (ours_RD, loop_RD))
@@ -150,7 +145,6 @@ def grouped_mm(x_PD: Tensor, weight_EDO: Tensor, offsets_E: Tensor) -> Tensor:
     return torch.as_tensor(op(x_PD, weight_EDO, offs=offsets_E))
 
 
-BF16 = torch.bfloat16
 DEFAULTS = defaults("rows=1,32,256,2048,8192 shape=sdar-30b-a3b rounds=7 record=true")
 INPUTS_OF_FEW = 16
 LOOP_ROUNDS = 5
@@ -158,63 +152,38 @@ LOOP_ROUNDS = 5
 
 @dataclass(slots=True)
 class Bench:
-    """Options and measured rates of all parts; parts append to `rows`."""
+    """Measured rates and the layer of all rows."""
 
     timer: Timer
     flops_per_us: float
-    name: str
     layer: Layer
-    rows: list[dict[str, Any]]
-
-    def floor_us(self, inputs: list[Tensor]) -> tuple[float, str]:
-        """Time to read the active experts' weights or to compute their products, and which one is longer."""
-        shape = self.layer.shape
-        active = statistics.mean(self.layer.num_active(x_RD) for x_RD in inputs)
-        read = 2 * active * shape.expert_numbers / self.timer.bytes_per_us
-        pairs = len(inputs[0]) * shape.num_chosen
-        computed = 2 * pairs * shape.expert_numbers / self.flops_per_us
-        return max((read, "stream"), (computed, "matmul"))
+    report: Report
 
     def note(
         self, arm: str, inputs: list[Tensor], us: float, *, baseline: float | None, gate: bool | None
     ) -> None:
-        """Record one time as a result row and print it."""
-        floor, limit = self.floor_us(inputs)
-        case = {"shape": self.name, "rows": len(inputs[0]), "arm": arm, "limit": limit}
-        row = result_row(
-            "experts", case, "ms", us / 1e3, "ms", baseline=_ms(baseline), floor=floor / 1e3, gate_passed=gate
-        )
-        self.rows.append(row)
-        against = "" if baseline is None else f"{baseline:9.1f} us {baseline / us:6.2f}x"
-        verdict = "  WRONG" if gate is False else ""
-        share = f"{floor / us:6.1%} of {limit:6s}"
-        print(f"{len(inputs[0]):6d} rows {arm:18s} {us:9.1f} us {share} {against}{verdict}", flush=True)
-
-
-def _ms(us: float | None) -> float | None:
-    return None if us is None else us / 1e3
+        """Record one time. Limit: to read the weights of active experts, or to compute their products."""
+        shape = self.layer.shape
+        active = statistics.mean(self.layer.num_active(x_RD) for x_RD in inputs)
+        read = 2 * active * shape.expert_numbers / self.timer.bytes_per_us
+        pairs = len(inputs[0]) * shape.num_chosen
+        floor, limit = max((read, "stream"), (2 * pairs * shape.expert_numbers / self.flops_per_us, "matmul"))
+        case = {"shape": self.report.options["shape"], "rows": len(inputs[0]), "arm": arm, "limit": limit}
+        against = None if baseline is None else baseline / 1e3
+        self.report.add(case, "ms", us / 1e3, "ms", baseline=against, floor=floor / 1e3, gate_passed=gate)
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the parts, print lines and record the rows; returns the exit status."""
     options = parse_options(arguments, DEFAULTS, needs_gpu="experts")
     torch.manual_seed(0)
-    timer = Timer(rounds=int(options["rounds"]))
     bench = Bench(
-        timer=timer,
+        timer=Timer(rounds=int(options["rounds"])),
         flops_per_us=matmul_rate() / 1e6,
-        name=options["shape"],
         layer=Layer(SHAPES[options["shape"]]),
-        rows=[],
+        report=Report("experts", options),
     )
-    print(
-        f"stream {timer.bytes_per_us / 1e6:.3f} TB/s, matmul {bench.flops_per_us / 1e6:.0f} TFLOP/s",
-        flush=True,
-    )
-    for num_rows in (int(rows) for rows in options["rows"].split(",")):
-        inputs = [bench.layer.rows(num_rows) for _ in range(INPUTS_OF_FEW if num_rows <= 32 else 1)]
-        _layer(bench, inputs)
-    save("experts", bench.rows, options)
+    for num_rows in numbers(options["rows"]):
+        _layer(bench, [bench.layer.rows(num_rows) for _ in range(INPUTS_OF_FEW if num_rows <= 32 else 1)])
     return 0
 
 
@@ -222,27 +191,26 @@ def _layer(bench: Bench, inputs: list[Tensor]) -> None:
     """Measure the whole layer, its products and both baselines."""
     layer = bench.layer
     is_right = layer.is_right(inputs[0])
-    loop = _eager_us(partial(layer.loop, inputs[0]))
+    # It waits for the host, so that no graph can hold it.
+    loop = 1000 * statistics.median(
+        [device_ms(partial(layer.loop, inputs[0])) for _ in range(LOOP_ROUNDS + 2)][2:]
+    )
     library = _library_us(bench, [partial(layer.library, x_RD) for x_RD in inputs])
     strongest = loop if library is None else min(loop, library)
     bench.note("loop", inputs, loop, baseline=None, gate=None)
     if library is not None:
         bench.note("grouped_mm", inputs, library, baseline=loop, gate=None)
     for pdl in (False, True):
-        us = bench.timer.us_per_call([partial(layer.ours, x_RD, None, pdl) for x_RD in inputs])
+        us = bench.timer.us_per_call([partial(layer.ours, x_RD, pdl) for x_RD in inputs])
         bench.note("ours" if pdl else "ours_without_pdl", inputs, us, baseline=strongest, gate=is_right)
     sorted_of = []
     for x_RD in inputs:
-        order_P, offsets_E = layer.sorted_pairs(_choices(layer, x_RD))
+        chosen_RC = F.linear(x_RD, layer.router).topk(layer.shape.num_chosen, dim=-1).indices
+        order_P, offsets_E = layer.sorted_pairs(chosen_RC)
         sorted_of.append((x_RD[order_P // layer.shape.num_chosen], offsets_E))
     alone = _library_us(bench, [partial(layer.library_products, *given) for given in sorted_of])
     us = bench.timer.us_per_call([layer.products(x_RD) for x_RD in inputs])
     bench.note("ours_products", inputs, us, baseline=alone, gate=is_right)
-
-
-def _choices(layer: Layer, x_RD: Tensor) -> Tensor:
-    logits_RE = torch.nn.functional.linear(x_RD, layer.router)
-    return logits_RE.topk(layer.shape.num_chosen, dim=-1).indices
 
 
 def _library_us(bench: Bench, calls: list[Callable[[], Any]]) -> float | None:
@@ -252,19 +220,6 @@ def _library_us(bench: Bench, calls: list[Callable[[], Any]]) -> float | None:
     except (RuntimeError, AttributeError) as error:
         print(f"torch's grouped matmul cannot be had: {error}", flush=True)
         return None
-
-
-def _eager_us(call: Callable[[], Any]) -> float:
-    """Median time of calls that wait for the host."""
-    times = []
-    for _ in range(LOOP_ROUNDS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times[2:])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ R rows, D input width, E output width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engine.decoding.harness import MODELS
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, numbers, parse_options, save, start
+from benchmarks.engine.models import MODELS
+from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from benchmarks.stream import Timer
 from idlm.kernels.linear import (
     Fp8Weight,
@@ -55,7 +54,7 @@ class Bench:
     timer: Timer
     shapes: dict[str, tuple[int, int, bool]]
     workspace: Workspace
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    report: Report
 
     def compare(
         self,
@@ -74,8 +73,7 @@ class Bench:
         baseline = self.timer.us_per_call([partial(F.linear, x_RD, weight) for weight in plain])
         first = weights[0]
         num_bytes = first.values_ED.numel() if isinstance(first, Fp8Weight) else first.numel() * 2
-        row = result_row(
-            "linears",
+        self.report.add(
             {"op": op, "shape": name, "rows": rows},
             "us",
             us,
@@ -85,25 +83,19 @@ class Bench:
             gate_passed=_is_right(first, launch, gated, self.workspace, x_RD),
             exactness="lossy" if op == "fp8" else "exact",
         )
-        self.rows.append(row)
-        print(
-            f"{op:8s} {name:8s} {rows:5d} rows {us:9.2f} us {row['share_of_floor']:6.1%} of stream "
-            f"{row['ratio']:6.3f}x of cuBLAS{'' if row['gate_passed'] else '  WRONG'}",
-            flush=True,
-        )
 
 
 def measure(arguments: list[str]) -> int:
-    """Time all arms and record the rows; the status is 1 if one is wrong."""
     options = parse_options(arguments, DEFAULTS, needs_gpu="linears")
     torch.manual_seed(0)
     bench = Bench(
         timer=Timer(rounds=int(options["rounds"])),
         shapes=shapes_of(MODELS[options["model"]]),
         workspace=make_workspace(torch.device("cuda"), num_floats=1 << 25, num_tiles=1 << 15),
+        report=Report("linears", options),
     )
     agrees = check_rows_agree(torch.device("cuda"), BF16)
-    print(f"read-only stream {bench.timer.bytes_per_us / 1e6:.3f} TB/s; rows agree: {agrees}", flush=True)
+    print(f"rows agree: {agrees}", flush=True)
     for name, (E, D, gated) in bench.shapes.items():
         height = 2 * E if gated else E
         num_copies = max(1, -(-ROTATED_BYTES // (height * D * 2)))
@@ -117,8 +109,7 @@ def measure(arguments: list[str]) -> int:
         for rows in FIXED_ROWS if name != "head" else ():
             launch = with_pdl(fixed_launch(rows, E, D, BF16, gated=gated), True)
             bench.compare("fixed", name, rows, plain, plain, launch)
-    save("linears", bench.rows, options)
-    return 0 if agrees and all(row["gate_passed"] for row in bench.rows) else 1
+    return bench.report.status or int(not agrees)
 
 
 def shapes_of(model: dict[str, Any]) -> dict[str, tuple[int, int, bool]]:

@@ -22,14 +22,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
-from benchmarks.stream import Timer, matmul_rate
+from benchmarks.shared import Report, defaults, parse_options, start
+from benchmarks.stream import Timer
 from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK, PAGE = 32, 8, 128, 32, 32
@@ -51,7 +49,6 @@ class Problem:
     slots_LZKC: Tensor
 
     def rank(self, ranking: RankingPass | None = None) -> None:
-        """One ranking of all layers."""
         rank_prefix(ranking or self.ranking, self.lanes_B, self.slots_LZKC)
 
     @property
@@ -62,22 +59,15 @@ class Problem:
 
 
 def measure(arguments: list[str]) -> int:
-    """Print and record correctness and times; returns the exit status."""
     options = parse_options(arguments, DEFAULTS, needs_gpu="prefix_ranking")
-    timer, products = Timer(rounds=int(options["rounds"])), matmul_rate()
-    print(f"read-only stream {timer.bytes_per_us / 1e6:.3f} TB/s, product {products / 1e12:.0f} TFLOP/s")
-    rows: list[dict[str, Any]] = []
-    is_right = True
+    timer, report = Timer(rounds=int(options["rounds"])), Report("prefix_ranking", options)
     for case in options["cases"].split(","):
         batch, context = (int(number) for number in case.split("x"))
         problem = make_problem(options, batch, context)
-        gate = check(problem)
-        is_right &= gate
-        rows += times(problem, timer, products, gate)
+        times(report, problem, timer, check(problem))
         del problem
         torch.cuda.empty_cache()
-    save("prefix_ranking", rows, options)
-    return 0 if is_right else 1
+    return report.status
 
 
 def make_problem(options: dict[str, str], batch: int, context: int, *, device: str = "cuda") -> Problem:
@@ -165,30 +155,15 @@ def check(problem: Problem) -> bool:
     return is_right
 
 
-def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[dict[str, Any]]:
-    """Print the times of one case; returns them as rows."""
-    batch, context = len(problem.lanes_B), problem.ranking.max_slots
-    case = {"batch": batch, "context": context}
+def times(report: Report, problem: Problem, timer: Timer, gate: bool) -> None:
+    case = {"batch": len(problem.lanes_B), "context": problem.ranking.max_slots}
     floor = problem.key_bytes / timer.bytes_per_us / 1e3
-    flops = 2 * problem.key_bytes / 2 * BLOCK * GROUP
-    rank = timer.us_per_call([problem.rank]) / 1e3
-    rested = timer.us_per_call([problem.rank], rest=REST_SECONDS) / 1e3
+    for metric, rest in (("rank_ms", 0.0), ("rank_rested_ms", REST_SECONDS)):
+        ms = timer.us_per_call([problem.rank], rest=rest) / 1e3
+        report.add(case, metric, ms, "ms", floor=floor, gate_passed=gate)
     idle_pass = replace(problem.ranking, ranks_B=torch.zeros_like(problem.ranking.ranks_B))
     idle = timer.us_per_call([partial(problem.rank, idle_pass)])
-    step = WEIGHT_BYTES / timer.bytes_per_us
-    print(
-        f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms, "
-        f"with rests {rested:.3f} ms, {rested / floor:.3f} "
-        f"(products alone {flops / products * 1e3:.3f} ms); "
-        f"idle: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
-        flush=True,
-    )
-    row = partial(result_row, "prefix_ranking", case, gate_passed=gate)
-    return [
-        row(metric="rank_ms", value=rank, unit="ms", floor=floor),
-        row(metric="rank_rested_ms", value=rested, unit="ms", floor=floor),
-        row(metric="rank_idle_share", value=idle / step, unit="x"),
-    ]
+    report.add(case, "rank_idle_share", idle * timer.bytes_per_us / WEIGHT_BYTES, "x", gate_passed=gate)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@
         [strides=2,3,4,8] [packed=false,true]
 
 Checks every arm against float64 first. Then all arms take turns, so that clocks and neighbours affect them
-equally, each time with a cold L2 cache; the table shows medians. cuDNN is only a yardstick: it computes plain
-causal attention over 2L tokens, which has twice the visible pairs, so half its time is shown.
+equally, each time with a cold L2 cache; medians.
 "flash" is FlexAttention with FlashAttention 4 (pip install -e '.[flash-attn]') as its back end. Where it is
 absent or fails, the reason is printed and the other arms are measured.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, print_absent, run_arms, save, start
+from benchmarks.shared import Report, defaults, numbers, parse_options, print_absent, run_arms, start
+from benchmarks.stream import ms_in_turns
 from idlm.kernels.split_attention import split_attention_ranges
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, pack_rows
@@ -32,7 +30,6 @@ from idlm.train.model.flex_mask import flex_block_mask
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 SHORTEST, LONGEST = 300, 2000
 CHECKED_LENGTH = 768
-COMMAND = "python -m benchmarks.train_attention"
 FLUSHED_BYTES = 1 << 33
 """More than the L2 cache, and 2 ms in which the host runs ahead of the device, as it does in training."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,26 +37,18 @@ DEFAULTS = defaults("length=4096 rounds=7 record=false dense=true strides=2,3,4,
 
 
 def measure(arguments: list[str]) -> int:
-    """Print and optionally record the times of all arms, one case after the other."""
     options = parse_options(arguments, DEFAULTS, needs_gpu="train_attention")
     length, rounds = int(options["length"]), int(options["rounds"])
-    rows: list[dict[str, Any]] = []
-    lines: list[str] = []
-    absent: dict[str, str] = {}
+    report, absent = Report("train_attention", options), dict[str, str]()
     for packed in (word == "true" for word in options["packed"].split(",")):
-        for stride in map(int, options["strides"].split(",")):
+        for stride in numbers(options["strides"]):
             documents = packed_lengths(length, seed=stride) if packed else [length]
             gates = _errors(documents, stride, absent)
             wanted = {*gates, "dense"} if options["dense"] == "true" else {*gates}
             times = _times(documents, stride, rounds, wanted, absent)
-            case = {"stride": stride, "length": length, "packed": packed}
-            rows += _rows(case, times, gates)
-            lines.append(_line(case, len(documents), times, gates))
-    columns = " ".join(f"{name:>9}" for name in ("split", "flex", "flash", "dense", "cudnn/2"))
-    print(f"\n{'stride':>6} {'docs':>5} {columns}  ms;  split: over flex, over flash, error over torch's own")
-    print("\n".join(lines))
+            print(" ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()), flush=True)
+            _add(report, {"stride": stride, "length": length, "packed": packed}, times, gates)
     print_absent(absent)
-    save("train_attention", rows, options)
     return 0
 
 
@@ -167,8 +156,6 @@ def _times(
     meta = packed_meta(documents, stride, sum(documents))
     leaves, doutput = _inputs(meta.doc_ids.shape[1])
     steps = {name: _step(attend, leaves, doutput) for name, attend in _arms(meta, wanted).items()}
-    twice, dtwice = _inputs(2 * sum(documents))
-    steps["cudnn"] = _step(_cudnn, twice, dtwice)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
 
     def warm_up(step: Callable[[], None]) -> Callable[[], None]:
@@ -177,19 +164,7 @@ def _times(
         return step
 
     steps = run_arms(steps, warm_up, required=steps.keys() - {"flash"}, absent=absent)
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            flushed.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            samples[name].append(start.elapsed_time(end))
-    times = {name: statistics.median(values) for name, values in samples.items()}
-    times["cudnn"] /= 2
-    return times
+    return ms_in_turns(steps, rounds, before=flushed.zero_)
 
 
 def _step(attend: Attend, leaves: list[Tensor], doutput: Tensor) -> Callable[[], None]:
@@ -201,50 +176,18 @@ def _step(attend: Attend, leaves: list[Tensor], doutput: Tensor) -> Callable[[],
     return step
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Plain causal attention by cuDNN, [B, T, N, H]."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return output.transpose(1, 2)
-
-
-def _rows(case: dict[str, Any], times: dict[str, float], gates: dict[str, float]) -> list[dict[str, Any]]:
+def _add(report: Report, case: dict[str, Any], times: dict[str, float], gates: dict[str, float]) -> None:
     """Time and speed-up over FlexAttention's Triton back end in the same run; gate: twice PyTorch's error.
 
     `flex=fa4` in a case: over FlexAttention with FlashAttention 4, if that is as exact.
     """
-    rows = []
     for arm in sorted(gates.keys() & times.keys() - {"flex"}):
-        shared: dict[str, Any] = {
-            "gate_passed": gates[arm] <= 2,
-            "command": COMMAND,
-        }
-        where = case | {"arm": arm}
-        speedup = times["flex"] / times[arm]
-        rows += [
-            result_row("train_attention", where, "speedup_vs_flex", speedup, "x", **shared),
-            result_row("train_attention", where, "ms", times[arm], "ms", baseline=times["flex"], **shared),
-        ]
+        where, gate = case | {"arm": arm}, gates[arm] <= 2
+        report.add(where, "speedup_vs_flex", times["flex"] / times[arm], "x", gate_passed=gate)
+        report.add(where, "ms", times[arm], "ms", baseline=times["flex"], gate_passed=gate)
     if "flash" in times and gates["flash"] <= 2:
-        where = case | {"arm": "split", "flex": "fa4"}
-        speedup = times["flash"] / times["split"]
-        shared = {"gate_passed": gates["split"] <= 2, "command": COMMAND}
-        rows.append(result_row("train_attention", where, "speedup_vs_flex", speedup, "x", **shared))
-    return rows
-
-
-def _line(case: dict[str, Any], num_documents: int, times: dict[str, float], gates: dict[str, float]) -> str:
-    names = ("split", "flex", "flash", "dense", "cudnn")
-    columns = " ".join(f"{times[name]:>9.3f}" if name in times else f"{'-':>9}" for name in names)
-    gate = gates["split"]
-    over_flash = f"{times['flash'] / times['split']:.2f}x" if "flash" in times else "-"
-    verdict = f"{times['flex'] / times['split']:.2f}x {over_flash} {gate:.2f}"
-    verdict += "" if gate <= 2 else "  WRONG"
-    if "flash" in gates and not gates["flash"] <= 2:
-        verdict += f"  flash WRONG: {gates['flash']:.2f}"
-    return f"{case['stride']:>6} {num_documents:>5} {columns}  {verdict}"
+        where, speedup = case | {"arm": "split", "flex": "fa4"}, times["flash"] / times["split"]
+        report.add(where, "speedup_vs_flex", speedup, "x", gate_passed=gates["split"] <= 2)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.results import result_row
+from benchmarks.shared import Report
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import Evaluation
 
@@ -20,25 +22,36 @@ Measured = tuple[str, float, str, float | None]
 class ArmResult:
     """The answers of an arm; `marks` says which questions were answered exactly."""
 
+    arm: Any
     evaluation: Evaluation
     marks: tuple[bool, ...] = field(default=(), repr=False)
 
     @property
     def share(self) -> float:
-        """Exact match."""
         return self.evaluation.exact_match
 
 
-def engine_of(options: dict[str, str], decoder: str, **settings: Any) -> Engine:
-    """The engine of a benchmark's `model`, `device`, `dtype` and `batch`, with further keywords."""
+def marks_of(evaluation: Evaluation) -> tuple[bool, ...]:
+    """Which questions were answered exactly."""
+    return tuple(verdict.correct for verdict in evaluation.verdicts)
+
+
+@contextmanager
+def engine_of(options: dict[str, str], decoder: str, **settings: Any) -> Iterator[Engine]:
+    """The engine of a benchmark's `model`, `device`, `dtype` and `batch`, with further keywords; its memory
+    is free afterwards, if the caller deletes its own name of it.
+    """
     sizes: dict[str, Any] = {"max_num_seqs": int(options["batch"]), **settings}
-    return Engine.from_pretrained(
+    engine = Engine.from_pretrained(
         options["model"], decoder, device=options["device"], dtype=options["dtype"], **sizes
     )
+    yield engine
+    engine.close()
+    del engine
+    free_cached_memory()
 
 
 def greedy(options: dict[str, str], decoder_options: dict[str, Any]) -> SamplingParams:
-    """Settings of all requests of an arm."""
     return SamplingParams(
         temperature=0, max_tokens=int(options["max_tokens"]), seed=1, decoder_options=decoder_options
     )
@@ -56,9 +69,14 @@ def difference_error(result: ArmResult, base: ArmResult) -> float:
     return math.sqrt(sum((one - mean) ** 2 for one in differences)) / len(differences)
 
 
-def arm_rows(
-    bench: str, case: dict[str, Any], result: ArmResult, base: ArmResult, *further: Measured, **facts: Any
-) -> Sequence[dict[str, Any]]:
+def add_arm(
+    report: Report,
+    case: dict[str, Any],
+    result: ArmResult,
+    base: ArmResult,
+    *further: Measured,
+    gate: bool | None = None,
+) -> None:
     """Result rows of an arm, compared with `base`: quality, speed, and `further` metrics."""
     evaluation = result.evaluation
     measured: tuple[Measured, ...] = (
@@ -68,17 +86,6 @@ def arm_rows(
         ("tokens_per_second", evaluation.tokens_per_second, "tokens/s", base.evaluation.tokens_per_second),
         *further,
     )
-    return [
-        result_row(
-            bench,
-            case,
-            metric,
-            value,
-            unit,
-            baseline=baseline,
-            exactness=evaluation.exactness,
-            command=f"python -m benchmarks.{bench}",
-            **facts,
-        )
-        for metric, value, unit, baseline in measured
-    ]
+    facts: dict[str, Any] = {"gate_passed": gate, "exactness": evaluation.exactness}
+    for metric, value, unit, baseline in measured:
+        report.add(case, metric, value, unit, baseline=baseline, **facts)

@@ -11,7 +11,6 @@ the engine, recomputes the answers of n questions.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,14 @@ from typing import Any
 from benchmarks.quality.arms import (
     ArmResult,
     Measured,
-    arm_rows,
-    binomial_error,
+    add_arm,
     difference_error,
     engine_of,
     greedy,
+    marks_of,
 )
-from benchmarks.results import append_rows
-from benchmarks.shared import defaults, parse_options, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
-from idlm.devices import free_cached_memory
-from idlm.errors import UserError
 from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
@@ -56,11 +52,9 @@ class Arm:
 
     @property
     def strategy(self) -> str:
-        """Strategy of decoder `block`."""
         return SEQUENTIAL if self.threshold is None else DYNAMIC
 
     def options(self) -> dict[str, Any]:
-        """Decoder options of its requests."""
         return {} if self.threshold is None else {"threshold": self.threshold}
 
 
@@ -68,34 +62,29 @@ class Arm:
 class Result(ArmResult):
     """The answers of `arm`; `num_equal` of the first `num_compared` are those of the slow reference."""
 
-    arm: Arm
     num_compared: int = 0
     num_equal: int = 0
 
 
 def measure(arguments: list[str]) -> int:
-    """Decode with every arm, print a table and record rows; returns 1 if the judged threshold fails."""
     options = parse_options(arguments, OPTIONS)
-    num, thresholds = _numbers(options)
+    thresholds = [float(one) for one in options["thresholds"].split(",")]
     task = TASKS.get(options["task"])(level=options["level"])
-    samples = task_samples(task, "test", num)
+    samples = task_samples(task, "test", int(options["num"]))
     arms = [Arm(), *(Arm(threshold=threshold) for threshold in (ONE_TOKEN, *thresholds))]
     results = list(_results(options, arms, task, samples))
-    base = max(results[:2], key=lambda result: result.share)
-    print(table(results, base))
-    if options["record"] == "true":
-        append_rows("block_quality", rows(results, base), results=Path(options["results"]))
-    return int(any(passes(result, base) is False for result in results))
-
-
-def _numbers(options: dict[str, str]) -> tuple[int, list[float]]:
-    try:
-        num, thresholds = int(options["num"]), [float(one) for one in options["thresholds"].split(",")]
-    except ValueError as error:
-        raise UserError(
-            "IDLM-0107", f"num and thresholds are numbers: {error}", fix="num=1000 thresholds=0.8,0.9"
-        ) from error
-    return num, thresholds
+    base, report = max(results[:2], key=lambda result: result.share), Report("block_quality", options)
+    for result in results:
+        arm: Arm = result.arm
+        case: dict[str, Any] = {"threshold": "-" if arm.threshold is None else arm.threshold}
+        case |= {"strategy": arm.strategy, "questions": len(samples)}
+        further: list[Measured] = [
+            ("standard_error_of_difference", difference_error(result, base), "share", None)
+        ]
+        if result.num_compared:
+            further.append(("equal_to_reference", result.num_equal / result.num_compared, "share", None))
+        add_arm(report, case, result, base, *further, gate=passes(result, base))
+    return report.status
 
 
 def _results(
@@ -104,23 +93,20 @@ def _results(
     """Results of all arms, one engine per strategy; the first answers are compared with the reference."""
     model, compared = Path(options["model"]), samples[: int(options["reference"])]
     for strategy, members in itertools.groupby(arms, key=lambda arm: arm.strategy):
-        engine = engine_of(options, "block", prefix_cache=False, strategy=strategy)
-        for arm in members:
-            print(f"decoding: {strategy} {arm.threshold or ''}", file=sys.stderr)
-            params = greedy(options, arm.options())
-            evaluation = evaluate(engine, task, samples, params)
-            answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
-            expected = slow_answers(model, arm, compared, params)
-            yield Result(
-                arm=arm,
-                evaluation=evaluation,
-                num_compared=len(compared),
-                num_equal=sum(mine == true for mine, true in zip(answers, expected, strict=True)),
-                marks=tuple(verdict.correct for verdict in evaluation.verdicts),
-            )
-        engine.close()
-        del engine
-        free_cached_memory()
+        with engine_of(options, "block", prefix_cache=False, strategy=strategy) as engine:
+            for arm in members:
+                params = greedy(options, arm.options())
+                evaluation = evaluate(engine, task, samples, params)
+                answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
+                expected = slow_answers(model, arm, compared, params)
+                yield Result(
+                    arm=arm,
+                    evaluation=evaluation,
+                    num_compared=len(compared),
+                    num_equal=sum(mine == true for mine, true in zip(answers, expected, strict=True)),
+                    marks=marks_of(evaluation),
+                )
+            del engine
 
 
 def slow_answers(
@@ -138,49 +124,9 @@ def slow_answers(
     return [slow.answer(encode_prompt(tokenizer, one.prompt), settings)[0] for one in samples]
 
 
-def passes(result: Result, base: Result) -> bool | None:
+def passes(result: ArmResult, base: ArmResult) -> bool | None:
     """Whether the judged threshold keeps the model's quality; None for every other arm."""
     return None if result.arm.threshold != JUDGED else result.share >= base.share - ALLOWED_LOSS
-
-
-def table(results: Sequence[Result], base: Result) -> str:
-    """Plain text, one line per arm."""
-    num = base.evaluation.num_prompts
-    lines = [
-        f"{num} held-out questions; +- is one standard error",
-        f"{'strategy':<22} {'threshold':>9} {'exact match':>15} {'less than one a step':>21} {'TPF':>5} "
-        f"{'tokens/s':>9} {'reference':>9}",
-    ]
-    for result in results:
-        loss = base.share - result.share
-        verdict = {None: "", True: "  passed", False: "  FAILED"}[passes(result, base)]
-        lines.append(
-            f"{result.arm.strategy:<22} {result.arm.threshold or '-':>9} "
-            f"{100 * result.share:>7.1f} +- {100 * binomial_error(result.share, num):<4.1f} "
-            f"{100 * loss:>13.1f} +- {100 * difference_error(result, base):<4.1f} "
-            f"{result.evaluation.tokens_per_forward:>5.2f} {result.evaluation.tokens_per_second:>9.0f} "
-            f"{result.num_equal:>4} / {result.num_compared}{verdict}"
-        )
-    return "\n".join(lines)
-
-
-def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
-    """Result rows; the baseline of every arm decodes one token a step."""
-    out: list[dict[str, Any]] = []
-    for result in results:
-        num, threshold = result.evaluation.num_prompts, result.arm.threshold
-        case = {
-            "threshold": "-" if threshold is None else threshold,
-            "strategy": result.arm.strategy,
-            "questions": num,
-        }
-        further: list[Measured] = [
-            ("standard_error_of_difference", difference_error(result, base), "share", None)
-        ]
-        if result.num_compared:
-            further.append(("equal_to_reference", result.num_equal / result.num_compared, "share", None))
-        out += arm_rows("block_quality", case, result, base, *further, gate_passed=passes(result, base))
-    return out
 
 
 if __name__ == "__main__":

@@ -18,22 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.quality.arms import (
     ArmResult,
     Measured,
-    arm_rows,
-    binomial_error,
+    add_arm,
     difference_error,
     engine_of,
     greedy,
+    marks_of,
 )
-from benchmarks.results import append_rows
-from benchmarks.shared import defaults, parse_options, start
-from idlm.devices import free_cached_memory
-from idlm.errors import UserError
+from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.accelerators.focus import FocusConfig, FocusPass
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
@@ -51,7 +49,6 @@ def selecting(name: str, k: int) -> Iterator[None]:
     """Keep K masks of the highest, lowest or random deltas in place of FOCUS's budget (section 5.1). With
     each go its predecessor and the masks to its left without keys and values.
     """
-    original = FocusPass._select
 
     def select(self: FocusPass, first_BPW: torch.Tensor, second_BPW: torch.Tensor) -> Selected:
         view, size = self.view, first_BPW.shape[2]
@@ -69,11 +66,8 @@ def selecting(name: str, k: int) -> Iterator[None]:
         ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
         return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
 
-    FocusPass._select = select  # type: ignore[method-assign]
-    try:
+    with patch.object(FocusPass, "_select", select):
         yield
-    finally:
-        FocusPass._select = original  # type: ignore[method-assign]
 
 
 OPTIONS = defaults(
@@ -99,7 +93,6 @@ class Arm:
     k: int | None = None
 
     def case(self) -> dict[str, Any]:
-        """Its case in result rows."""
         focus = self.accelerators.get("focus")
         evicts = focus is not None and self.selection is None
         return {
@@ -115,7 +108,6 @@ class Arm:
 class Result(ArmResult):
     """The answers of `arm`, and its rows behind layer 1 for each emitted token."""
 
-    arm: Arm
     rows_per_token: float
 
 
@@ -124,15 +116,11 @@ class Bench:
     """Options, questions and what has been measured; an arm is decoded once."""
 
     options: dict[str, str]
+    report: Report
     task: Task
     samples: Sequence[TaskSample]
     results: dict[str, Result] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-
-    @property
-    def model(self) -> str:
-        """Its name in cases."""
-        return Path(self.options["model"]).name
 
     def result(self, arm: Arm) -> Result:
         """The answers of an arm, decoded now if they are not yet."""
@@ -142,65 +130,42 @@ class Bench:
         return self.results[key]
 
     def full(self, threshold: float = JUDGED) -> Result:
-        """Full blocks at a threshold."""
         return self.result(Arm(name=FULL, threshold=threshold))
 
     def add(self, result: Result, base: Result, *, gate: bool | None = None) -> None:
-        """Append the rows of an arm, compared with `base`, and print its line."""
         further: tuple[Measured, ...] = (
             ("standard_error_of_difference", difference_error(result, base), "share", None),
             ("rows_per_token", result.rows_per_token, "rows", base.rows_per_token),
         )
-        line = line_of(result, base, gate)
+        case = result.arm.case() | {"questions": len(self.samples)}
+        case["model"] = Path(self.options["model"]).name
         # Not a gate of the rows: tables leave out rows whose gate failed, and this answer is a finding.
-        self.failed += [line] if gate is False else []
-        case = result.arm.case() | {"questions": len(self.samples), "model": self.model}
-        self.record(arm_rows("decodability", case, result, base, *further))
-        print(line, flush=True)
-
-    def record(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows, so that a run that is stopped loses none."""
-        if self.options["record"] == "true":
-            append_rows("decodability", rows, results=Path(self.options["results"]))
+        self.failed += [f"FAILED {case}"] if gate is False else []
+        add_arm(self.report, case, result, base, *further)
 
     def _decoded(self, arm: Arm) -> Result:
-        chosen = contextlib.nullcontext() if arm.selection is None else selecting(arm.selection, arm.k or 1)
+        settings: dict[str, Any] = {"graphs": self.options["graphs"], "prefix_cache": False}
+        accelerators = dict(arm.accelerators)
+        if "focus" in accelerators:
+            accelerators["focus"] = {"importance": self.options["importance"], **accelerators["focus"]}
+        choosing = contextlib.nullcontext() if arm.selection is None else selecting(arm.selection, arm.k or 1)
         torch.manual_seed(SEED)
-        with chosen:
-            engine = self.engine(arm, graphs=self.options["graphs"], prefix_cache=False)
+        with choosing, engine_of(self.options, "block", accelerators=accelerators, **settings) as engine:
             params = greedy(self.options, {"threshold": arm.threshold})
             evaluation = evaluate(engine, self.task, self.samples, params)
-        num_rows = block_rows(engine, self.samples, evaluation)
-        engine.close()
-        del engine
-        free_cached_memory()
-        return Result(
-            arm=arm,
-            evaluation=evaluation,
-            marks=tuple(verdict.correct for verdict in evaluation.verdicts),
-            rows_per_token=num_rows / max(1, evaluation.num_tokens),
-        )
-
-    def engine(self, arm: Arm, **settings: Any) -> Engine:
-        """An engine for an arm."""
-        chosen = dict(arm.accelerators)
-        if "focus" in chosen:
-            chosen["focus"] = {"importance": self.options["importance"], **chosen["focus"]}
-        return engine_of(self.options, "block", accelerators=chosen, **settings)
+            num_rows = block_rows(engine, self.samples, evaluation)
+            del engine
+        rows_per_token = num_rows / max(1, evaluation.num_tokens)
+        marks = marks_of(evaluation)
+        return Result(arm=arm, evaluation=evaluation, marks=marks, rows_per_token=rows_per_token)
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the parts that the arguments name and record rows; returns 1 if a judged comparison fails."""
     options = parse_options(arguments, OPTIONS)
-    parts = options["parts"].split(",")
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise UserError("IDLM-0107", f"unknown parts {unknown}", fix=f"use parts of {', '.join(PARTS)}")
-    task = TASKS.get(options["task"])(level=options["level"])
-    bench = Bench(options=options, task=task, samples=task_samples(task, "test", int(options["num"])))
-    print(f"{options['num']} held-out questions of {options['task']} {options['level']}; +- standard error")
+    parts, task = chosen(options, "parts", PARTS), TASKS.get(options["task"])(level=options["level"])
+    samples = task_samples(task, "test", int(options["num"]))
+    bench = Bench(options=options, report=Report("decodability", options), task=task, samples=samples)
     for part in parts:
-        print(f"-- {part}", flush=True)
         PARTS[part](bench)
     print(*bench.failed, sep="\n")
     return int(bool(bench.failed))
@@ -208,10 +173,10 @@ def measure(arguments: list[str]) -> int:
 
 def selection(bench: Bench) -> None:
     """Table 3. Judged: more than two standard errors between each selection and the next worse one."""
-    for k in _numbers(bench.options["k"]):
+    for k in map(int, bench.options["k"].split(",")):
         worse: Result | None = None
         for name in reversed(SELECTIONS):
-            found = bench.result(Arm(name=name, accelerators={"focus": {}}, selection=name, k=int(k)))
+            found = bench.result(Arm(name=name, accelerators={"focus": {}}, selection=name, k=k))
             is_better = None if worse is None else is_above(found, worse)
             bench.add(found, worse or bench.full(), gate=is_better)
             worse = found
@@ -219,17 +184,14 @@ def selection(bench: Bench) -> None:
 
 def judged(bench: Bench) -> None:
     """Tables 4 and 5 at the default alpha. Judged: threshold 0.9."""
-    for threshold in _numbers(bench.options["thresholds"]):
+    for threshold in map(float, bench.options["thresholds"].split(",")):
         base = bench.full(threshold)
         bench.add(base, base)
         found = bench.result(Arm(name=FOCUS, threshold=threshold, accelerators={"focus": {}}))
         bench.add(found, base, gate=keeps_quality(found, base))
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {
-    "judged": judged,
-    "selection": selection,
-}
+PARTS: dict[str, Callable[[Bench], None]] = {"judged": judged, "selection": selection}
 
 
 def keeps_quality(found: Result, base: Result) -> bool | None:
@@ -245,19 +207,6 @@ def is_above(found: Result, worse: Result) -> bool:
     return found.share - worse.share > ERRORS_APART * difference_error(found, worse)
 
 
-def line_of(result: Result, base: Result, gate: bool | None) -> str:
-    """Plain text of an arm."""
-    num, case = result.evaluation.num_prompts, result.arm.case()
-    verdict = {None: "", True: "  passed", False: "  FAILED"}[gate]
-    name = " ".join(f"{key}={value}" for key, value in case.items())
-    return (
-        f"{name:<62s} {100 * result.share:5.1f} +- {100 * binomial_error(result.share, num):3.1f}  against "
-        f"{base.arm.name} {100 * (result.share - base.share):+5.1f} +- "
-        f"{100 * difference_error(result, base):3.1f}  rows a token {result.rows_per_token:5.2f}  TPF "
-        f"{result.evaluation.tokens_per_forward:4.2f}{verdict}"
-    )
-
-
 def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evaluation) -> int:
     """Rows behind layer 1 of all blocks that were decided, and of those that were stored when they were clean
     (all but the last of each answer). Without an accelerator that drops rows, every pass computes a block.
@@ -271,13 +220,6 @@ def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evalua
     ends = zip(prompts, answers, strict=True)
     num_blocks = sum(-(-(prompt + answer) // size) - prompt // size for prompt, answer in ends)
     return size * (engine.row_counts.num_pairs + num_blocks - len(prompts))
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(one) for one in text.split(",")]
-    except ValueError as error:
-        raise UserError("IDLM-0107", f"{text!r} is not a list of numbers", fix="for example 2,4,8") from error
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.quality.arms import engine_of
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
-from idlm.devices import free_cached_memory
 from idlm.infer.engine import Engine
 from idlm.infer.evaluation.config import EvaluateConfig
 from idlm.infer.evaluation.evaluate import check_samples, evaluate, load_task
@@ -31,7 +29,6 @@ OPTIONS = defaults(
 
 
 def measure(arguments: list[str]) -> int:
-    """Evaluate once for each concurrency, print and record; returns 1 if an answer failed."""
     options = parse_options(arguments, OPTIONS)
     config = EvaluateConfig(
         model=options["model"],
@@ -45,27 +42,16 @@ def measure(arguments: list[str]) -> int:
     params = SamplingParams(
         temperature=float(options["temperature"]), max_tokens=int(options["max_tokens"]), seed=1
     )
-    rows, is_whole = [], True
-    print(f"{'task':<12} {'concurrency':>11} {'prompts':>8} {'engine s':>9} {'outside s':>9} {'overhead':>9}")
+    report = Report("eval", options)
     for concurrency in options["concurrency"].split(","):
-        engine = engine_of(options | {"batch": concurrency}, options["decoder"])
-        evaluate(engine, task, samples[: int(concurrency)], params)
-        inside, outside, num_failed = timed(engine, task, samples, params)
-        engine.close()
-        del engine
-        free_cached_memory()
-        is_whole &= num_failed == 0
-        print(
-            f"{options['task']:<12} {concurrency:>11} {len(samples):>8} {inside:>9.2f} {outside:>9.2f} "
-            f"{outside / inside:>9.1%}"
-        )
+        with engine_of(options | {"batch": concurrency}, options["decoder"]) as engine:
+            evaluate(engine, task, samples[: int(concurrency)], params)
+            inside, outside, num_failed = timed(engine, task, samples, params)
+            del engine
+        print(f"{len(samples)} prompts, {inside:.2f} s in the engine, {outside:.2f} s outside", flush=True)
         case = {"task": options["task"], "concurrency": int(concurrency), "decoder": options["decoder"]}
-        overhead = result_row(
-            "eval", case, "harness_overhead", outside / inside, "share", gate_passed=num_failed == 0
-        )
-        rows.append(overhead)
-    save("eval", rows, options)
-    return int(not is_whole)
+        report.add(case, "harness_overhead", outside / inside, "share", gate_passed=num_failed == 0)
+    return report.status
 
 
 def timed(

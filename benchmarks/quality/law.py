@@ -28,10 +28,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
-from idlm.errors import UserError
+from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.stride_controller import Load, StrideController
 from tests.law import structured
@@ -44,6 +41,7 @@ from tests.law.harness import (
     sample,
     write_law_toy,
 )
+from tests.pages import check_pages
 
 STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"
@@ -90,22 +88,16 @@ class Outcome:
 
 
 def measure(arguments: list[str]) -> int:
-    """Draw, test, print and record; returns 1 when the law does not hold or a fault is missed."""
-    options = parse_options(arguments, DEFAULTS)
-    if options["device"] not in FAULT_TESTS or (
-        options["device"] == "cuda" and not torch.cuda.is_available()
-    ):
-        raise UserError("IDLM-0543", f"device={options['device']}", fix="use cuda on a GPU, or cpu")
-    names = options["cases"].split(",") if options["cases"] else case_names()
-    if unknown := set(names) - set(case_names()):
-        raise UserError("IDLM-0107", f"unknown cases {sorted(unknown)}", fix=f"use some of {case_names()}")
-    rows = _law_rows(options, _draw(options, names)) if int(options["draws"]) else []
+    options = parse_options(arguments, DEFAULTS, needs_gpu="law")
+    chosen(options, "device", FAULT_TESTS)
+    names, report = chosen(options, "cases", case_names()) or case_names(), Report("law", options)
+    if int(options["draws"]):
+        _add_law(report, _draw(options, names))
     if options["structured"] == "true":
-        rows.append(_structured_row(options))
+        _add_structured(report)
     if options["faults"] == "true":
-        rows += _fault_rows(options["device"])
-    save("law", rows, options)
-    return int(any(row["gate_passed"] is False for row in rows))
+        _add_faults(report)
+    return report.status
 
 
 def case_names() -> list[str]:
@@ -194,62 +186,55 @@ def _record_choices(controller: StrideController) -> set[int]:
     return used
 
 
-def _law_rows(options: dict[str, str], outcomes: list[Outcome]) -> list[dict[str, Any]]:
+def _add_law(report: Report, outcomes: list[Outcome]) -> None:
     """The smallest tail probability over all tests, times their number."""
     tails = [p_value for outcome in outcomes for p_value in outcome.p_values]
     corrected = min(1.0, min(tails) * len(tails))
     gate = corrected > LEVEL and all(outcome.is_near for outcome in outcomes)
     case = {
-        "draws": int(options["draws"]),
+        "draws": int(report.options["draws"]),
         "tokens": NUM_TOKENS,
         "cases": " ".join(outcome.name for outcome in outcomes),
         "graphs": "on",
     }
-    print(f"smallest p of {len(tails)} tests {min(tails):.3g}, after Bonferroni {corrected:.3g}")
-    return [result_row("law", case, "p_value_min", corrected, "", gate_passed=gate)]
+    report.add(case, "p_value_min", corrected, "", gate_passed=gate)
 
 
-def _structured_row(options: dict[str, str]) -> dict[str, Any]:
+def _add_structured(report: Report) -> None:
     """The smallest tail probability of answers that match a schema, under two strategies and AR."""
-    found, start = [], time.perf_counter()
+    tails = []
     with tempfile.TemporaryDirectory() as home:
         toy = structured.write_structured_toy(Path(home))
         for name in ("ar", "4-tree", "3-branch"):
             decoder: dict[str, Any] = {}
             if name != "ar":
                 decoder = {"stride": int(name[0]), "rejection_strategy": name[2:]}
-            engine = structured.build_engine(
-                toy, "isd" if decoder else "ar", device=options["device"], graphs="on", **decoder
-            )
+            decoder |= {"device": report.options["device"], "graphs": "on"}
+            engine = structured.build_engine(toy, "ar" if name == "ar" else "isd", **decoder)
             settings = structured.SETTINGS[:1]
-            found.append(structured.draw_fits(toy, engine, STRUCTURED_DRAWS, settings=settings))
-            print(f"structured {name:10s} p {found[-1].p_value:.3g}, acceptance {found[-1].acceptance:.3f}")
-    corrected = min(1.0, min(one.p_value for one in found) * len(found))
-    print(f"structured: {time.perf_counter() - start:.0f} s")
+            tails.append(structured.draw_fits(toy, engine, STRUCTURED_DRAWS, settings=settings).p_value)
+    corrected = min(1.0, min(tails) * len(tails))
     case = {"structured": True, "draws": STRUCTURED_DRAWS, "tokens": structured.NUM_TOKENS}
-    return result_row("law", case, "p_value_min", corrected, "", gate_passed=corrected > LEVEL)
+    report.add(case, "p_value_min", corrected, "", gate_passed=corrected > LEVEL)
 
 
-def _fault_rows(device: str) -> list[dict[str, Any]]:
-    """Result rows: how many faults are caught, and how many engines without a fault pass the same checks."""
+def _add_faults(report: Report) -> None:
+    """How many faults are caught, and how many engines without a fault pass the same checks."""
+    device = report.options["device"]
     with tempfile.TemporaryDirectory() as home:
-        report = Path(home) / "report.xml"
-        path = FAULT_TESTS[device]
-        arguments = ["-q", "-m", "gpu or not gpu", "-p", "no:cacheprovider", f"--junitxml={report}", path]
-        subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False)
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    rows = []
+        xml = Path(home) / "report.xml"
+        arguments = ["-q", "-m", "gpu or not gpu", "-p", "no:cacheprovider", f"--junitxml={xml}"]
+        command = [sys.executable, "-m", "pytest", *arguments, FAULT_TESTS[device]]
+        subprocess.run(command, cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(xml).iter("testcase"))
     for metric, test in (
         ("planted_faults_caught", "test_the_fault_is_caught"),
         ("controls_passed", "test_the_engine_as_it_is_passes"),
     ):
-        chosen = [case for case in cases if case.get("name", "").startswith(test)]
-        passed = sum(map(_passed, chosen))
-        print(f"{metric}: {passed} of {len(chosen)}")
-        gate = passed == len(chosen) > 0
-        where = {"device": device, "of": len(chosen)}
-        rows.append(result_row("law", where, metric, passed, "", baseline=len(chosen), gate_passed=gate))
-    return rows
+        found = [case for case in cases if case.get("name", "").startswith(test)]
+        passed = sum(map(_passed, found))
+        gate, where = passed == len(found) > 0, {"device": device, "of": len(found)}
+        report.add(where, metric, passed, "", baseline=len(found), gate_passed=gate)
 
 
 def _passed(case: ElementTree.Element) -> bool:

@@ -105,7 +105,6 @@ def _layer(
 
 
 def _turned(x: Tensor) -> Tensor:
-    """The rotary embedding's other half."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 

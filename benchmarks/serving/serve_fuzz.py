@@ -23,9 +23,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.results import result_row
 from benchmarks.serving.serve_soak import TINY, Server, running_server
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.errors import UserError
 
 DEFAULTS = defaults("requests=100000 drawn=0.02 seed=0 record=true", path=str(TINY))
@@ -38,34 +37,22 @@ Outcomes = tuple[Counter[tuple[str, int]], list[tuple[str, str]]]
 
 
 def measure(arguments: list[str]) -> int:
-    """Send the requests; the status is 1 if one broke a rule. UserError IDLM-0704 without schemathesis."""
     options = parse_options(arguments, DEFAULTS)
     with running_server(options["path"], *LIMITS) as server:
         counts, problems = fuzz(server, options)
         num_restarts = server.info()["num_restarts"]
-    rows = []
-    for kind in KINDS:
-        total = sum(number for (one, _), number in counts.items() if one == kind)
-        refused = sum(
-            number for (one, status), number in counts.items() if one == kind and 400 <= status < 500
-        )
-        broken = sum(one == kind for one, _ in problems)
-        gate = not broken and not num_restarts
-        rows += [
-            _row(kind, "requests", total, "requests", gate_passed=gate),
-            _row(kind, "broken_rules", broken, "requests"),
-            _row(kind, "refused", refused / max(1, total), "fraction"),
-        ]
-    for row in rows:
-        print(f"{row['metric']:16s} {row['value']:10.4g} {row['unit']:9s} {row['case']}")
     for _, problem in problems[:MAX_SHOWN]:
         print(problem)
-    save("serve_fuzz", rows, options)
-    return int(bool(problems) or bool(num_restarts))
-
-
-def _row(kind: str, metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
-    return result_row("serve_fuzz", {"kind": kind}, metric, value, unit, **more)
+    report = Report("serve_fuzz", options)
+    for kind in KINDS:
+        statuses = {status: number for (one, status), number in counts.items() if one == kind}
+        total, broken = sum(statuses.values()), sum(one == kind for one, _ in problems)
+        refused = sum(number for status, number in statuses.items() if 400 <= status < 500)
+        gate = not broken and not num_restarts
+        report.add({"kind": kind}, "requests", total, "requests", gate_passed=gate)
+        report.add({"kind": kind}, "broken_rules", broken, "requests")
+        report.add({"kind": kind}, "refused", refused / max(1, total), "fraction")
+    return report.status
 
 
 def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
@@ -143,7 +130,6 @@ class Poster:
         self._host, self._local = url.removeprefix("http://"), threading.local()
 
     def __call__(self, case: tuple[str, dict[str, Any]]) -> tuple[int, str | None]:
-        """Post one."""
         path, body = case
         text = json.dumps(body)
         try:

@@ -27,8 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, defaults, parse_options, start
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 DEFAULTS = defaults("requests=10000 concurrency=256 leave=0.3 answer=16 record=true", path=str(TINY))
@@ -56,12 +55,10 @@ class State(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Resident bytes of both processes."""
         return self.front_memory + self.engine_memory
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the load; the status is 1 if something leaked, or a text differs."""
     if arguments[:1] == ["host"]:
         return host(arguments[1:])
     options = parse_options(arguments, DEFAULTS)
@@ -81,30 +78,17 @@ def measure(arguments: list[str]) -> int:
             print(
                 f"round {number + 1}: {len(load)} streams, {found.count(None)} left, {states[-1]}", flush=True
             )
-    case: dict[str, Any] = {name: options[name] for name in ("leave",)}
-    case |= {name: int(options[name]) for name in ("concurrency", "answer")} | {
-        "model": Path(options["path"]).name
-    }
-    last, leaked = (
-        states[-1],
-        {name: getattr(states[-1], name) - getattr(before, name) for name in LEAKS},
-    )
-    drift = last.memory / states[0].memory - 1
-    is_clean = not num_wrong and not any(leaked[name] > 0 for name in LEAKS)
-    rows = [
-        _row(case, "requests", NUM_ROUNDS * len(load), "requests", gate_passed=is_clean),
-        *(_row(case, f"leaked_{name}", leaked[name], name) for name in LEAKS),
-        _row(case, "memory_drift", drift, "fraction"),
-    ]
-    for row in rows:
-        print(f"{row['metric']:24s} {row['value']:10.4g} {row['unit']:9s} {row['case']}")
+    case: dict[str, Any] = {"leave": options["leave"], "concurrency": int(options["concurrency"])}
+    case |= {"answer": int(options["answer"]), "model": Path(options["path"]).name}
+    last, report = states[-1], Report("serve_soak", options)
+    leaked = {name: getattr(last, name) - getattr(before, name) for name in LEAKS}
+    is_clean = not num_wrong and not any(number > 0 for number in leaked.values())
     print(f"{num_left} streams were left; {num_wrong} of the others have another text than in the quiet run")
-    save("serve_soak", rows, options)
-    return int(not is_clean)
-
-
-def _row(case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
-    return result_row("serve_soak", case, metric, value, unit, **more)
+    report.add(case, "requests", NUM_ROUNDS * len(load), "requests", gate_passed=is_clean)
+    for name in LEAKS:
+        report.add(case, f"leaked_{name}", leaked[name], name)
+    report.add(case, "memory_drift", last.memory / states[0].memory - 1, "fraction")
+    return report.status
 
 
 def clear_kinds(path: str, answer: int) -> list[Stream]:
@@ -180,8 +164,7 @@ async def _read(port: int, stream: Stream, api_key: str) -> str | None:
 class Server:
     """A server in a process of its own, which says what it holds when it gets a line."""
 
-    def __init__(self, process: subprocess.Popen[str], api_key: str = "") -> None:
-        self._headers = {"connection": "close", "authorization": f"Bearer {api_key}"}
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.port = int(self._stdout.readline())
@@ -206,7 +189,6 @@ class Server:
         )
 
     def info(self) -> dict[str, Any]:
-        """The answer of /server_info."""
         answer: dict[str, Any] = json.loads(self._get("/server_info") or "")
         return answer
 
@@ -219,9 +201,8 @@ class Server:
         return float(line.rpartition(" ")[2])
 
     def _get(self, path: str) -> str | None:
-        request = urllib.request.Request(f"{self.url}{path}", headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as response:
                 return str(response.read().decode())
         except OSError:
             return None
@@ -235,15 +216,15 @@ class Server:
 
 
 @contextmanager
-def running_server(path: str, *settings: str, api_key: str = "") -> Iterator[Server]:
-    """A server on a CPU, ready; it has ended afterwards. `api_key`: the one that `Server` sends."""
+def running_server(path: str, *settings: str) -> Iterator[Server]:
+    """A server on a CPU, ready; it has ended afterwards."""
     words = [f"model={path}", "decoder=isd", "mask_token_id=170", "device=cpu", "dtype=float32", *settings]
     program = [sys.executable, "-m", "benchmarks.serve_soak", "host", *words]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         end = threading.Timer(PATIENCE * (NUM_ROUNDS + 2), process.kill)
         end.start()
         try:
-            yield Server(process, api_key)
+            yield Server(process)
         finally:
             end.cancel()
             process.terminate()
@@ -265,12 +246,8 @@ def host(words: list[str]) -> int:
     def answer() -> None:
         for _ in sys.stdin:
             num_tasks = len(asyncio.all_tasks(front.loop))
-            held = {
-                "tasks": num_tasks,
-                "sockets": num_sockets(os.getpid()),
-                "memory": resident_bytes(os.getpid()),
-            }
-            print(json.dumps(held), flush=True)
+            sockets, memory = num_sockets(os.getpid()), resident_bytes(os.getpid())
+            print(json.dumps({"tasks": num_tasks, "sockets": sockets, "memory": memory}), flush=True)
 
     with listen("127.0.0.1", 0) as listener:
         print(listener.getsockname()[1], flush=True)
@@ -280,13 +257,11 @@ def host(words: list[str]) -> int:
 
 
 def num_sockets(pid: int) -> int:
-    """Open sockets of a process."""
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     return sum(link.startswith("socket:") for link in links)
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

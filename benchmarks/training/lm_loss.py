@@ -10,18 +10,17 @@ else its rows say that the gate failed. It needs a GPU. M rows, D width, V vocab
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
-from benchmarks.stream import matmul_rate
+from benchmarks.shared import Report, defaults, parse_options, start
+from benchmarks.stream import matmul_rate, ms_in_turns
 from idlm.kernels.linear_cross_entropy import linear_cross_entropy
 
 NUM_ROWS, VOCABULARY = 8192, 151_936
@@ -42,41 +41,27 @@ class Problem:
     labels: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Median `ms` of forward and backward; `extra_mb`: peak memory beyond inputs, outputs and gradients."""
-
-    ms: float
-    extra_mb: float
-    errors: tuple[float, ...]
-
-
 def measure(arguments: list[str]) -> int:
-    """Print and optionally record memory and speed of every arm."""
     options = parse_options(arguments, defaults("record=false"), needs_gpu="lm_loss")
-    rate = matmul_rate()
-    print(f"bf16 product of 8192^3: {rate / 1e12:.0f} TFLOP/s")
-    rows: list[dict[str, Any]] = []
+    report, rate = Report("lm_loss", options), matmul_rate()
     for width in WIDTHS:
         problem = make_problem(width)
         arms: dict[str, Loss] = {"unfused": unfused, "idlm": fused}
         if importlib.util.find_spec("liger_kernel") is not None:
             arms["liger"] = liger()
-        floor_ms = 6 * NUM_ROWS * VOCABULARY * width / rate * 1e3
-        results = run_arms(problem, arms)
-        baseline = results["unfused"]
-        print(f"\nwidth {width}, three products at that rate: {floor_ms:.1f} ms")
-        print(f"{'arm':<14} {'ms':>8} {'speedup':>8} {'extra MB':>9}  errors: loss, hidden, weight")
-        for name, result in results.items():
-            gate = is_exact(result.errors, baseline.errors)
-            errors = "  ".join(f"{error:.1e}" for error in result.errors)
-            speedup = baseline.ms / result.ms
-            print(
-                f"{name:<14} {result.ms:>8.2f} {speedup:>8.3f} {result.extra_mb:>9.1f}  {errors}"
-                f"{'' if gate else '  less exact than PyTorch'}"
-            )
-            rows += rows_of(name, width, result, baseline, floor_ms=floor_ms, gate=gate)
-    save("lm_loss", rows, options)
+        extra, errors = _checked(problem, arms)
+        ms = ms_in_turns({name: partial(one_pass, problem, loss) for name, loss in arms.items()}, REPEATS)
+        shape = {"rows": NUM_ROWS, "vocabulary": VOCABULARY, "width": width, "dtype": "bfloat16"}
+        floor = 6 * NUM_ROWS * VOCABULARY * width / rate * 1e3
+        for name in arms:
+            print(f"{name} errors of loss and gradients: {errors[name]}")
+            case = {"arm": name, **shape}
+            gate = is_exact(errors[name], errors["unfused"])
+            baseline = extra["unfused"]
+            report.add(case, "extra_memory_mb", extra[name], "MB", baseline=baseline, gate_passed=gate)
+            report.add(case, "speedup_vs_unfused", ms["unfused"] / ms[name], "x", gate_passed=gate)
+            against = {"baseline": ms["unfused"], "floor": floor}
+            report.add(case, "ms", ms[name], "ms", gate_passed=gate, **against)
     return 0
 
 
@@ -85,24 +70,7 @@ def is_exact(mine: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
     return all(own <= 2 * other + SLACK for own, other in zip(mine, theirs, strict=True))
 
 
-def rows_of(
-    name: str, width: int, result: Measured, baseline: Measured, *, floor_ms: float, gate: bool
-) -> list[dict[str, Any]]:
-    """Three result rows of one arm."""
-    case = {"arm": name, "rows": NUM_ROWS, "vocabulary": VOCABULARY, "width": width, "dtype": "bfloat16"}
-    values = (
-        ("extra_memory_mb", result.extra_mb, "MB", baseline.extra_mb, None),
-        ("speedup_vs_unfused", baseline.ms / result.ms, "x", None, None),
-        ("ms", result.ms, "ms", baseline.ms, floor_ms),
-    )
-    return [
-        result_row("lm_loss", case, metric, value, unit, baseline=against, floor=floor, gate_passed=gate)
-        for metric, value, unit, against, floor in values
-    ]
-
-
 def make_problem(width: int) -> Problem:
-    """Random data of one width."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     hidden = torch.randn(NUM_ROWS, width, **options)
@@ -117,7 +85,6 @@ def unfused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def fused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Our loss."""
     coefficients = torch.full((len(labels),), 1 / len(labels), device=labels.device)
     return linear_cross_entropy(hidden, weight, labels, coefficients)[0]
 
@@ -130,8 +97,10 @@ def liger() -> Loss:
     return lambda hidden, weight, labels: module(weight, hidden, labels)
 
 
-def run_arms(problem: Problem, arms: dict[str, Loss]) -> dict[str, Measured]:
-    """Errors and memory of each arm, then its times, all arms in turn within every round."""
+def _checked(
+    problem: Problem, arms: dict[str, Loss]
+) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
+    """MB beyond inputs, outputs and gradients, and errors of each arm."""
     truth = reference(problem)
     errors, extra = {}, {}
     for name, loss in arms.items():
@@ -141,14 +110,7 @@ def run_arms(problem: Problem, arms: dict[str, Loss]) -> dict[str, Measured]:
         value = one_pass(problem, loss, keeps_gradients=True)
         errors[name] = errors_of(problem, value, truth)
         forget_gradients(problem)
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(REPEATS):
-        for name, loss in arms.items():
-            times[name].append(timed(lambda loss=loss: one_pass(problem, loss)))  # type: ignore[misc]
-    return {
-        name: Measured(ms=statistics.median(times[name]), extra_mb=extra[name], errors=errors[name])
-        for name in arms
-    }
+    return extra, errors
 
 
 def one_pass(problem: Problem, loss: Loss, *, keeps_gradients: bool = False) -> Tensor:
@@ -204,16 +166,6 @@ def errors_of(problem: Problem, value: Tensor, truth: tuple[Tensor, Tensor, Tens
         float((mine.double() - true).norm() / true.norm())  # type: ignore[union-attr]
         for mine, true in zip(found, truth, strict=True)
     )
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Milliseconds of `run` on the device."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 if __name__ == "__main__":

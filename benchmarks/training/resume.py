@@ -13,9 +13,6 @@ are values of `train.save`.
 
 from __future__ import annotations
 
-import gc
-import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -24,159 +21,23 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.checkpoint import verify
-from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.train.config.schema import TrainConfig
 from tests.integration.zero import crashes
+from tests.integration.zero.worlds import (
+    RUN_SECONDS,
+    STAGE_END,
+    STEPS,
+    World,
+    import_everything,
+    make_base,
+)
 
 OPTIONS = defaults("worlds=1,2 writers=sync,async kills=50 points=all flips=200 seed=0 record=false")
-STEPS = 5
-STAGE_END = 3
-RUN_SECONDS = 120.0
-SAME = (
-    "step",
-    "stage",
-    "stride",
-    "clean_weight",
-    "acceptance",
-    "learning_rate",
-    "gradient_norm",
-    "num_tokens",
-)
-IMPORTED_BY_RUNS = (
-    "deepspeed.runtime.engine",
-    "deepspeed.module_inject",
-    "idlm.train.cli",
-    "idlm.train.loop.trainer",
-    "idlm.train.pipeline",
-    "idlm.tasks.tokenizer",
-    "torch._inductor.compile_fx",
-    "torch._functorch.aot_autograd",
-    "transformers.models.qwen3.modeling_qwen3",
-)
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 192,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts and complaints of one world."""
-
-    kills: int = 0
-    resumes: int = 0
-    equal: int = 0
-    complaints: list[str] = field(default_factory=list)
-
-
-def outcome(run: Path, *, world_size: int = 1) -> dict[str, Any]:
-    """Everything that must be equal: losses, data order, and digests of all published weights."""
-    out = run / "out"
-    losses = []
-    for line in (out / "run" / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        losses.append({k: v for k, v in record.items() if k in SAME or k.endswith("_loss")})
-    items: dict[str, Any] = {}
-    clashes = []
-    for rank in range(world_size):
-        for line in (run / "trace" / f"items-{rank}.jsonl").read_text().splitlines():
-            entry = json.loads(line)
-            key = f"step {entry['step']} rank {rank} micro-batch {entry['micro_batch']}"
-            if items.setdefault(key, entry["items"]) != entry["items"]:
-                clashes.append(f"{key}: {items[key]} and {entry['items']}")
-    weights = {}
-    for path in sorted([*out.glob("*.safetensors"), *out.glob("stages/*/*.safetensors")]):
-        with path.open("rb") as file:
-            weights[str(path.relative_to(out))] = hashlib.file_digest(file, "sha256").hexdigest()
-    left = sorted(path.name for path in out.rglob(".*.staging-*"))
-    return {"losses": losses, "items": items, "clashes": clashes, "weights": weights, "left": left}
-
-
-class World:
-    """Runs with one number of processes. `reference`: the run left alone. `changes`: overrides."""
-
-    def __init__(self, folder: Path, base: Path, world_size: int, **changes: Any) -> None:
-        self.folder, self.base, self.world_size, self.changes = folder, base, world_size, changes
-        self.tally = Tally()
-        folder.mkdir()
-        self.reference = self.folder / "reference"
-        start = time.perf_counter()
-        status = self.run(self.reference)
-        assert set(status.values()) == {0}, f"{status=} {self.log(self.reference)}"
-        self.seconds = time.perf_counter() - start
-        self.expected = outcome(self.reference, world_size=self.world_size)
-
-    def arguments(self, run: Path) -> list[str]:
-        """Command line of a run: five steps, two stages, a checkpoint after every step."""
-        second = f"{{stride: 3, steps: {STEPS - STAGE_END}, clean_weight: auto}}"
-        stages = f"[{{stride: 2, steps: {STAGE_END}}}, {second}]"
-        values: dict[str, Any] = {
-            "output_dir": run / "out",
-            "model.path": self.base,
-            "data.source": "task",
-            "train.stages": stages,
-            "train.batch_size": 1,
-            "train.accumulation": 2 // self.world_size,
-            "train.max_length": 300,
-            "train.row_length": 560,
-            "train.learning_rate": 0.003,
-            "train.device": "cpu",
-            "train.threads": 1,
-            "train.log_every": 1,
-            "train.save_every": 1,
-            "train.zero_stage": "null" if self.world_size == 1 else 2,
-            "report.enabled": "false",
-            **self.changes,
-        }
-        return [f"{key}={value}" for key, value in values.items()]
-
-    def start(self, run: Path, plan: crashes.CrashPlan | None = None) -> list[int]:
-        run.mkdir(exist_ok=True)
-        return crashes.start(
-            self.arguments(run),
-            world_size=self.world_size,
-            trace=run / "trace",
-            plan=plan,
-            log=run / "log.txt",
-        )
-
-    def run(self, run: Path, plan: crashes.CrashPlan | None = None) -> dict[int, int]:
-        """Run once to the end."""
-        return crashes.wait(self.start(run, plan), seconds=RUN_SECONDS)
-
-    def log(self, run: Path) -> str:
-        return (run / "log.txt").read_text()[-4000:]
-
-    def finish(self, run: Path, scenario: str) -> None:
-        """Resume until the end and compare."""
-        status = self.run(run)
-        self.tally.resumes += 1
-        if set(status.values()) != {0}:
-            self.tally.complaints.append(f"{scenario}: the resumed run ended with {status}: {self.log(run)}")
-            return
-        found = outcome(run, world_size=self.world_size)
-        wrong = [key for key, value in self.expected.items() if found[key] != value]
-        if wrong:
-            self.tally.complaints.append(f"{scenario}: {wrong} differ: {[found[key] for key in wrong]}")
-        else:
-            self.tally.equal += 1
-            shutil.rmtree(run)
 
 
 def random_kills(world: World, num_kills: int, generator: random.Random) -> None:
@@ -268,83 +129,36 @@ def damaged_checkpoints(checkpoint: Path, num_flips: int, generator: random.Rand
     return refused, complaints
 
 
-def make_base(directory: Path) -> None:
-    """Write a random tiny checkpoint in another process: this one forks later and must not compute."""
-    pid = os.fork()
-    if pid == 0:
-        import torch
-
-        from idlm.tasks.tokenizer import save_tokenizer
-        from idlm.train.model.load import random_model
-
-        model = random_model(MODEL, attention="idlm_sdpa", dtype=torch.float32, seed=0)
-        model.save_pretrained(directory)
-        save_tokenizer(directory)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def import_everything() -> None:
-    """Import what a run imports, then freeze the garbage collector, which would copy shared pages."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    for name in IMPORTED_BY_RUNS:
-        importlib.import_module(name)
-    compose("train", TrainConfig, ["output_dir=x"])
-    gc.collect()
-    gc.freeze()
-
-
-def prove(world: World, options: dict[str, str], generator: random.Random) -> tuple[list[Any], list[str]]:
-    """(result rows, complaints) of one world: random kills, kill points and damages, in that order."""
-    start = time.perf_counter()
+def prove(report: Report, world: World, generator: random.Random) -> list[str]:
+    """Random kills, kill points and damages, in that order; returns complaints."""
+    start, options = time.perf_counter(), report.options
     random_kills(world, int(options["kills"]), generator)
     num_random = world.tally.kills
     num_points = kill_points(world, options["points"], generator)
-    num_flips = int(options["flips"])
-    checkpoint = world.reference / "out" / "run" / f"checkpoint-{STEPS}"
-    refused, unnamed = damaged_checkpoints(checkpoint, num_flips, generator)
-    tally, stage, num_ranks = world.tally, None if world.world_size == 1 else 2, world.world_size
-    writer = world.changes["train.save"]
+    tally, num_ranks, num_flips = world.tally, world.world_size, int(options["flips"])
+    stage, writer = None if num_ranks == 1 else 2, world.changes["train.save"]
     case = {"processes": num_ranks, "zero_stage": stage, "device": "cpu"}
     case |= {"writer": writer, "from_ranks": num_ranks, "to_ranks": num_ranks}
     case |= {"random_kills": num_random, "kill_points": num_points}
-    is_equal = tally.equal == tally.resumes
-    damaged = {"processes": world.world_size, "zero_stage": stage, "damaged": num_flips}
-    rows = [
-        result_row("resume", case, "kills", tally.kills, "kills", gate_passed=is_equal),
-        result_row(
-            "resume",
-            case,
-            "bitwise_equal",
-            tally.equal / tally.resumes,
-            "share",
-            floor=1.0,
-            gate_passed=is_equal,
-        ),
-    ]
+    share, is_equal = tally.equal / tally.resumes, tally.equal == tally.resumes
+    report.add(case, "kills", tally.kills, "kills", gate_passed=is_equal)
+    report.add(case, "bitwise_equal", share, "share", floor=1.0, gate_passed=is_equal)
+    checkpoint, unnamed = world.reference / "out" / "run" / f"checkpoint-{STEPS}", list[str]()
     if num_flips:
-        is_refused, share = refused == num_flips, refused / num_flips
-        rows.append(
-            result_row(
-                "resume", damaged, "refused_by_name", share, "share", floor=1.0, gate_passed=is_refused
-            )
-        )
-    print(
-        f"{world.world_size} process(es), {writer}: {num_random} random kills, {num_points} points, "
-        f"{tally.equal} of {tally.resumes} resumed runs bitwise equal, {refused} of {num_flips} damaged "
-        f"checkpoints refused by name, {time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
-    return rows, [*tally.complaints, *unnamed]
+        refused, unnamed = damaged_checkpoints(checkpoint, num_flips, generator)
+        damaged, is_refused = {"processes": num_ranks, "zero_stage": stage}, refused == num_flips
+        damaged |= {"damaged": num_flips}
+        share = refused / num_flips
+        report.add(damaged, "refused_by_name", share, "share", floor=1.0, gate_passed=is_refused)
+    print(f"{num_ranks} process(es), {writer}: {time.perf_counter() - start:.0f} s", flush=True)
+    return [*tally.complaints, *unnamed]
 
 
 def measure(arguments: list[str]) -> int:
-    """Prove all worlds; returns 1 if there is a complaint."""
     options = parse_options(arguments, OPTIONS)
     generator = random.Random(int(options["seed"]))
     import_everything()
-    rows: list[Any] = []
-    complaints: list[str] = []
+    report, complaints = Report("resume", options), list[str]()
     # SIGKILL loses nothing that was written, so a RAM disk is as good as a disk and needs no flush.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="idlm-resume-", dir=memory) as temporary:
@@ -356,13 +170,10 @@ def measure(arguments: list[str]) -> int:
         for world_size, writer in itertools.product(filter(None, options["worlds"].split(",")), writers):
             place = folder / f"world-{world_size}-{writer}"
             world = World(place, base, int(world_size), **{"train.save": writer})
-            found = prove(world, options, generator)
-            rows += found[0]
-            complaints += found[1]
+            complaints += prove(report, world, generator)
             shutil.rmtree(place)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    save("resume", rows, options)
     return 1 if complaints else 0
 
 

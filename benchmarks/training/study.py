@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, start
+from benchmarks.shared import chosen, defaults, parse_options, start
 from benchmarks.training import study_report
 from benchmarks.training.study_report import BASE, CHAINS, CONTROL, MACHINE
 from idlm.checkpoint import read_json
@@ -40,7 +40,7 @@ from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.infer.engine import Engine
-from idlm.infer.evaluation.evaluate import Evaluation, evaluate, task_samples
+from idlm.infer.evaluation.evaluate import evaluate, task_samples
 from idlm.tasks import TASKS, Task
 from idlm.train.config.schema import TrainConfig
 from idlm.train.loop.metrics import read_metrics
@@ -60,35 +60,17 @@ FLOPS_ITEMS = 256
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Shape of a model and its batches."""
-
-    hidden: int
-    ffn: int
-    layers: int
-    head_dim: int
-    batch: int
-
-    def model(self) -> list[str]:
-        """Overrides for new weights."""
-        values = {
-            "model_type": "qwen3",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": self.head_dim,
-            "tie_word_embeddings": "true",
-            "max_position_embeddings": 2048,
-        }
-        return [*(f"+model.config.{key}={value}" for key, value in values.items()), "model.tokenizer=task"]
-
-
 SIZES = {
-    "small": Size(hidden=256, ffn=768, layers=6, head_dim=64, batch=32),
-    "toy": Size(hidden=32, ffn=48, layers=2, head_dim=16, batch=1),
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64},
+    "toy": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16},
+}
+BATCHES = {"small": 32, "toy": 1}
+SHAPE = {
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": "true",
+    "max_position_embeddings": 2048,
 }
 
 
@@ -118,7 +100,6 @@ def _both(label: str, decoder: str, **engine: Any) -> tuple[Cell, ...]:
 
 
 def _stages(*shares: float, last: str) -> str:
-    """Strides 2, 3 and 4 in turn."""
     weights = ["0.2"] * (len(shares) - 1) + [last]
     each = zip((2, 3, 4), shares, weights, strict=True)
     return ", ".join(
@@ -161,21 +142,16 @@ ARMS = {
 
 
 def measure(arguments: list[str]) -> int:
-    """Do one part; returns 0."""
     options = parse_options(arguments, DEFAULTS)
-    names = list(ARMS) if options["arms"] == "all" else options["arms"].split(",")
-    unknown = [name for name in names if name not in ARMS]
-    if options["part"] not in ("run", "table") or options["size"] not in SIZES or unknown:
-        given = " ".join(f"{key}={options[key]}" for key in ("part", "size", "arms"))
-        fix = f"parts are run, table; sizes are {', '.join(SIZES)}; arms are all, {', '.join(ARMS)}"
-        raise UserError("IDLM-0107", given, fix=fix)
+    names = chosen(options, "arms", ["all", *ARMS])
+    [part], [_] = chosen(options, "part", ("run", "table")), chosen(options, "size", SIZES)
     results = Path(options["results"])
-    if options["part"] == "table":
+    if part == "table":
         study_report.write(results, Path(options["plots"]))
         return 0
     if options["device"] == "auto":
         options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in sorted(names, key=lambda name: name != BASE):
+    for name in sorted(ARMS if names == ["all"] else names, key=lambda name: name != BASE):
         run_arm(options, name, results / "study" / f"{options['seed']}_{name}.json")
     return 0
 
@@ -246,7 +222,8 @@ def train_arguments(
     options: dict[str, str], name: str, steps: int, *, base: Path | None, output: Path
 ) -> list[str]:
     """The command line of idlm-train for an arm; `base` None: new weights."""
-    size, is_gpu, seed = SIZES[options["size"]], options["device"] == "cuda", int(options["seed"])
+    is_gpu, seed = options["device"] == "cuda", int(options["seed"])
+    new = [f"+model.config.{key}={value}" for key, value in (SHAPE | SIZES[options["size"]]).items()]
     return [
         f"output_dir={output}",
         "mask_region=response",
@@ -259,7 +236,7 @@ def train_arguments(
         f"data.seed={2 * seed + (name != BASE)}",
         f"train.seed={seed}",
         f"train.steps={steps}",
-        f"train.batch_size={size.batch}",
+        f"train.batch_size={BATCHES[options['size']]}",
         f"train.max_length={MAX_LENGTH}",
         "train.row_length=1152",
         f"train.learning_rate={BASE_RATE if base is None else ARMS[name].rate:g}",
@@ -272,7 +249,7 @@ def train_arguments(
         f"train.log_every={max(1, min(50, steps // 10))}",
         f"train.save_every={max(1, steps // 2)}",
         "train.save_total_limit=1",
-        *(size.model() if base is None else [f"model.path={base}"]),
+        *([*new, "model.tokenizer=task"] if base is None else [f"model.path={base}"]),
         *ARMS[name].overrides,
     ]
 
@@ -297,7 +274,6 @@ def train(options: dict[str, str], name: str, steps: int, target: Path) -> None:
 
 
 def task_of(chain: str) -> Task:
-    """The task whose held-out problems have a `chain` of steps."""
     low, high = CHAINS[chain]
     task: Task = TASKS.get("ledger")(level=LEVEL, min_steps=low, max_steps=high)
     return task
@@ -336,36 +312,28 @@ def decoded(options: dict[str, str], name: str, checkpoint: Path) -> Iterator[di
             if cell.decoder == "ar" and cell.temperature == 0:
                 greedy[chain] = answers
             known = greedy.get(chain) if cell.temperature == 0 else None
-            is_isd = cell.decoder == "isd"
-            yield counts(cell, chain, result, arm.stride if is_isd else 1, answers, known)
+            marks = sum(verdict.correct << place for place, verdict in enumerate(result.verdicts))
+            same = [mine == other for mine, other in zip(answers, known or (), strict=known is not None)]
+            yield {
+                "task": chain,
+                "decoder": cell.decoder,
+                "strategy": cell.label,
+                "temperature": cell.temperature,
+                "stride": arm.stride if cell.decoder == "isd" else 1,
+                "exactness": result.exactness,
+                "marks": f"{marks:x}",
+                "num_tokens": result.num_tokens,
+                "num_forwards": result.num_forwards,
+                "num_prompt_passes": result.num_prompt_passes,
+                "accepted": result.accepted_by_position,
+                "tested": result.tested_by_position,
+                "seconds": result.seconds,
+                "equal_to_ar": sum(same) / len(same) if same else None,
+            }
             print(f"{name} {chain} {cell.label} T={cell.temperature:g}: {result.exact_match:.3f}", flush=True)
         engine.close()
         del engine
         free_cached_memory()
-
-
-def counts(
-    cell: Cell, chain: str, result: Evaluation, stride: int, answers: list[Any], known: list[Any] | None
-) -> dict[str, Any]:
-    """What a record says of a cell. `known`: the greedy answers of AR decoding."""
-    marks = sum(verdict.correct << place for place, verdict in enumerate(result.verdicts))
-    same = None if known is None else [mine == other for mine, other in zip(answers, known, strict=True)]
-    return {
-        "task": chain,
-        "decoder": cell.decoder,
-        "strategy": cell.label,
-        "temperature": cell.temperature,
-        "stride": stride,
-        "exactness": result.exactness,
-        "marks": f"{marks:x}",
-        "num_tokens": result.num_tokens,
-        "num_forwards": result.num_forwards,
-        "num_prompt_passes": result.num_prompt_passes,
-        "accepted": result.accepted_by_position,
-        "tested": result.tested_by_position,
-        "seconds": result.seconds,
-        "equal_to_ar": None if same is None else sum(same) / len(same),
-    }
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ is what was measured over the closed form of the strategy at the measured accept
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import save_svg
-from benchmarks.results import check_row, result_row
+from benchmarks.results import append_rows, result_row, save_svg
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.checkpoint import read_json
 
@@ -58,7 +56,6 @@ class Measured:
         return {seed for seed in both if self.cells[seed]["base"] == other.cells[seed]["base"]}
 
     def total(self, name: str) -> float:
-        """Sum of a count over seeds."""
         return float(sum(cell[name] for cell in self.cells.values()))
 
     def by_position(self, name: str) -> list[int]:
@@ -146,8 +143,8 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "seeds": len(cell.cells),
         }
         control = measured.get((CONTROL, "ar", temperature, chain))
+        exactness: str = first["exactness"]
         for metric, value, unit, baseline in metrics(cell, control):
-            exactness: str = first["exactness"]
             row = result_row("study", case, metric, value, unit, baseline=baseline, exactness=exactness)
             out.append(row | {name: machine[name] for name in MACHINE})
     return out
@@ -177,10 +174,8 @@ def write(results: Path, plots: Path) -> None:
     """Replace the rows of the study by those of all its records, and draw them."""
     records = read_records(results)
     found = rows(records)
-    for row in found:
-        check_row(row)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
-    (results / "study.jsonl").write_text(text, encoding="utf-8")
+    (results / "study.jsonl").unlink(missing_ok=True)
+    append_rows("study", found, results=results)
     measured = collect(records)
     save_svg(_quality(measured), plots / "study_quality.svg")
     save_svg(_forwards(measured), plots / "study_tokens_per_forward.svg")

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import DroppedRows, WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
+from tests.pages import check_pages
 from tests.toy import write_toy_checkpoint
 
 MASK_ID = 47

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
@@ -30,6 +29,7 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.pages import check_pages
 
 NUM_REQUESTS = 112
 MARKED_SHARE = 0.4

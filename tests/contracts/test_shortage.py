@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
-from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
@@ -33,7 +31,9 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.pages import check_pages
 from tests.ranks import group_engine, group_of_threads
+from tests.shortage import Shortage
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),

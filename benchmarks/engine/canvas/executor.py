@@ -1,29 +1,25 @@
 """One denoising step by the product's planned passes, over a trunk of random weights.
 
-The only file that uses names of the executor. They are looked up when an arm opens, because a tree may lack
-them. The proposals are those of decoder `full` at temperature 0, order low_confidence.
+The proposals are those of decoder `full` at temperature 0, order low_confidence.
 Shapes: R rows of the canvas, X wanted rows, Y rows of a slice, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.canvas.models import CONFIGS, family_of
-from benchmarks.engine.canvas.native import Canvas, Proposals
+from benchmarks.engine.canvas.native import Canvas, Proposals, decided
+from benchmarks.engine.models import MODELS, family_of, random_model
 from idlm.infer.decoders.full import SCORE_BYTES
-from idlm.infer.models.base import ModelSpec
-from idlm.infer.models.loader import LoadedModel, make_trunk
+from idlm.infer.mosaic import canvas, canvas_runner
 from idlm.infer.mosaic.arena import PLAIN, open_arena
+from idlm.infer.mosaic.canvas_ops import CanvasPass
 from idlm.infer.mosaic.chunking import Forward, trunk_forward
 from idlm.infer.mosaic.lifetimes import Op
 from idlm.infer.mosaic.planner import ArenaPlan, live_bytes, storage_bytes
@@ -61,43 +57,21 @@ class ExecutorArm:
     """An arm of `forward_of`; the workspace may have all that is free once the weights exist."""
 
     def __init__(
-        self,
-        arm: str,
-        model: str,
-        spec: ModelSpec,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, arm: str, model: str, *, num_layers: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
-        planned = import_module("idlm.infer.mosaic.canvas")
-        runner = import_module("idlm.infer.mosaic.canvas_runner")
-        self._ops = import_module("idlm.infer.mosaic.canvas_ops")
-        config = CONFIGS[model]
-        family = family_of(config)
-        loaded = LoadedModel(
-            trunk=random_trunk(spec, device=device, dtype=dtype),
-            spec=spec,
-            local=spec,
-            semantics=family.semantics(config),
-            architecture=config["architectures"][0],
-            dtype=dtype,
-            device=device,
-            directory=Path(),
-        )
-        self._mask_id, self._shift = config["mask_token_id"], int(family.logit_shift)
+        loaded = random_model(model, device=str(device), dtype=dtype, num_layers=num_layers)
+        self._mask_id, self._shift = MODELS[model]["mask_token_id"], int(family_of(model).logit_shift)
         self._mask_id_S = torch.tensor([self._mask_id], device=device)
-        self._vocab = spec.vocab_size
-        shape = planned.canvas_shape(spec, dtype)
+        self._vocab = loaded.spec.vocab_size
         self._arena = open_arena(PLAIN, device)
-        capacity = planned.workspace_bytes(shape, device)
+        capacity = canvas.workspace_bytes(canvas.canvas_shape(loaded.spec, dtype), device)
         # Pages only count rows for the scheduler, which does not run here.
         pool = PagePool(num_pages=1, page_size=1, num_lanes=1, max_slots=1, device=device)
-        with patch.object(runner, "trunk_forward", partial(forward_of, arm)):
-            self._runner = runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity)
+        with patch.object(canvas_runner, "trunk_forward", partial(forward_of, arm)):
+            self._runner = canvas_runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity)
 
-    def propose(self, canvas: Canvas) -> Proposals:
-        """Tokens [X] and confidences [X] of the masks."""
-        ids_R, places_X = canvas.ids_BL[0], canvas.places_M
+    def propose(self, given: Canvas) -> Proposals:
+        ids_R, places_X = given.ids_BL[0], given.places_M
         wanted = self._runner.forward(self._step_plan(ids_R, places_X))
         best = wanted.best(self._mask_id_S, torch.ones_like(places_X, dtype=torch.bool))
         if best is not None:
@@ -122,13 +96,9 @@ class ExecutorArm:
         return tokens_X, confidence_X
 
     @torch.inference_mode()
-    def step(self, canvas: Canvas) -> Tensor:
+    def step(self, given: Canvas) -> Tensor:
         """Return the ids [1, L] after one step; UserError IDLM-0466 if the canvas does not fit."""
-        tokens_X, confidence_X = self.propose(canvas)
-        best = confidence_X.argmax()
-        ids_BL = canvas.ids_BL.clone()
-        ids_BL[0, canvas.places_M[best]] = tokens_X[best]
-        return ids_BL
+        return decided(given, self.propose(given))
 
     def _step_plan(self, ids_R: Tensor, places_X: Tensor) -> StepPlan:
         num_rows, device = len(ids_R), ids_R.device
@@ -155,32 +125,28 @@ class ExecutorArm:
             payload=FedCanvases(takes_best=True),
         )
 
-    def plan(self, canvas: Canvas) -> ArenaPlan:
-        """The plan of a canvas."""
-        num_rows, num_wanted = canvas.ids_BL.shape[1], len(canvas.places_M)
+    def plan(self, given: Canvas) -> ArenaPlan:
+        num_rows, num_wanted = given.ids_BL.shape[1], len(given.places_M)
         found: ArenaPlan = self._runner.plan_of(num_rows, num_wanted, takes_best=True)
         return found
 
-    def library_bytes(self) -> int:
-        """Bytes that libraries may allocate beside the workspace, at any length."""
-        return int(self._runner.library_bytes)
-
-    def planned(self, canvas: Canvas) -> dict[str, int]:
-        """Bytes of the workspace, the most that live in it at once, and all bytes that are planned."""
-        plan = self.plan(canvas)
+    def planned(self, given: Canvas) -> dict[str, int]:
+        """Bytes of the workspace, the most that live in it at once, and all bytes that are planned: libraries
+        may allocate some beside the workspace.
+        """
+        plan = self.plan(given)
         return {
             "workspace_bytes": plan.peak_bytes,
             "planned_live_bytes": plan.live_bytes,
-            "planned_bytes": plan.peak_bytes + self.library_bytes(),
+            "planned_bytes": plan.peak_bytes + int(self._runner.library_bytes),
         }
 
     def shrink(self) -> None:
-        """Give the workspace back to the card."""
         self._arena.resize(0)
 
-    def timeline(self, canvas: Canvas) -> list[tuple[float, float]]:
+    def timeline(self, given: Canvas) -> list[tuple[float, float]]:
         """Microseconds and bytes alive at the start of each op of one step."""
-        plan, points, run_op = self.plan(canvas), [], self._ops.CanvasPass.execute
+        plan, points, run_op = self.plan(given), list[tuple[float, float]](), CanvasPass.execute
         lifetimes = plan.template.lifetimes
         live = live_bytes(lifetimes, storage_bytes(lifetimes, plan.sizes))
         start = time.perf_counter()
@@ -189,23 +155,6 @@ class ExecutorArm:
             points.append((1e6 * (time.perf_counter() - start), float(live[step.position])))
             run_op(run, step, op)
 
-        with patch.object(self._ops.CanvasPass, "execute", timed):
-            self.step(canvas)
+        with patch.object(CanvasPass, "execute", timed):
+            self.step(given)
         return points
-
-
-def random_trunk(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """The product's trunk with random weights, made on the device."""
-    trunk = make_trunk(spec, device=device, dtype=dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in trunk.named_parameters():
-            if name.endswith("norm"):
-                parameter.fill_(1.0)
-            elif name == "embed":
-                parameter.normal_(generator=generator)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
-    return trunk

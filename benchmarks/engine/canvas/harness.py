@@ -1,5 +1,4 @@
-"""Random full-diffusion models of true shape, an engine that decodes one canvas, and the decisions of one run
-replayed in another.
+"""An engine that decodes one canvas, and the decisions of one run replayed in another.
 
 The decisions (which places a pass decides, and which tokens) of the arm without a cache replace those of the
 other arms on the device, after their own have been computed: every arm sees the same canvas in every pass,
@@ -11,50 +10,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.canvas.models import CONFIGS, family_of
-from benchmarks.engine.decoding.harness import PAGE_SIZE, fill_randomly
+from benchmarks.engine.decoding.harness import PAGE_SIZE
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
 from idlm.infer.decoders.full import FullConfig, FullDecoder
 from idlm.infer.decoders.full_rows import active_canvases
 from idlm.infer.engine import Engine
-from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.semantics import Semantics
-
-MODELS = {"llada-8b": "llada_8b", "dream-7b": "dream_7b", "tiny": "tiny"}
-"""Names of `canvas/models.py` by those of the option."""
-
-
-def random_canvas_model(name: str, *, device: str, dtype: torch.dtype) -> LoadedModel:
-    """The model of `MODELS[name]` with random weights; its mask is the last token."""
-    config = CONFIGS[MODELS[name]]
-    family = family_of(config)
-    spec = family.spec(config)
-    trunk = DenseTrunk(spec, device=torch.device(device), dtype=dtype)
-    fill_randomly(trunk)
-    return LoadedModel(
-        trunk=trunk,
-        spec=spec,
-        local=spec,
-        semantics=Semantics(
-            causality="full", mask_token_id=spec.vocab_size - 1, logit_shift=family.logit_shift
-        ),
-        architecture=config["architectures"][0],
-        dtype=dtype,
-        device=torch.device(device),
-        directory=Path(name),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +42,6 @@ class CanvasLoad:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt."""
         return self.canvas - self.answer
 
 
@@ -88,8 +58,7 @@ class Decisions:
         self.num_equal = torch.zeros((), dtype=torch.int64, device=device)
         self.num_replayed = torch.zeros_like(self.num_equal)
 
-    def record(self, decoder: FullDecoder) -> None:
-        """Note what the decoder decides."""
+    def watch(self, decoder: FullDecoder, *, replays: bool) -> None:
         propose, choose = decoder._propose, decoder._choose
 
         def proposed(
@@ -97,37 +66,23 @@ class Decisions:
         ) -> tuple[Tensor, ...]:
             ids_X, *others = propose(table, batch, plan, wanted, uniforms_BW)
             active = active_canvases(plan)
-            row_X = self._rows(decoder, table, plan)[active.sequence_X]
-            self.tokens_SW[row_X, active.place_X] = ids_X
-            return ids_X, *others
-
-        def chosen(table: SequenceState, plan: StepPlan, scores_BW: Tensor, numbers_BW: Tensor) -> Tensor:
-            chosen_BW = choose(table, plan, scores_BW, numbers_BW)
-            self.chosen_SW[self._rows(decoder, table, plan), : chosen_BW.shape[1]] = chosen_BW
-            return chosen_BW
-
-        decoder._propose, decoder._choose = proposed, chosen  # type: ignore[method-assign, assignment]
-
-    def replay(self, decoder: FullDecoder) -> None:
-        """Overwrite what the decoder decides."""
-        propose = decoder._propose
-
-        def proposed(
-            table: SequenceState, batch: Any, plan: StepPlan, wanted: WantedRows, uniforms_BW: Tensor
-        ) -> tuple[Tensor, ...]:
-            ids_X, *others = propose(table, batch, plan, wanted, uniforms_BW)
-            active = active_canvases(plan)
-            row_X = self._rows(decoder, table, plan)[active.sequence_X]
+            place = (self._rows(decoder, table, plan)[active.sequence_X], active.place_X)
+            if not replays:
+                self.tokens_SW[place] = ids_X
+                return ids_X, *others
             is_open_X = active.is_maskable_BW[active.sequence_X, active.place_X]
-            recorded_X = self.tokens_SW[row_X, active.place_X]
-            counts_X = self.chosen_SW[row_X, active.place_X] & is_open_X
+            recorded_X, counts_X = self.tokens_SW[place], self.chosen_SW[place] & is_open_X
             self.num_equal += (counts_X & (recorded_X == ids_X)).sum()
             self.num_replayed += counts_X.sum()
             return recorded_X, *others
 
         def chosen(table: SequenceState, plan: StepPlan, scores_BW: Tensor, numbers_BW: Tensor) -> Tensor:
-            recorded_BW = self.chosen_SW[self._rows(decoder, table, plan), : scores_BW.shape[1]]
-            return recorded_BW & active_canvases(plan).is_maskable_BW
+            rows_B = self._rows(decoder, table, plan)
+            if replays:
+                return self.chosen_SW[rows_B, : scores_BW.shape[1]] & active_canvases(plan).is_maskable_BW
+            chosen_BW = choose(table, plan, scores_BW, numbers_BW)
+            self.chosen_SW[rows_B, : chosen_BW.shape[1]] = chosen_BW
+            return chosen_BW
 
         decoder._propose, decoder._choose = proposed, chosen  # type: ignore[method-assign, assignment]
 
@@ -173,12 +128,13 @@ class CanvasEngine:
             attention="triton" if graphs and model.device.type == "cuda" else "auto",
         )
         self.engine = Engine(parts_builder._assemble(settings, model, None, decoder, ()))
-        (decisions.record if cache is None else decisions.replay)(decoder)
+        decisions.watch(decoder, replays=cache is not None)
         dice = torch.Generator().manual_seed(0)
         self._prompt = torch.randint(0, model.spec.vocab_size - 1, (load.num_prompt,), generator=dice)
+        # An id from the mask's on moves up by one, so that no token of the prompt is the mask.
+        self._prompt += self._prompt >= (model.semantics.mask_token_id or 0)
 
     def measure(self, into: CanvasMeasured) -> None:
-        """One round."""
         self._decisions.num_equal.zero_()
         self._decisions.num_replayed.zero_()
         into.rounds.append(self.run())

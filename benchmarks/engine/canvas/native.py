@@ -3,29 +3,26 @@
 Written from the papers and the facts of the families (LLaDA arXiv 2502.09992, Dream arXiv 2508.15487,
 LLaDA-MoE), with no code of the engine; only the spec of the shapes is shared. Experts run in grouped
 products over rows sorted by expert, as transformers 5 runs them.
-Shapes: B canvases (1), L places, D width, N heads, K KV heads, H head dim, V vocabulary, E experts, C chosen
-experts, F ffn.
 
-Steps of the native arms: `native_fp64`, `native`, `compile`, `masked`, `compile_masked`.
-
-Each decides one mask of a canvas by low confidence at temperature 0. `native_fp64` follows LLaDA's older
+Every arm decides one mask of a canvas by low confidence at temperature 0. `native_fp64` follows LLaDA's older
 generate.py (softmax of all logits in fp64), `native` today's (bf16 logits and softmax). `masked` computes
 logits of masks only and no softmax: the confidence is exp(max - logsumexp). `compile` and `compile_masked`
 compile the whole step, model and sampler, with dynamic shapes, so that the compiler may fuse the softmax.
-Shapes: B canvases (1), L places, M masks, D width, V vocabulary.
+Shapes: B canvases (1), L places, M masks, D width, N heads, K KV heads, H head dim, V vocabulary, E experts,
+C chosen experts, F ffn.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.engine.canvas.models import num_masks
+from benchmarks.engine.canvas.sizes import num_masks
 from idlm.infer.models.base import ModelSpec, MoeSpec
 
 
@@ -38,7 +35,6 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Normalise the last axis."""
         wide_BLD = x_BLD.float()
         normed_BLD = wide_BLD * torch.rsqrt(wide_BLD.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed_BLD.to(x_BLD.dtype)
@@ -134,7 +130,7 @@ class Layer(nn.Module):
 
 
 class NativeModel(nn.Module):
-    """A full-diffusion model. Built on the meta device by `random_model`."""
+    """A full-diffusion model. Built on the meta device by `empty_model`."""
 
     inv_freq: Tensor
 
@@ -164,29 +160,22 @@ class NativeModel(nn.Module):
 
 
 def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-    """Rotate dimension i with i + H/2."""
     first, second = x_BNLH.chunk(2, dim=-1)
     return x_BNLH * cos_LH + torch.cat((-second, first), dim=-1) * sin_LH
 
 
-def random_model(
-    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0, sharpness: float = 1.0
-) -> NativeModel:
-    """A model of random weights, made on the device: products keep the variance of their input.
-
-    `sharpness` multiplies the head, so that choices of tests do not depend on rounding.
-    """
+def random_native(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> NativeModel:
+    """A model of random weights, made on the device: products keep the variance of their input."""
     model = empty_model(spec, device, dtype)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
-            elif name.startswith("embed"):
-                parameter.normal_(generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
             else:
-                parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
-        model.head.weight.mul_(sharpness)
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
     return model
 
 
@@ -212,11 +201,11 @@ class Canvas:
 
 
 def random_canvas(
-    length: int, prompt_share: float, *, vocab: int, mask_id: int, device: torch.device, seed: int = 0
+    length: int, prompt_share: float, *, vocab: int, mask_id: int, device: torch.device
 ) -> Canvas:
     """A prompt of random tokens, then masks."""
     masks = num_masks(length, prompt_share)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     ids_BL = torch.randint(vocab - 1, (1, length), generator=generator, device=device)
     # An id from the mask's on moves up by one, so that no token of the prompt is the mask.
     ids_BL += ids_BL >= mask_id
@@ -228,6 +217,14 @@ def random_canvas(
 Proposals = tuple[Tensor, Tensor]
 """Tokens [M] and confidences [M] (fp32 or wider) of the masks."""
 Propose = Callable[[Tensor, Tensor], Proposals]
+
+
+def decided(canvas: Canvas, proposals: Proposals) -> Tensor:
+    """The ids [1, L] after the mask of the highest confidence is decided."""
+    tokens_M, confidence_M = proposals
+    best, ids_BL = confidence_M.argmax(), canvas.ids_BL.clone()
+    ids_BL[0, canvas.places_M[best]] = tokens_M[best]
+    return ids_BL
 
 
 def proposals_of_all(
@@ -251,32 +248,19 @@ def masked_logits(model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_sh
 
 
 def proposals_of_masks(
-    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool
+    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool, is_chunked: bool
 ) -> Proposals:
-    """Tokens and confidences of the masks, by chunks of rows, without a second tensor of logits."""
+    """Tokens and confidences of the masks. `is_chunked`: by chunks of rows, without a second tensor of
+    logits; a compiler fuses the fp32 copy into the reductions.
+    """
     logits_MV = masked_logits(model, ids_BL, places_M, is_shifted=is_shifted)
     chunk_rows = max(1, CHUNK_BYTES // (4 * logits_MV.shape[1]))
-    parts = [
-        _fused_confidence(logits_MV[start : start + chunk_rows]) for start in _starts(logits_MV, chunk_rows)
-    ]
-    tokens, confidences = zip(*parts, strict=True)
+    tokens, confidences = [], []
+    for part_MV in logits_MV.split(chunk_rows) if is_chunked else [logits_MV]:
+        highest_M, tokens_M = part_MV.max(-1)
+        tokens.append(tokens_M)
+        confidences.append((highest_M.float() - part_MV.float().logsumexp(-1)).exp())
     return torch.cat(tokens), torch.cat(confidences)
-
-
-def _starts(logits_MV: Tensor, chunk_rows: int) -> range:
-    return range(0, len(logits_MV), chunk_rows)
-
-
-def _fused_confidence(logits_MV: Tensor) -> Proposals:
-    highest_M, tokens_M = logits_MV.max(-1)
-    return tokens_M, (highest_M.float() - logits_MV.float().logsumexp(-1)).exp()
-
-
-def proposals_to_compile(
-    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool
-) -> Proposals:
-    """`proposals_of_masks` without chunks: a compiler fuses the fp32 copy into the reductions."""
-    return _fused_confidence(masked_logits(model, ids_BL, places_M, is_shifted=is_shifted))
 
 
 class NativeArm:
@@ -284,24 +268,18 @@ class NativeArm:
 
     def __init__(self, arm: str, model: NativeModel, *, is_shifted: bool, backend: str = "inductor") -> None:
         assert arm in NATIVE_ARMS, arm
-        self.arm, self.model, self.is_compiled = arm, model, arm.startswith("compile")
-        self._propose = self._propose_of(arm, is_shifted)
+        self.is_compiled = arm.startswith("compile")
+        if arm in ("native_fp64", "native", "compile"):
+            dtype = torch.float64 if arm == "native_fp64" else None
+            self._propose: Propose = partial(proposals_of_all, model, is_shifted=is_shifted, dtype=dtype)
+        else:
+            is_chunked = not self.is_compiled
+            self._propose = partial(proposals_of_masks, model, is_shifted=is_shifted, is_chunked=is_chunked)
         if self.is_compiled:
             self._propose = torch.compile(self._propose, dynamic=True, backend=backend)
 
-    def _propose_of(self, arm: str, is_shifted: bool) -> Propose:
-        model = self.model
-        if arm in ("native_fp64", "native", "compile"):
-            dtype = torch.float64 if arm == "native_fp64" else None
-            return lambda ids, places: proposals_of_all(
-                model, ids, places, is_shifted=is_shifted, dtype=dtype
-            )
-        of_masks = proposals_of_masks if arm == "masked" else proposals_to_compile
-        return lambda ids, places: of_masks(model, ids, places, is_shifted=is_shifted)
-
     @torch.inference_mode()
     def propose(self, canvas: Canvas) -> Proposals:
-        """Tokens and confidences of the masks."""
         if self.is_compiled:
             # Both sizes vary from call to call. `maybe`: int32 indices may add a bound, which is no error.
             torch._dynamo.maybe_mark_dynamic(canvas.ids_BL, 1)
@@ -310,13 +288,5 @@ class NativeArm:
 
     @torch.inference_mode()
     def step(self, canvas: Canvas) -> Tensor:
-        """Return the ids [1, L] after one step, which decides the mask of the highest confidence."""
-        tokens_M, confidence_M = self.propose(canvas)
-        best = confidence_M.argmax()
-        ids_BL = canvas.ids_BL.clone()
-        ids_BL[0, canvas.places_M[best]] = tokens_M[best]
-        return ids_BL
-
-    def num_compilations(self) -> int:
-        """Graphs that the compiler made in this process so far."""
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        """Return the ids [1, L] after one step."""
+        return decided(canvas, self.propose(canvas))

@@ -1,36 +1,40 @@
 """What one process measures: a task names an arm, its shapes and its cap; the answer is plain JSON.
 
-Every task runs in a process of its own (`child.py`), after a ballast that leaves its cap of the card.
+Every task runs in a fresh process, which is given it as JSON, its only argument, and takes a ballast that
+leaves the task's cap of the card. The process prints one line that starts with `MARK` and holds the answer,
+or the reason of its failure. The allocator is chosen by the environment, before torch is imported.
 Shapes: L places, N heads, H head dim.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.engine.canvas import card
 from benchmarks.engine.canvas.card import Search, fewer_points, longest, peak_over_average, timeline_of
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
-from benchmarks.engine.canvas.models import (
-    CONFIGS,
-    ITEM_BYTES,
-    is_shifted,
-    layer_weights,
-    model_spec,
-)
-from benchmarks.engine.canvas.native import NATIVE_ARMS, Canvas, NativeArm, random_canvas, random_model
+from benchmarks.engine.canvas.native import NATIVE_ARMS, Canvas, NativeArm, random_canvas, random_native
+from benchmarks.engine.canvas.sizes import ITEM_BYTES, layer_weights
+from benchmarks.engine.models import MODELS, family_of, model_spec
 from benchmarks.stream import matmul_rate
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 
 ARMS = (*NATIVE_ARMS, *PRODUCT_ARMS)
@@ -39,6 +43,14 @@ WARM_UP_LENGTHS = (512, 768)
 TIMED_SECONDS, MIN_STEPS, MAX_STEPS = 1.5, 3, 20
 ATTENTION_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 REPEATS = 5
+LIMIT = 1 << 22
+"""No longer canvas is tried."""
+MARK = "ANSWER "
+ROOT = Path(__file__).resolve().parents[3]
+MAX_REASON = 300
+PROGRAM = ("-m", "benchmarks.engine.canvas.tasks")
+Arm = NativeArm | ExecutorArm
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,86 +66,126 @@ class Task:
     layers: int = 0
     cap_gib: float = 0.0
     expandable: bool = False
-    limit: int = 1 << 22
     device: str = "cuda"
     dtype: str = "bfloat16"
 
-
-class Arm(Protocol):
-    """One way to compute a denoising step."""
-
-    def step(self, canvas: Canvas) -> Tensor:
-        """Return the ids after a step."""
-        ...
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
 
 
-Answer = dict[str, Any]
+class TaskFailedError(RuntimeError):
+    """A task has no answer; the message says why."""
 
 
-def run_task(task: Task) -> Answer:
-    """The answer of a task; raises what the arm raises."""
-    return KINDS[task.kind](task)
+def run_in_process(task: Task, *, timeout_s: float, program: tuple[str, ...] = PROGRAM) -> Answer:
+    """The answer of a task in a fresh process; raises TaskFailedError with the reason if there is none.
+
+    `program` gets the task as its last argument.
+    """
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{task.expandable}"
+    if task.kind == "timeline":
+        # Then times of the host are times of the device.
+        environment["CUDA_LAUNCH_BLOCKING"] = "1"
+    with subprocess.Popen(
+        [sys.executable, *program, json.dumps(asdict(task))],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            # A compiler has processes of its own.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TaskFailedError(f"no answer in {timeout_s:.0f} s") from error
+            raise
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    if not lines:
+        last = (errors.strip().splitlines() or ["no output"])[-1]
+        raise TaskFailedError(f"status {process.returncode}: {last[:MAX_REASON]}")
+    answer: Answer = json.loads(lines[-1].removeprefix(MARK))
+    if "error" in answer:
+        raise TaskFailedError(answer["error"])
+    return answer
+
+
+def main(arguments: list[str]) -> int:
+    """Run the task and print its answer; the status is 0 if there is one."""
+    fields = json.loads(arguments[0])
+    task = Task(**{**fields, "lengths": tuple(fields["lengths"])})
+    try:
+        answer, status = KINDS[task.kind](task), 0
+    except Exception as error:
+        traceback.print_exc()
+        first_line = str(error).strip().partition("\n")[0]
+        answer, status = {"error": f"{type(error).__name__}: {first_line}"[:MAX_REASON]}, 1
+    print(MARK + json.dumps(answer), flush=True)
+    return status
 
 
 def open_arm(task: Task) -> Arm:
-    """The arm of a task on its device, after the ballast."""
-    assert task.arm in ARMS, f"{task.arm=}"
-    device, dtype = torch.device(task.device), getattr(torch, task.dtype)
-    whole = model_spec(task.model)
-    spec = replace(whole, num_layers=task.layers or whole.num_layers)
+    """The arm of a task on its device, after the ballast; it has run two lengths, so that what a step needs
+    is loaded and compiled.
+    """
+    device, dtype = task.torch_device, getattr(torch, task.dtype)
+    whole, spec = model_spec(task.model), model_spec(task.model, num_layers=task.layers or None)
     if device.type == "cuda":
         absent = (whole.num_layers - spec.num_layers) * layer_weights(whole) * ITEM_BYTES
         card.take_cap(task.cap_gib, absent_bytes=absent if task.cap_gib else 0)
+    arm: Arm
     if task.arm in NATIVE_ARMS:
-        model = random_model(spec, device=device, dtype=dtype)
-        return NativeArm(
+        arm = NativeArm(
             task.arm,
-            model,
-            is_shifted=is_shifted(task.model),
+            random_native(spec, device=device, dtype=dtype),
+            is_shifted=family_of(task.model).logit_shift,
             backend="inductor" if device.type == "cuda" else "eager",
         )
-    return ExecutorArm(task.arm, task.model, spec, device=device, dtype=dtype)
+    else:
+        layers = task.layers or None
+        arm = ExecutorArm(task.arm, task.model, num_layers=layers, device=device, dtype=dtype)
+    for length in WARM_UP_LENGTHS:
+        arm.step(canvas_of(task, length))
+    return arm
 
 
 def canvas_of(task: Task, length: int) -> Canvas:
-    """A random canvas of the task's model and prompt share."""
     return random_canvas(
         length,
         task.prompt_share,
         vocab=model_spec(task.model).vocab_size,
-        mask_id=CONFIGS[task.model]["mask_token_id"],
-        device=torch.device(task.device),
+        mask_id=MODELS[task.model]["mask_token_id"],
+        device=task.torch_device,
     )
-
-
-def warm_up(arm: Arm, task: Task) -> None:
-    """Run both lengths of the warm-up, which loads and compiles what a step needs."""
-    for length in WARM_UP_LENGTHS:
-        arm.step(canvas_of(task, length))
 
 
 def fits(arm: Arm, task: Task, length: int, reasons: dict[int, str]) -> bool:
     """Whether a whole step of the length runs; notes why if memory is short, and raises any other error."""
-    device = torch.device(task.device)
-    card.release(device)
+    free_cached_memory()
     try:
         arm.step(canvas_of(task, length))
-        synchronize(device)
+        synchronize(task.torch_device)
     except Exception as error:
         reason = card.shortage(error)
         if reason is None:
             raise
         reasons[length] = reason
-    card.release(device)
+    free_cached_memory()
     return length not in reasons
 
 
 def find_longest(task: Task) -> Answer:
     """L_max under the cap, from the guess `length`; of our arms, the longest planned canvas that runs."""
     arm = open_arm(task)
-    warm_up(arm, task)
     reasons: dict[int, str] = {}
-    found, limit = Search(fits=task.length), task.limit
+    found, limit = Search(fits=task.length), LIMIT
     if isinstance(arm, ExecutorArm):
         # Plans cost nothing, and a step of a million rows takes a minute.
         found = longest(lambda length: is_planned(arm, task, length, reasons), guess=task.length, limit=limit)
@@ -141,8 +193,11 @@ def find_longest(task: Task) -> Answer:
         if not limit:
             return {"length": 0, "probes": found.probes, "reason": reasons[found.too_long or limit]}
     ran = longest(lambda length: fits(arm, task, length, reasons), guess=found.fits, limit=limit)
-    reason = reasons.get(ran.too_long or found.too_long or -1, "")
-    return {"length": ran.fits, "probes": ran.probes, "reason": reason, **_compilations(arm)}
+    return {
+        "length": ran.fits,
+        "probes": ran.probes,
+        "reason": reasons.get(ran.too_long or found.too_long or -1, ""),
+    }
 
 
 def is_planned(arm: ExecutorArm, task: Task, length: int, reasons: dict[int, str]) -> bool:
@@ -157,10 +212,9 @@ def is_planned(arm: ExecutorArm, task: Task, length: int, reasons: dict[int, str
 def time_steps(task: Task) -> Answer:
     """Median milliseconds of a step at each length; a length that does not fit has a reason in its place."""
     arm = open_arm(task)
-    warm_up(arm, task)
     found: dict[str, Any] = {}
     for length in task.lengths:
-        card.release(torch.device(task.device))
+        free_cached_memory()
         try:
             found[str(length)] = {"ms": step_ms(arm, task, length)}
         except Exception as error:
@@ -168,12 +222,12 @@ def time_steps(task: Task) -> Answer:
             if reason is None:
                 raise
             found[str(length)] = {"reason": reason}
-    return {"lengths": found, **_compilations(arm)}
+    return {"lengths": found}
 
 
 def step_ms(arm: Arm, task: Task, length: int) -> float:
     """Median milliseconds of a step, after two that are not timed and compile what the length needs."""
-    canvas, device = canvas_of(task, length), torch.device(task.device)
+    canvas, device = canvas_of(task, length), task.torch_device
     for _ in range(2):
         first = _seconds(lambda: arm.step(canvas), device)
     steps = min(MAX_STEPS, max(MIN_STEPS, math.ceil(TIMED_SECONDS / first)))
@@ -181,52 +235,44 @@ def step_ms(arm: Arm, task: Task, length: int) -> float:
         return 1e3 * statistics.median(_seconds(lambda: arm.step(canvas), device) for _ in range(steps))
 
 
-def _memory(arm: Arm, task: Task, length: int) -> Answer:
-    device, canvas = torch.device(task.device), canvas_of(task, length)
-    if isinstance(arm, ExecutorArm):
-        arm.shrink()
-    card.release(device)
-    before, free = card.device_counts(device), card.free_bytes(device)
-    card.reset_counts(device)
-    arm.step(canvas)
-    physical = free - card.free_bytes(device)
-    after = card.device_counts(device)
-    answer = {
-        "live_bytes": after["max_allocated"] - before["allocated"],
-        "reserved_bytes": after["max_reserved"] - before["allocated"],
-        "physical_bytes": physical,
-    }
-    if isinstance(arm, ExecutorArm):
-        # torch sees one workspace at most: the bytes that are alive in it are those of the plan.
-        answer |= arm.planned(canvas) | {"reserved_bytes": physical}
-    return answer
-
-
 def record_timeline(task: Task) -> Answer:
     """Bytes alive during one step at `length`, in time order, and the peak over the average."""
-    arm, device = open_arm(task), torch.device(task.device)
-    warm_up(arm, task)
-    canvas = canvas_of(task, task.length)
+    arm, canvas = open_arm(task), canvas_of(task, task.length)
     arm.step(canvas)
+    points = arm.timeline(canvas) if isinstance(arm, ExecutorArm) else _traced(lambda: arm.step(canvas), task)
+    answer = {"points": fewer_points(points), "peak_over_average": peak_over_average(points)}
+    if task.torch_device.type == "cuda":
+        answer |= _memory(arm, canvas)
+    return answer | (arm.planned(canvas) if isinstance(arm, ExecutorArm) else {})
+
+
+def _memory(arm: Arm, canvas: Canvas) -> Answer:
+    """Bytes of a step: live and reserved as torch counts them, physical as the driver does."""
     if isinstance(arm, ExecutorArm):
-        points, end = arm.timeline(canvas), None
-    else:
-        points, end = _traced(lambda: arm.step(canvas), device), None
-    memory = _memory(arm, task, task.length)
-    return {"points": fewer_points(points), "peak_over_average": peak_over_average(points, end=end), **memory}
+        arm.shrink()
+    free_cached_memory()
+    torch.cuda.synchronize()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    arm.step(canvas)
+    torch.cuda.synchronize()
+    physical = free - torch.cuda.mem_get_info()[0]
+    # torch sees one workspace of ours at most: the bytes that are alive in it are those of the plan.
+    reserved = physical if isinstance(arm, ExecutorArm) else torch.cuda.max_memory_reserved() - before
+    live = torch.cuda.max_memory_allocated() - before
+    return {"live_bytes": live, "reserved_bytes": reserved, "physical_bytes": physical}
 
 
-def _traced(call: Callable[[], Any], device: torch.device) -> list[tuple[float, float]]:
-    """The timeline of one call; launches are blocking here (`child.py`), so host times are device times."""
-    if device.type != "cuda":
+def _traced(call: Callable[[], Any], task: Task) -> list[tuple[float, float]]:
+    if task.torch_device.type != "cuda":
         return []
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
     call()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     traces = torch.cuda.memory._snapshot()["device_traces"]
     torch.cuda.memory._record_memory_history(enabled=None)
-    return timeline_of(traces[device.index or 0])
+    return timeline_of(traces[task.torch_device.index or 0])
 
 
 def measure_rates(task: Task) -> Answer:
@@ -235,13 +281,13 @@ def measure_rates(task: Task) -> Answer:
     return {"matmul": matmul_rate(device=task.device), "attention": attention}
 
 
-def attention_rate(task: Task, length: int) -> Answer:
-    """FLOP/s of SDPA by back end, best first, at the model's heads; keys are expanded to all heads."""
-    spec, device = model_spec(task.model), torch.device(task.device)
+def attention_rate(task: Task, length: int) -> float:
+    """FLOP/s of the best back end of SDPA, 0 if none runs; keys are those of all heads."""
+    spec, device = model_spec(task.model), task.torch_device
     shape = (1, spec.num_heads, length, spec.head_dim)
     q, k, v = (torch.randn(shape, device=device, dtype=getattr(torch, task.dtype)) for _ in range(3))
     backends = ATTENTION_BACKENDS if device.type == "cuda" else (SDPBackend.MATH,)
-    flops, rates, reasons = 4.0 * math.prod(shape) * length, {}, {}
+    flops, best = 4.0 * math.prod(shape) * length, 0.0
     for backend in backends:
         try:
             with sdpa_kernel([backend]), torch.inference_mode():
@@ -249,14 +295,13 @@ def attention_rate(task: Task, length: int) -> Answer:
                     _seconds(lambda: F.scaled_dot_product_attention(q, k, v), device)
                     for _ in range(2 + REPEATS)
                 ]
-            rates[backend.name] = flops / statistics.median(seconds[2:])
+            best = max(best, flops / statistics.median(seconds[2:]))
         except RuntimeError as error:
-            reasons[backend.name] = str(error).partition("\n")[0]
-    return {"rate": max(rates.values(), default=0.0), "backends": rates, "reasons": reasons}
+            print(f"{backend.name}: {error}".partition("\n")[0])
+    return best
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -279,13 +324,12 @@ def no_compilation(arm: Arm) -> Iterator[None]:
         yield
 
 
-def _compilations(arm: Arm) -> Answer:
-    return {"compilations": arm.num_compilations()} if isinstance(arm, NativeArm) else {}
-
-
 KINDS: dict[str, Callable[[Task], Answer]] = {
     "l_max": find_longest,
     "step": time_steps,
     "timeline": record_timeline,
     "rates": measure_rates,
 }
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

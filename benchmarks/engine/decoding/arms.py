@@ -24,13 +24,12 @@ from benchmarks.engine.decoding.harness import (
     fits,
     floor_ms,
     memory_of,
-    weights_of,
 )
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.results import result_row
+from benchmarks.engine.models import free_bytes, weights_of
+from benchmarks.shared import Report
 from benchmarks.stream import Timer
 from idlm.devices import free_cached_memory
-from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
 from idlm.infer.decoders.rejection import strategy_of
 from idlm.infer.models.loader import LoadedModel
@@ -51,11 +50,8 @@ class Bench:
     rounds: int
     num_tokens: int
     least_tokens: int
-    measured: list[Measured] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    report: Report
     problems: list[str] = field(default_factory=list)
-    floors: dict[tuple[int, int], float] = field(default_factory=dict)
     linears: dict[int, float] = field(default_factory=dict)
 
     def load(self, concurrency: int, context: int) -> Load:
@@ -67,18 +63,8 @@ class Bench:
             sampling=SAMPLING[self.sampling],
         )
 
-    def trace(self, arm: Arm) -> Trace | None:
-        """The trace that replaces the verdicts on the arm's drafts; None for AR."""
-        return None if arm.decoder == "ar" else self.traces[arm.stride]
-
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """Append one result row and a line that is printed at the end."""
-        case = {**case, "sampling": self.sampling}
-        self.rows.append(result_row("decode", case, metric, value, unit, **more))
-        baseline = more.get("baseline")
-        against = "" if baseline is None else f" against {baseline:.4g}"
-        name = " ".join(f"{key}={value}" for key, value in case.items())
-        self.lines.append(f"{metric:32s} {value:10.4g} {unit}{against}  {name}")
+        self.report.add({**case, "sampling": self.sampling}, metric, value, unit, **more)
 
 
 def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
@@ -115,9 +101,9 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = 
     `has_rows`: record their step times as result rows.
     """
     found: dict[str, Measured] = {}
-    waiting = [arm for arm in arms if _fits(bench, arm, load)]
+    waiting = [arm for arm in arms if fits(bench.model, arm, load)]
     while waiting:
-        together, needed, free = [waiting.pop(0)], 0.0, _free(bench)
+        together, needed, free = [waiting.pop(0)], 0.0, free_bytes(bench.model)
         while waiting and (needed := needed + memory_of(bench.model, waiting[0], load)) < free / 2:
             together.append(waiting.pop(0))
         found |= _in_turns(bench, together, load)
@@ -129,36 +115,24 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = 
 
 
 def _in_turns(bench: Bench, arms: list[Arm], load: Load) -> dict[str, Measured]:
-    """Run rounds of all arms in turn, with all their engines in memory."""
-    engines = _steady_engines(bench, arms, load)
-    for _ in range(bench.rounds):
-        for steady, measured in list(engines):
-            if not _attempt(bench, steady, measured):
-                engines.remove((steady, measured))
-    return {measured.arm.name: measured for _, measured in engines if measured.passes}
-
-
-def _steady_engines(bench: Bench, arms: list[Arm], load: Load) -> list[tuple[SteadyEngine, Measured]]:
-    made = []
+    """Run rounds of all arms in turn, with all their engines in memory. Arms that fail are left out."""
+    engines: list[tuple[SteadyEngine, Measured]] = []
     for arm in arms:
         try:
-            steady = SteadyEngine(bench.model, arm, load, bench.trace(arm))
+            steady = SteadyEngine(bench.model, arm, load, bench.traces.get(arm.stride))
         except RuntimeError:
             _fail(bench, arm, load)
             continue
         width = max_rows(steady.engine.decoder, steady.engine.table.max_length)
-        made.append((steady, Measured(arm=arm, load=load, width=width)))
-    return made
-
-
-def _attempt(bench: Bench, steady: SteadyEngine, measured: Measured) -> bool:
-    """Run one round; returns False and records a problem when the arm fails."""
-    try:
-        steady.measure(measured)
-    except RuntimeError:
-        _fail(bench, steady.arm, steady.load)
-        return False
-    return True
+        engines.append((steady, Measured(arm=arm, load=load, width=width)))
+    for _ in range(bench.rounds):
+        for steady, measured in list(engines):
+            try:
+                steady.measure(measured)
+            except RuntimeError:
+                _fail(bench, steady.arm, load)
+                engines.remove((steady, measured))
+    return {measured.arm.name: measured for _, measured in engines if measured.passes}
 
 
 def _fail(bench: Bench, arm: Arm, load: Load) -> None:
@@ -167,59 +141,23 @@ def _fail(bench: Bench, arm: Arm, load: Load) -> None:
     print(f"FAILED {where}\n{traceback.format_exc()}", flush=True)
 
 
-def _fits(bench: Bench, arm: Arm, load: Load) -> bool:
-    if fits(bench.model, arm, load):
-        return True
-    bench.lines.append(f"does not fit: {arm.name}, concurrency {load.concurrency}, context {load.context}")
-    return False
-
-
-def _free(bench: Bench) -> float:
-    return torch.cuda.mem_get_info()[0] if bench.model.device.type == "cuda" else 1e9
-
-
-def _case(measured: Measured) -> dict[str, Any]:
-    arm, load = measured.arm, measured.load
-    return {
-        "decoder": arm.decoder,
-        "strategy": "adaptive" if arm.adaptive else arm.strategy,
-        "stride": arm.stride,
-        "batch": load.concurrency,
-        "context": load.context,
-    }
-
-
 def _note(bench: Bench, measured: Measured, *, has_rows: bool) -> None:
-    """Keep and print the measurement; `has_rows`: record the step time with its floors."""
-    load = measured.load
-    num_rows = load.concurrency * measured.width
-    if num_rows not in bench.linears:
-        bench.linears[num_rows] = linears_ms(bench.model, num_rows, rounds=bench.rounds)
-    floor = floor_ms(bench.model, load, bench.stream)
-    bench.floors[load.concurrency, load.context] = floor
-    bench.measured.append(measured)
-    arm = measured.arm
-    step, linears = measured.step_ms(), bench.linears[num_rows]
+    """Print the measurement; `has_rows`: record the step time with its floors."""
+    arm, load, step = measured.arm, measured.load, measured.step_ms()
     print(
-        f"{arm.name:24s} C={load.concurrency:<4d} {load.context:>6d} {step:8.3f} ms/step "
-        f"{floor / step:6.1%} of stream, linears {linears:.3f} ms, "
+        f"{arm.name:24s} C={load.concurrency:<4d} {load.context:>6d} {step:8.3f} ms/step, "
         f"{measured.tokens_per_second():9.1f} tok/s, TPF {measured.tokens_per_forward():.3f}",
         flush=True,
     )
-    if has_rows:
-        bench.add(_case(measured), "step_ms", step, "ms", baseline=linears, floor=floor)
-
-
-def _published_stride(bench: Bench) -> int:
-    """The largest stride up to the authors'; raises UserError IDLM-0107 when there is none."""
-    served = [stride for stride in bench.strides if stride <= PUBLISHED_STRIDE]
-    if not served:
-        raise UserError(
-            "IDLM-0107",
-            f"strides={','.join(map(str, bench.strides))}, but one up to {PUBLISHED_STRIDE}",
-            fix=f"name strides={PUBLISHED_STRIDE} as well",
-        )
-    return max(served)
+    if not has_rows:
+        return
+    num_rows = load.concurrency * measured.width
+    if num_rows not in bench.linears:
+        bench.linears[num_rows] = linears_ms(bench.model, num_rows, rounds=bench.rounds)
+    case = {"decoder": arm.decoder, "strategy": arm.shown_strategy, "stride": arm.stride}
+    case |= {"batch": load.concurrency, "context": load.context}
+    floor = floor_ms(bench.model, load, bench.stream)
+    bench.add(case, "step_ms", step, "ms", baseline=bench.linears[num_rows], floor=floor)
 
 
 def sweep(bench: Bench) -> None:
@@ -260,7 +198,7 @@ def _over_ar(bench: Bench, measured: Measured, ar: Measured) -> None:
     case = {
         "concurrency": load.concurrency,
         "context": load.context,
-        "strategy": "adaptive" if arm.adaptive else arm.strategy,
+        "strategy": arm.shown_strategy,
         "stride": arm.stride,
         "trace": bench.traces[arm.stride].name,
     }
@@ -279,39 +217,42 @@ def _over_formula(bench: Bench, measured: Measured) -> None:
     bench.add(case, "tokens_per_forward", measured.tokens_per_forward(), "tokens", baseline=predicted)
 
 
+def _published(bench: Bench) -> Arm:
+    """The arm with the largest stride up to the authors'."""
+    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    return Arm(name=f"cold {stride}", strategy="cold", stride=stride)
+
+
 def adapter(bench: Bench) -> None:
     """Compare the step of R-ISD (a gated adapter on MASK rows) with that of ISD."""
-    stride = _published_stride(bench)
-    arm = Arm(name=f"cold {stride}", strategy="cold", stride=stride)
+    arm = _published(bench)
     for concurrency in sorted({min(bench.concurrency), *(c for c in bench.concurrency if c in ADAPTED)}):
         load = bench.load(concurrency, bench.contexts[0])
-        plain = measure_arms(bench, [arm], load, has_rows=False).get(arm.name)
+        plain = _step_ms(bench, arm, load)
         with adapted(bench.model, ADAPTER_RANK):
-            gated = measure_arms(bench, [replace(arm, name=f"gated {arm.name}")], load, has_rows=False)
-        if plain is None or not gated:
-            continue
-        [measured] = gated.values()
-        case = {"concurrency": concurrency, "context": load.context, "stride": stride, "rank": ADAPTER_RANK}
-        bench.add(case, "risd_over_isd_step", measured.step_ms() / plain.step_ms(), "x")
+            gated = _step_ms(bench, replace(arm, name=f"gated {arm.name}"), load)
+        if plain and gated:
+            case = {"concurrency": concurrency, "context": load.context, "stride": arm.stride}
+            bench.add(case | {"rank": ADAPTER_RANK}, "risd_over_isd_step", gated / plain, "x")
 
 
 def deterministic(bench: Bench) -> None:
     """Compare steps of deterministic mode (a row's bits do not depend on its batch) with normal ones."""
-    stride = _published_stride(bench)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
         load = bench.load(concurrency, bench.contexts[0])
-        for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
-            fixed = replace(arm, name=f"deterministic {arm.name}", deterministic=True)
+        for arm in (AR, _published(bench)):
             # One after the other: both share a trunk, which is switched to deterministic mode in between.
-            found = [
-                measured
-                for one in (arm, fixed)
-                for measured in measure_arms(bench, [one], load, has_rows=False).values()
-            ]
-            if len(found) == 2:
+            plain = _step_ms(bench, arm, load)
+            fixed = _step_ms(bench, replace(arm, name=f"deterministic {arm.name}", deterministic=True), load)
+            if plain and fixed:
                 case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
-                ratio = found[1].step_ms() / found[0].step_ms()
-                bench.add(case, "deterministic_over_plain_step", ratio, "x")
+                bench.add(case, "deterministic_over_plain_step", fixed / plain, "x")
+
+
+def _step_ms(bench: Bench, arm: Arm, load: Load) -> float | None:
+    """Step time of one arm alone; None if it does not fit or fails."""
+    found = measure_arms(bench, [arm], load, has_rows=False)
+    return found[arm.name].step_ms() if found else None
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {

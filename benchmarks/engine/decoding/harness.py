@@ -7,34 +7,27 @@ sequence differs: its context counts as computed, and the KV there is random.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from benchmarks.engine.decoding.moe_models import MOE_MODELS
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import Trace
+from benchmarks.engine.models import free_bytes, slot_bytes, weight_bytes
 from idlm.contracts import SamplingParams
+from idlm.devices import free_cached_memory
 from idlm.infer import build as parts_builder
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
-from idlm.infer.models.base import FAMILIES, TensorNames
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, LowRank
-from idlm.infer.models.loader import LoadedModel, make_trunk
-from idlm.infer.models.moe import MoeLayer, check_blocks
+from idlm.infer.models.base import TensorNames
+from idlm.infer.models.dense import DenseLayer, LowRank
+from idlm.infer.models.loader import LoadedModel
 from idlm.infer.runtime.graphs.warm_up import warm_up
 from idlm.infer.settings import EngineSettings
-from idlm.kernels.sampling import drafts, draws, probs
-from idlm.semantics import Semantics
 
 PAGE_SIZE = 16
 NUM_INFLIGHT_STEPS = 4
@@ -43,89 +36,11 @@ SETTLING_PASSES, MAX_TURNS = 50, 4
 MEMORY_TOKENS = 160
 """Tokens of a sequence beside those of a round, for memory."""
 SHARE_OF_MEMORY = 0.9
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "num_hidden_layers": 36,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-    },
-    "qwen3-0.6b": {
-        "num_hidden_layers": 28,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-    },
-    "tiny": {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 96,
-        "max_position_embeddings": 2048,
-    },
-}
 SAMPLING = {
     "greedy": SamplingParams(temperature=0),
     "T1": SamplingParams(temperature=1),
     "qwen3": SamplingParams(temperature=0.6, top_p=0.95, top_k=20),
 }
-MAX_STRIDE = 32
-
-
-def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int | None = None) -> LoadedModel:
-    """The trunk of a model of `MODELS` or `MOE_MODELS`, created on the device: matrices normal with variance
-    1 / columns, norms 1. It is block-causal with `block_size`, else a converted model for strides up to
-    `MAX_STRIDE`. UserError IDLM-0617 for blocks that its experts are not chosen by.
-    """
-    config = {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        **{**MODELS, **MOE_MODELS}[name],
-    }
-    architecture = config.pop("architecture", "Qwen3ForCausalLM")
-    spec = FAMILIES.get(architecture).spec(config)
-    if spec.moe is not None:
-        check_blocks(spec.moe, block_size=block_size)
-    trunk = make_trunk(spec, device=torch.device(device), dtype=dtype)
-    fill_randomly(trunk)
-    mask_id = spec.vocab_size - 1
-    return LoadedModel(
-        trunk=trunk,
-        spec=spec,
-        local=spec,
-        semantics=Semantics(mask_token_id=mask_id, stride=MAX_STRIDE)
-        if block_size is None
-        else Semantics(mask_token_id=mask_id, causality="block", block_size=block_size, logit_shift=False),
-        architecture=architecture,
-        dtype=dtype,
-        device=torch.device(device),
-        directory=Path(name),
-    )
-
-
-def fill_randomly(trunk: DenseTrunk) -> None:
-    """Matrices normal with variance 1 / columns, norms 1, biases 0."""
-    generator = torch.Generator(device=trunk.embed.device).manual_seed(0)
-    for parameter_name, weight in trunk.named_parameters():
-        if "norm" in parameter_name:
-            weight.data.fill_(1.0)
-        elif weight.ndim < 2:
-            weight.data.zero_()
-        else:
-            weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
 
 
 @contextlib.contextmanager
@@ -151,9 +66,7 @@ def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to decode. `graphs`, `num_inflight_steps`, `attention` are engine settings. `is_fused`: our
-    kernels sample and verify, else plain torch (fp64), which waits for the host. `warmup`: as of an engine.
-    """
+    """One way to decode; `graphs`, `num_inflight_steps`, `deterministic` and `warmup` are engine settings."""
 
     name: str
     decoder: str = "isd"
@@ -162,8 +75,6 @@ class Arm:
     adaptive: bool = False
     graphs: bool = True
     num_inflight_steps: int = NUM_INFLIGHT_STEPS
-    is_fused: bool = True
-    attention: str = "auto"
     deterministic: bool = False
     warmup: Literal["auto", "full", "off"] = "off"
 
@@ -172,14 +83,16 @@ class Arm:
         """Tokens that a sequence emits at most until the controller of an adaptive arm has settled."""
         return SETTLING_PASSES * self.stride if self.adaptive else 0
 
+    @property
+    def shown_strategy(self) -> str:
+        return "adaptive" if self.adaptive else self.strategy
+
     def decoder_options(self) -> dict[str, Any]:
-        """Options of the decoder's Config."""
         if self.decoder == "ar":
             return {}
         return {"stride": self.stride, "rejection_strategy": self.strategy, "adaptive": self.adaptive}
 
     def accelerators(self) -> Mapping[str, Any]:
-        """The Config of each accelerator, by name."""
         return {}
 
 
@@ -213,7 +126,6 @@ class Measured:
         return 1e3 * self.tokens_per_forward() * self.load.concurrency / self.step_ms()
 
     def tokens_per_forward(self) -> float:
-        """Mean over all rounds, per sequence."""
         return sum(self.tokens) / sum(self.passes) / self.load.concurrency
 
 
@@ -309,7 +221,6 @@ class SteadyEngine:
         return count
 
     def run_passes(self, num_passes: int) -> int:
-        """Run `num_passes` steps; returns the number of tokens emitted."""
         return sum(len(event.token_ids) for _ in range(num_passes) for event in self.engine.step())
 
     def drain(self) -> int:
@@ -319,16 +230,12 @@ class SteadyEngine:
         return sum(len(event.token_ids) for event in events)
 
     def num_passes(self) -> int:
-        """Number of passes of the first sequence."""
         return self.engine.scheduler.running[0].num_forwards
 
     @contextlib.contextmanager
     def toggled(self) -> Iterator[None]:
-        plainly = SimpleNamespace(has_kernels=lambda device: False)
-        with contextlib.ExitStack() as stack:
-            for module in () if self.arm.is_fused else (drafts, draws, probs):
-                stack.enter_context(patch.object(module, "backend", plainly))
-            yield
+        """What an arm changes beside its settings, while its engine is built and runs; here nothing."""
+        yield
 
 
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_builder.EngineParts:
@@ -347,7 +254,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
         graphs="on" if arm.graphs else "off",
         deterministic=arm.deterministic,
         warmup=arm.warmup,
-        attention="triton" if captures and arm.attention == "auto" else arm.attention,
+        attention="triton" if captures else "auto",
     )
     parts = parts_builder._assemble(settings, model, None, decoder, (), accelerators=arm.accelerators())
     return parts if arm.warmup == "off" else replace(parts, ahead=warm_up(parts, is_alone=True))
@@ -364,37 +271,11 @@ def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:
 
 
 def fits(model: LoadedModel, arm: Arm, load: Load) -> bool:
-    """Whether the arm fits into the free memory of the GPU."""
-    if model.device.type != "cuda":
-        return True
-    gc.collect()
-    torch.cuda.empty_cache()
-    return memory_of(model, arm, load) < SHARE_OF_MEMORY * torch.cuda.mem_get_info()[0]
-
-
-def slot_bytes(model: LoadedModel) -> int:
-    """Bytes of keys and values of one token."""
-    return 2 * model.local.num_layers * model.local.num_kv_heads * model.local.head_dim * model.dtype.itemsize
-
-
-def weights_of(model: LoadedModel) -> list[Tensor]:
-    """The matrices that every pass reads, in order, without the input embedding. Of experts as many as one
-    row chooses: fewer bytes than a pass reads, but the products of every row.
-    """
-    found: list[Tensor] = []
-    for layer in model.trunk.layers:
-        assert isinstance(layer, Layer)
-        found += [layer.qkv, layer.o]
-        if isinstance(layer, DenseLayer):
-            found += [layer.gate_up, layer.down]
-        if isinstance(layer, MoeLayer):
-            mlp, num = layer.mlp, layer.mlp.moe.num_chosen
-            found += [mlp.router, mlp.gate_up[:num], mlp.down[:num]]
-            found += [each for each in (mlp.shared_gate_up, mlp.shared_down) if each is not None]
-    return [*found, model.trunk.head]
+    free_cached_memory()
+    return memory_of(model, arm, load) < SHARE_OF_MEMORY * free_bytes(model)
 
 
 def floor_ms(model: LoadedModel, load: Load, bytes_per_second: float) -> float:
     """Time to stream all weights, and all KV at the middle of a round."""
     kv_bytes = load.concurrency * (load.context + load.num_tokens / 2) * slot_bytes(model)
-    return 1e3 * (sum(weight.nbytes for weight in weights_of(model)) + kv_bytes) / bytes_per_second
+    return 1e3 * (weight_bytes(model) + kv_bytes) / bytes_per_second

@@ -15,7 +15,6 @@ from idlm.kernels.sampling import LayoutTables, Verdict
 @triton.jit
 def overwrite_kernel(
     p_accepted,
-    p_filled,
     p_tests,
     p_lanes,
     p_first,
@@ -29,7 +28,6 @@ def overwrite_kernel(
     p_tokens,
     p_rows,
     num_accepted,
-    num_filled,
     num_sequences,
     num_masks,
     MASKS: tl.constexpr,
@@ -42,10 +40,8 @@ def overwrite_kernel(
         layout = tl.load(p_layout + lane).to(tl.int64)
         num_drafts = tl.load(p_num_drafts + layout).to(tl.int64)
         place = tl.load(p_tests + lane)
-        if layout > num_masks:
-            traced = tl.load(p_filled + place % num_filled)
-        else:
-            traced = tl.load(p_accepted + place % num_accepted)
+        # Of drafts that `tree` drew from a rejected pass the trace knows nothing: all are rejected.
+        traced = tl.where(layout > num_masks, 0, tl.load(p_accepted + place % num_accepted))
         tl.store(p_tests + lane, place + (num_drafts > 0).to(tl.int64))
         accepted = tl.minimum(traced, num_drafts)
         rejected = (accepted < num_drafts).to(tl.int64)
@@ -67,12 +63,12 @@ def overwrite_kernel(
 
 
 def overwrite(
-    trace: tuple[Tensor, Tensor, Tensor],
+    trace: tuple[Tensor, Tensor],
     verdict: Verdict,
     tables: LayoutTables,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """`trace`: accepted_S, filled_S, num_tests_Z; `columns`: lanes_B, first_rows_B, active_B, drafts_ZJ,
+    """`trace`: accepted_S, num_tests_Z; `columns`: lanes_B, first_rows_B, active_B, drafts_ZJ,
     layout_Z.
     """
     num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
@@ -86,7 +82,6 @@ def overwrite(
         verdict.token_ids_BA,
         verdict.draft_rows_BJ,
         len(trace[0]),
-        len(trace[1]),
         num_sequences,
         num_masks,
         MASKS=triton.next_power_of_2(max(1, num_masks)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,10 +29,7 @@ class Replay:
     """A trace on a device, and the position of each lane in it."""
 
     def __init__(self, trace: Trace, num_lanes: int, device: torch.device) -> None:
-        def ints(values: tuple[int, ...]) -> Tensor:
-            return torch.tensor(values or (0,), dtype=torch.int64, device=device)
-
-        self.accepted_S, self.filled_S = ints(trace.accepted), ints(trace.filled)
+        self.accepted_S = torch.tensor(trace.accepted, dtype=torch.int64, device=device)
         self.num_tests_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.restart(0)
 
@@ -59,7 +57,7 @@ class Replay:
 
             # A warm-up asks on the meta device which kernels there are to compile.
             device = lanes_B.device
-            trace = (self.accepted_S.to(device), self.filled_S.to(device), self.num_tests_Z.to(device))
+            trace = (self.accepted_S.to(device), self.num_tests_Z.to(device))
             decode_kernels.overwrite(trace, verdict, tables, columns)
         else:
             self._overwrite_plainly(verdict, tables, columns)
@@ -72,11 +70,8 @@ class Replay:
         layout_B = layout_Z[lanes_B]
         num_drafts_B = torch.where(active_B, tables.num_drafts_Y[layout_B], 0)
         place_B = self.num_tests_Z[lanes_B]
-        traced_B = torch.where(
-            layout_B > num_masks,
-            self.filled_S[place_B % len(self.filled_S)],
-            self.accepted_S[place_B % len(self.accepted_S)],
-        )
+        # Of drafts that `tree` drew from a rejected pass the trace knows nothing: all are rejected.
+        traced_B = torch.where(layout_B > num_masks, 0, self.accepted_S[place_B % len(self.accepted_S)])
         self.num_tests_Z[lanes_B] += (num_drafts_B > 0).long()
         traced = plain_verdict(torch.minimum(traced_B, num_drafts_B), tables, columns)
         verdict.values_FB.copy_(traced.values_FB)
@@ -97,8 +92,5 @@ def replaying(replay: Replay | None) -> Iterator[None]:
         replay.overwrite(verdict, tables, **columns)
         return verdict
 
-    isd.verify = verify
-    try:
+    with patch.object(isd, "verify", verify):
         yield
-    finally:
-        isd.verify = original

@@ -17,14 +17,16 @@ DRAWN_TESTS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """`accepted[i]` of `num_drafts` drafts passed in test i; `filled` likewise for drafts that `tree` drew
-    from a rejected pass (empty: unknown).
-    """
+    """`accepted[i]` of `num_drafts` drafts passed in test i."""
 
     name: str
     num_drafts: int
     accepted: tuple[int, ...]
-    filled: tuple[int, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """Drafts that a test accepts on average."""
+        return sum(self.accepted) / len(self.accepted)
 
     def acceptance(self) -> list[float]:
         """Acceptance per position, given that all previous drafts were accepted."""
@@ -44,7 +46,6 @@ def trace_of(name: str, stride: int) -> Trace:
 
 
 def drawn(probability: float, num_drafts: int) -> Trace:
-    """Independent draws with a fixed seed."""
     dice = random.Random(1_000_000 * probability + num_drafts)
     accepted = []
     for _ in range(DRAWN_TESTS):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full import FullDecoder
@@ -30,6 +29,7 @@ from tests.contracts.full.test_full_decoder import (
     slow_canvas,
     spread,
 )
+from tests.pages import check_pages
 
 __all__ = ["family"]
 CASES: list[dict[str, Any]] = [

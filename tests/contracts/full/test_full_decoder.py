@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
@@ -20,6 +19,7 @@ from tests.contracts.engines import assert_idle, build_engine, prompts_of
 from tests.contracts.full.slow_canvas import SlowCanvas
 from tests.margins import NearTie
 from tests.numerics import full_reference
+from tests.pages import check_pages
 
 FAMILIES = tuple(full_reference.CONFIGS)
 MASK_ID, STOP_IDS = 47, (5,)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES, mixed_logits
@@ -33,6 +32,7 @@ from tests.contracts.full.test_full_decoder import (
 )
 from tests.contracts.full.test_mosaic import with_chunks
 from tests.margins import NearTie
+from tests.pages import check_pages
 
 __all__ = ["family"]
 pytestmark = pytest.mark.sweep  # tests/law/test_full_law.py has the law of guidance

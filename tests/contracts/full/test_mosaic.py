@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.mosaic.canvas_ops import CanvasPass
@@ -21,6 +20,7 @@ from idlm.infer.mosaic.template import OpCall
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
 from tests.margins import assert_same_rows
+from tests.pages import check_pages
 from tests.unit.planning.random_templates import ends_with
 
 ORDERS: list[dict[str, Any]] = [

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
-from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, choose_decoder
@@ -28,6 +26,8 @@ from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.plugins.plugged_in import plugged_in
 from tests.margins import DRAW_MARGIN, assert_apart, assert_gap, assert_same_rows
+from tests.pages import check_pages
+from tests.shortage import Shortage
 from tests.toy import write_toy_checkpoint
 
 TOYS = Path(__file__).parent / "toys"

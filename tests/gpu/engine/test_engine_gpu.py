@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.harness import (
-    MODELS,
-    SAMPLING,
-    Arm,
-    Load,
-    SteadyEngine,
-    adapted,
-    random_model,
-)
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, SteadyEngine, adapted
+from benchmarks.engine.models import MODELS, random_model
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine

@@ -20,7 +20,6 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.training import resume
 from idlm.checkpoint import MANIFEST, verify
 from idlm.lora import WEIGHTS_FILE
 from idlm.train import cli
@@ -28,16 +27,16 @@ from idlm.train.loop import watchdog as watchdogs
 from idlm.train.loop.watchdog import has_ended
 from idlm.train.report import SampleReport
 from tests.integration.training.stopped_runs import num_floats
-from tests.integration.zero import crashes
+from tests.integration.zero import crashes, worlds
 
 ASYNC = {"train.save": "async"}
 
 
 def parity(folder: Path, base: Path) -> dict[str, Any]:
     """One process with two micro-batches, and two plain ones with one."""
-    one = resume.World(folder / "one", base, 1)
-    plain = resume.World(folder / "plain", base, 2, **{"train.zero_stage": "null"})
-    last = plain.reference / "out" / "run" / f"checkpoint-{resume.STEPS}"
+    one = worlds.World(folder / "one", base, 1)
+    plain = worlds.World(folder / "plain", base, 2, **{"train.zero_stage": "null"})
+    last = plain.reference / "out" / "run" / f"checkpoint-{worlds.STEPS}"
     for published in (plain.reference / "out", last):
         verify(published)
     return {"one": one.expected, "plain": plain.expected}
@@ -45,18 +44,18 @@ def parity(folder: Path, base: Path) -> dict[str, Any]:
 
 def deaths(folder: Path, base: Path) -> dict[str, Any]:
     """One process with two micro-batches, and two ZeRO-2 processes with one; deaths in saves of a thread."""
-    one = resume.World(folder / "one", base, 1, **ASYNC)
+    one = worlds.World(folder / "one", base, 1, **ASYNC)
     alone = folder / "one" / "killed"
     for point in random.Random(1).sample(range(20, 90), 2):
-        plan = crashes.CrashPlan(rank=0, step=resume.STAGE_END, point=point)
-        crashes.wait_for_first(one.start(alone, plan), seconds=resume.RUN_SECONDS)
+        plan = crashes.CrashPlan(rank=0, step=worlds.STAGE_END, point=point)
+        crashes.wait_for_first(one.start(alone, plan), seconds=worlds.RUN_SECONDS)
     one.finish(alone, "killed twice while saving")
-    two = resume.World(folder / "two", base, 2, **ASYNC)
+    two = worlds.World(folder / "two", base, 2, **ASYNC)
     run = folder / "two" / "killed"
     pids = two.start(
-        run, crashes.CrashPlan(rank=0, step=resume.STAGE_END, point=random.Random(0).randint(30, 70))
+        run, crashes.CrashPlan(rank=0, step=worlds.STAGE_END, point=random.Random(0).randint(30, 70))
     )
-    status = crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+    status = crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
     checkpoints = sorted(path.name for path in (run / "out" / "run").glob("checkpoint-*"))
     kept = folder / "two" / "other-shape"
     shutil.copytree(run, kept)
@@ -81,7 +80,7 @@ def deaths(folder: Path, base: Path) -> dict[str, Any]:
 
 def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
     """Elements of tensors that a lone process with ZeRO still holds when the report is sampled."""
-    world = resume.World.__new__(resume.World)
+    world = worlds.World.__new__(worlds.World)
     world.base, world.world_size = base, 1
     world.changes = {"train.zero_stage": zero_stage, "report.enabled": "true", "train.save_every": 100}
     run = folder / f"report-{zero_stage}"
@@ -96,14 +95,14 @@ def floats_left(folder: Path, base: Path, *, zero_stage: int) -> int:
             cli.main(world.arguments(run), sampler=sampler)
         finally:
             os._exit(0)
-    status = crashes.wait([pid], seconds=resume.RUN_SECONDS)
+    status = crashes.wait([pid], seconds=worlds.RUN_SECONDS)
     assert status == {pid: 0}, status
     return int((run / "left").read_text())
 
 
 def orphans(folder: Path, base: Path) -> dict[str, Any]:
     """Two ranks whose launcher is killed."""
-    world = resume.World.__new__(resume.World)
+    world = worlds.World.__new__(worlds.World)
     world.base, world.world_size = base, 2
     world.changes = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000} | ASYNC
     run = folder / "orphans"
@@ -111,9 +110,9 @@ def orphans(folder: Path, base: Path) -> dict[str, Any]:
     launcher = os.fork()
     if launcher == 0:
         (run / "pids").write_text(" ".join(map(str, world.start(run))))
-        time.sleep(resume.RUN_SECONDS)
+        time.sleep(worlds.RUN_SECONDS)
         os._exit(0)
-    metrics, end = run / "out" / "run" / "metrics.jsonl", time.monotonic() + resume.RUN_SECONDS
+    metrics, end = run / "out" / "run" / "metrics.jsonl", time.monotonic() + worlds.RUN_SECONDS
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
         time.sleep(0.05)
     os.kill(launcher, signal.SIGKILL)
@@ -127,19 +126,19 @@ def orphans(folder: Path, base: Path) -> dict[str, Any]:
     return {"left": left, "num_checkpoints": len(checkpoints), "log": world.log(run)}
 
 
-def _reshard(folder: Path, base: Path, run: Path, two: resume.World) -> dict[str, Any]:
+def _reshard(folder: Path, base: Path, run: Path, two: worlds.World) -> dict[str, Any]:
     """Runs that go on with another number of processes: `run` from two to one, a new one from one to two."""
-    lone = resume.World.__new__(resume.World)
+    lone = worlds.World.__new__(worlds.World)
     lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
     told: dict[str, Any] = {"two to one": _go_on(lone, run)}
     run = folder / f"{two.folder.name}-to-two"
-    pids = lone.start(run, crashes.CrashPlan(rank=0, step=resume.STAGE_END, point=1))
-    crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+    pids = lone.start(run, crashes.CrashPlan(rank=0, step=worlds.STAGE_END, point=1))
+    crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
     told["one to two"] = _go_on(two, run)
     return told
 
 
-def _go_on(world: resume.World, run: Path) -> dict[str, Any]:
+def _go_on(world: worlds.World, run: Path) -> dict[str, Any]:
     status = world.run(run)
     lines = (run / "out" / "run" / "metrics.jsonl").read_text().splitlines()
     left = sorted(path.name for path in (run / "out" / "run").iterdir())
@@ -148,7 +147,7 @@ def _go_on(world: resume.World, run: Path) -> dict[str, Any]:
 
 def _refused(folder: Path, base: Path, run: Path, **changes: Any) -> str:
     """What one process says that would go on from `run` of two processes."""
-    lone = resume.World.__new__(resume.World)
+    lone = worlds.World.__new__(worlds.World)
     lone.base, lone.world_size, lone.changes = base, 1, changes
     (run / "log.txt").unlink()
     status = lone.run(run)
@@ -157,7 +156,7 @@ def _refused(folder: Path, base: Path, run: Path, **changes: Any) -> str:
 
 def stages(folder: Path, base: Path) -> dict[str, Any]:
     """Every ZeRO stage with two processes: train, die, resume, export; bfloat16 and offload too."""
-    told: dict[str, Any] = {"one": resume.World(folder / "one", base, 1).expected}
+    told: dict[str, Any] = {"one": worlds.World(folder / "one", base, 1).expected}
     cases: dict[str, dict[str, Any]] = {
         "zero1": {"train.zero_stage": 1} | ASYNC,
         "zero3": {"train.zero_stage": 3} | ASYNC,
@@ -166,10 +165,10 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
         "ddp": {"train.zero_stage": "null"} | ASYNC,
     }
     for name, changes in cases.items():
-        world = resume.World(folder / name, base, 2, **changes)
+        world = worlds.World(folder / name, base, 2, **changes)
         run = folder / name / "killed"
-        pids = world.start(run, crashes.CrashPlan(rank=1, step=resume.STAGE_END, point=1))
-        crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+        pids = world.start(run, crashes.CrashPlan(rank=1, step=worlds.STAGE_END, point=1))
+        crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
         shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)
         told[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
@@ -186,13 +185,13 @@ def watchdog(folder: Path, base: Path) -> dict[str, Any]:
     watchdogs.SILENT_SECONDS = 15.0
     told: dict[str, Any] = {}
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-        world = resume.World.__new__(resume.World)
+        world = worlds.World.__new__(worlds.World)
         world.base, world.world_size = base, 2
         world.changes = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000}
         run = folder / name
         pids = world.start(run)
         metrics = run / "out" / "run" / "metrics.jsonl"
-        end = time.monotonic() + resume.RUN_SECONDS
+        end = time.monotonic() + worlds.RUN_SECONDS
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
             time.sleep(0.05)
         os.kill(pids[1], number)
@@ -211,17 +210,17 @@ def watchdog(folder: Path, base: Path) -> dict[str, Any]:
 def adapters(folder: Path, base: Path) -> dict[str, Any]:
     """DDP and every ZeRO stage train an adapter, and go on from a checkpoint without frozen weights."""
     adapter: dict[str, Any] = {"adapter.rank": 4, "adapter.alpha": 8}
-    adapter["train.stages"] = f"[{{stride: 2, steps: {resume.STAGE_END}}}, {{stride: 3, steps: 2}}]"
-    one = resume.World(folder / "one", base, 1, **adapter)
-    worlds = {
-        str(stage): resume.World(folder / str(stage), base, 2, **{"train.zero_stage": stage} | adapter)
+    adapter["train.stages"] = f"[{{stride: 2, steps: {worlds.STAGE_END}}}, {{stride: 3, steps: 2}}]"
+    one = worlds.World(folder / "one", base, 1, **adapter)
+    runs = {
+        str(stage): worlds.World(folder / str(stage), base, 2, **{"train.zero_stage": stage} | adapter)
         for stage in ("null", 1, 2, 3)
     }
-    for name, world in worlds.items():
+    for name, world in runs.items():
         again = folder / name / "again"
         for part in ("trace", "out/run", "out/stages"):
             shutil.copytree(world.reference / part, again / part)
-        shutil.rmtree(again / "out" / "run" / f"checkpoint-{resume.STEPS}")
+        shutil.rmtree(again / "out" / "run" / f"checkpoint-{worlds.STEPS}")
         world.finish(again, name)
     weights = load_file(one.reference / "out" / WEIGHTS_FILE)
     return {"one": one.expected} | {
@@ -231,7 +230,7 @@ def adapters(folder: Path, base: Path) -> dict[str, Any]:
             "complaints": world.tally.complaints,
             "farthest": _farthest(weights, load_file(world.reference / "out" / WEIGHTS_FILE)),
         }
-        for name, world in worlds.items()
+        for name, world in runs.items()
     }
 
 
@@ -252,10 +251,10 @@ PARTS = {
 
 def main() -> int:
     folder, told = Path(sys.argv[1]), {}
-    resume.import_everything()
+    worlds.import_everything()
     base = folder / "base"
     base.mkdir()
-    resume.make_base(base)
+    worlds.make_base(base)
     for name in sys.argv[2:]:
         (folder / name).mkdir()
         told[name] = PARTS[name](folder / name, base)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quality import block_quality
-from benchmarks.quality.arms import binomial_error
-from benchmarks.quality.block_quality import Arm, Result, difference_error, passes
+from benchmarks.quality.arms import binomial_error, difference_error
+from benchmarks.quality.block_quality import Arm, Result, passes
 from benchmarks.results import read_rows
 from idlm.semantics import Semantics
 from tests.block_reference import SlowBlocks
@@ -38,7 +38,7 @@ def test_a_difference_is_as_sure_as_the_questions_are_alike() -> None:
 
 
 def test_every_arm_is_decoded_as_the_slow_reference_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # These answers have no near ties, which the benchmark itself may have.
     monkeypatch.setattr(
@@ -55,7 +55,6 @@ def test_every_arm_is_decoded_as_the_slow_reference_does(
     ).save(model)
     arguments = [f"model={model}", f"results={tmp_path}", "device=cpu", "num=3", "max_tokens=9"]
     assert block_quality.measure([*arguments, "thresholds=0.2,0.9", "reference=1", "record=true"]) == 0
-    assert "passed" in capsys.readouterr().out
     rows = read_rows("block_quality", results=tmp_path)
     equal = [row["value"] for row in rows if row["metric"] == "equal_to_reference"]
     assert equal == [1.0] * 4

@@ -86,7 +86,7 @@ def test_what_a_set_of_all_slots_and_a_stale_set_cover(model: Path) -> None:
         assert found.estimation["oracle", step] > found.estimation["quest", step] - 0.05
 
 
-def test_rows_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_run(model: Path, tmp_path: Path) -> None:
     arguments = [
         f"model={model}",
         f"base={model}",
@@ -107,7 +107,6 @@ def test_rows_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     place = [f"results={tmp_path}", "device=cpu", "record=true"]
     assert sparse_fidelity.measure([*arguments, *sizes, *place]) == 0
-    assert "is outside 70 to 98 %" in capsys.readouterr().out
     rows = read_rows("sparse_fidelity", results=tmp_path)
     cases = {
         metric: [row["case"] for row in rows if row["metric"] == metric]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.pages import check_pages
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.page_pool import PagePool, PrefixCache
+from tests.pages import check_pages
 from tests.prefix_simulation import Simulation, World, simulate
 
 NUM_WORLDS, NUM_MORE_WORLDS = 60, 500

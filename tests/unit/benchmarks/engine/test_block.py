@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.engine.block_harness import Answers, BlockArm, pass_cost, whole_answers
-from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
+from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.decoding.trace import Trace, trace_of
+from benchmarks.engine.models import random_model
 
 SIZE, CONTEXT = 8, 16
-SMALL = ["model=tiny", "device=cpu", "dtype=float32", f"block={SIZE}", f"context={CONTEXT}", "rounds=1"]
 
 
 def answers_of(trace: Trace, *, fused: bool, sampling: str = "T1") -> Answers:

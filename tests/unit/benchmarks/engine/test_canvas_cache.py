@@ -9,15 +9,14 @@ from benchmarks.engine.canvas.harness import (
     CanvasLoad,
     CanvasMeasured,
     Decisions,
-    random_canvas_model,
 )
+from benchmarks.engine.models import random_model
 
 LOAD = CanvasLoad(canvas=48, answer=24, block=8, passes=3, num_blocks=2)
-SMALL = ["model=tiny", "device=cpu", "dtype=float32", "canvas=48", "answer=24", "block=8", "passes=3"]
 
 
 def test_every_arm_makes_the_decisions_of_the_first() -> None:
-    model = random_canvas_model("tiny", device="cpu", dtype=torch.float32)
+    model = random_model("tiny_llada", device="cpu", dtype=torch.float32)
     decisions = Decisions(LOAD, model.device)
     answers = {}
     for cache in (None, "dual", "prefix", "delayed"):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine, random_model
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.engine.models import random_model
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
-
-SMALL = ["model=tiny", "device=cpu", "dtype=float32", "contexts=24", "rounds=1", "tokens=12", "least=12"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Load, random_model
+from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, UnmaskingReplay, implied_rows
 from benchmarks.engine.eviction_trace import (
     FOCUS,
@@ -22,13 +22,12 @@ from benchmarks.engine.eviction_trace import (
     rows_of,
     synthetic_trace,
 )
-from idlm.infer.models.base import FAMILIES
+from benchmarks.engine.models import model_spec, random_model
+from benchmarks.stream import Rates
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.semantics import Semantics
 from tests.focus_reference import BlockState, FocusRules, Selection, budget, fed_places, note
-
-SMALL = ["model=tiny", "device=cpu", "dtype=float32", "context=64", "rounds=1", "passes=10"]
 
 
 def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
@@ -118,9 +117,7 @@ def test_the_drawn_trace_is_as_redundant_as_it_says() -> None:
 
 
 def sdar_8b() -> LoadedModel:
-    config = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False}
-    spec = FAMILIES.get("Qwen3ForCausalLM").spec(config | MODELS["qwen3-8b"])
-    device = torch.device("meta")
+    spec, device = model_spec("qwen3-8b"), torch.device("meta")
     return LoadedModel(
         trunk=DenseTrunk(spec, device=device, dtype=torch.bfloat16),
         spec=spec,
@@ -139,11 +136,11 @@ def sdar_8b() -> LoadedModel:
 )
 def test_limits_follow_from_rows_and_rates(context: int, batch: int, paper: float, clean: float) -> None:
     """2.13 tokens a pass, 15.0 rows a token without eviction, 3.12 and 4.12 with it."""
-    model = sdar_8b()
+    model, rates = sdar_8b(), Rates(stream=4.23e12, product=785e12)
 
     def least(kept: float, *, fed: float = 20, head: float = 4.1, committed: float = 2.13) -> float:
-        rows = RowCounts(fed=fed, kept=kept, head=head, tokens=2.13, committed=committed, passes=15)
-        return limit_ms(model, rows, batch=batch, slots=context + 32, stream=4.23e12, product=785e12)
+        rows = RowCounts(fed=fed, kept=kept, head=head, tokens=2.13, committed=committed)
+        return limit_ms(model, rows, batch=batch, slots=context + 32, rates=rates)
 
     full = least(32, fed=32, head=17)
     assert full / least(3.12 * 2.13, committed=0) == pytest.approx(paper, abs=0.02)

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from benchmarks.engine import memory
-from benchmarks.engine.canvas import card, report, session, tasks
+from benchmarks.engine.canvas import card
 from benchmarks.engine.canvas.card import fewer_points, longest, peak_over_average, timeline_of
-from benchmarks.engine.canvas.child import ArmFailedError
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS
-from benchmarks.engine.canvas.models import (
+from benchmarks.engine.canvas.sizes import (
     layer_weights,
     length_floor,
     live_bytes_per_token,
-    model_spec,
     total_weights,
 )
-from benchmarks.engine.canvas.tasks import Task
+from benchmarks.engine.canvas.tasks import ARMS, Task, TaskFailedError, run_in_process
+from benchmarks.engine.models import model_spec
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 
@@ -96,7 +95,7 @@ def test_a_timeline_counts_releases_when_they_are_done() -> None:
 def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
     """What a GPU would answer; `compile` never does."""
     if task.arm == "compile":
-        raise ArmFailedError("InductorError: no")
+        raise TaskFailedError("InductorError: no")
     milliseconds = {"native": 40.0, "masked": 30.0}.get(task.arm, 25.0)
     plan = {"planned_bytes": 101, "workspace_bytes": 100, "planned_live_bytes": 100}
     planned = plan if task.arm in PRODUCT_ARMS else {}
@@ -104,7 +103,7 @@ def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
     answers: dict[str, dict[str, Any]] = {
         "l_max": {"length": task.length + ALLOCATOR_GAIN * task.expandable, "reason": "out", "probes": []},
         "step": {"lengths": {str(length): {"ms": milliseconds} for length in task.lengths}},
-        "rates": {"matmul": 7e14, "attention": {str(length): {"rate": 6e14} for length in task.lengths}},
+        "rates": {"matmul": 7e14, "attention": dict.fromkeys(map(str, task.lengths), 6e14)},
         "timeline": {**memory_use, "points": [(0.0, 50.0), (1.0, 100.0)], "peak_over_average": 1.5},
     }
     return answers[task.kind]
@@ -115,7 +114,7 @@ ALLOCATOR_GAIN = 100
 
 @pytest.fixture
 def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "run_child", fake_answer)
+    monkeypatch.setattr(memory, "run_in_process", fake_answer)
 
 
 CASES = {
@@ -136,7 +135,7 @@ def test_every_part_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert memory.measure(arguments) == 0
     rows = read_rows("memory", results=tmp_path)
     assert {row["metric"]: " ".join(row["case"]) for row in rows} == CASES
-    assert {row["case"]["arm"] for row in rows if "arm" in row["case"]} == set(tasks.ARMS) - {"compile"}
+    assert {row["case"]["arm"] for row in rows if "arm" in row["case"]} == set(ARMS) - {"compile"}
     assert {row["command"] for row in rows} == {"python -m benchmarks.memory"}
     [ours] = [
         row
@@ -160,10 +159,12 @@ def test_every_part_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
-@pytest.mark.usefixtures("on_a_fake_gpu")
-def test_a_floor_of_a_step_counts_linears_and_attention() -> None:
-    rows = report.step_rows(
-        {("llada_8b", None, 8192, 0.5, "ours"): 200.0}, {("llada_8b", None, 8192, 0.5): 180.0}, "x"
-    )
-    assert rows[0]["share_of_floor"] == pytest.approx(0.9)
-    assert rows[0]["ratio"] is None
+def test_a_process_answers_or_says_why_not() -> None:
+    small = {"model": "tiny_llada", "arm": "masked", "device": "cpu", "dtype": "float32"}
+    answer = run_in_process(Task(kind="step", lengths=(32,), **small), timeout_s=120)
+    assert answer["lengths"]["32"]["ms"] > 0
+    with pytest.raises(TaskFailedError, match="status 3: the end"):
+        program = ("-c", "import sys; print('the end', file=sys.stderr); sys.exit(3)")
+        run_in_process(Task(kind="step", **small), timeout_s=60, program=program)
+    with pytest.raises(TaskFailedError, match="no answer in 1 s"):
+        run_in_process(Task(kind="step", **small), timeout_s=1, program=("-c", "import time; time.sleep(60)"))

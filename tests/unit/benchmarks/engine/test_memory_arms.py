@@ -11,12 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
-from benchmarks.engine.canvas.models import (
-    CONFIGS,
-    family_of,
-    model_spec,
-    num_masks,
-)
 from benchmarks.engine.canvas.native import (
     NATIVE_ARMS,
     NativeArm,
@@ -25,6 +19,9 @@ from benchmarks.engine.canvas.native import (
     masked_logits,
     random_canvas,
 )
+from benchmarks.engine.canvas.sizes import num_masks
+from benchmarks.engine.models import family_of, model_spec
+from idlm.infer.models.base import FAMILIES as FAMILIES_OF
 from idlm.infer.models.base import ModelSpec, TensorNames
 from idlm.infer.models.dense import weight_targets
 from idlm.infer.models.loader import make_trunk
@@ -108,7 +105,7 @@ def _stacked(part: str, layer: int, tensors: Mapping[str, Tensor], names: Tensor
 
 
 def native_of(kind: str) -> Any:
-    family = family_of(full_reference.CONFIGS[kind])
+    family = FAMILIES_OF.get(full_reference.CONFIGS[kind]["architectures"][0])
     spec = family.spec(full_reference.CONFIGS[kind])
     return loaded_model(spec, full_reference.random_tensors(kind), family.tensor_names, device=CPU)
 
@@ -116,7 +113,7 @@ def native_of(kind: str) -> Any:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_native_models_equal_the_reference_and_the_trunk(kind: str) -> None:
     tensors, ids = full_reference.random_tensors(kind), list(range(3, 40, 3))
-    family = family_of(full_reference.CONFIGS[kind])
+    family = FAMILIES_OF.get(full_reference.CONFIGS[kind]["architectures"][0])
     trunk = make_trunk(family.spec(full_reference.CONFIGS[kind]), device=CPU, dtype=torch.float32)
     with torch.no_grad():
         for name, target in weight_targets(trunk, family.tensor_names).items():
@@ -164,10 +161,10 @@ def test_the_prompt_has_no_masks_and_its_share() -> None:
 
 @pytest.mark.parametrize("arm", PRODUCT_ARMS)
 def test_our_arms_propose_what_the_native_arms_do(arm: str) -> None:
-    spec = model_spec("tiny")
-    ours = ExecutorArm(arm, "tiny", spec, device=CPU, dtype=torch.float32)
+    spec = model_spec("tiny_llada")
+    ours = ExecutorArm(arm, "tiny_llada", num_layers=None, device=CPU, dtype=torch.float32)
     canvas = random_canvas(40, 0.5, vocab=spec.vocab_size, mask_id=127, device=CPU)
-    trunk, names = ours._runner._trunk, family_of(CONFIGS["tiny"]).tensor_names
+    trunk, names = ours._runner._trunk, family_of("tiny_llada").tensor_names
     tensors = {name: target.view for name, target in weight_targets(trunk, names).items()}
     native = loaded_model(spec, tensors, names, device=CPU)
     logits_MV = masked_logits(native, canvas.ids_BL, canvas.places_M, is_shifted=False)

@@ -1,4 +1,4 @@
-"""Shapes of the full-diffusion models, their bytes and FLOPs, and the floors that follow from them.
+"""Bytes and FLOPs of full-diffusion models, and the floors that follow from them.
 
 Sizes are bytes of a token that live at once in one denoising step, so that the longest canvas of an arm is
 (cap - weights - 1 GiB) / bytes per token.
@@ -7,99 +7,14 @@ Sizes are bytes of a token that live at once in one denoising step, so that the 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
-from idlm.infer.models.base import FAMILIES, Family, ModelSpec
+from idlm.infer.models.base import ModelSpec
 
 GIB = 1 << 30
 RESERVE_BYTES = GIB
 """What context, workspaces and inputs may take, in the limit of L_max."""
 ITEM_BYTES = 2
 """Bytes of a bf16 value."""
-
-LLADA_8B: dict[str, Any] = {
-    "architectures": ["LLaDAModelLM"],
-    "model_type": "llada",
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "n_layers": 32,
-    "mlp_hidden_size": 12_288,
-    "vocab_size": 126_464,
-    "embedding_size": 126_464,
-    "max_sequence_length": 4096,
-    "rope_theta": 500_000.0,
-    "rms_norm_eps": 1e-5,
-    "mask_token_id": 126_336,
-    "rope": True,
-    "layer_norm_type": "rms",
-    "block_type": "llama",
-    "activation_type": "silu",
-    "weight_tying": False,
-}
-DREAM_7B: dict[str, Any] = {
-    "architectures": ["DreamModel"],
-    "model_type": "Dream",
-    "is_causal": False,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "intermediate_size": 18_944,
-    "vocab_size": 152_064,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1_000_000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "mask_token_id": 151_666,
-    "tie_word_embeddings": False,
-}
-LLADA_MOE: dict[str, Any] = {
-    "architectures": ["LLaDAMoEModelLM"],
-    "model_type": "llada",
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "num_hidden_layers": 16,
-    "expert_intermediate_size": 1024,
-    "dense_intermediate_size": 8192,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "qk_layernorm": True,
-    "vocab_size": 157_184,
-    "max_position_embeddings": 8192,
-    "rope_theta": 50_000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "mask_token_id": 156_895,
-    "tie_word_embeddings": False,
-}
-TINY = {"d_model": 64, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2, "mlp_hidden_size": 96}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llada_8b": LLADA_8B,
-    "dream_7b": DREAM_7B,
-    "llada_moe": LLADA_MOE,
-    # For runs on a CPU, which test the programs and not the models.
-    "tiny": {**LLADA_8B, **TINY, "vocab_size": 128, "embedding_size": 128, "mask_token_id": 127},
-}
-
-
-def family_of(config: dict[str, Any]) -> type[Family]:
-    """The product's family of a config."""
-    return FAMILIES.get(config["architectures"][0])
-
-
-def model_spec(name: str, *, num_layers: int | None = None) -> ModelSpec:
-    """The spec of a model, with `num_layers` layers in place of its own."""
-    spec = family_of(CONFIGS[name]).spec(CONFIGS[name])
-    return spec if num_layers is None else replace(spec, num_layers=num_layers)
-
-
-def is_shifted(name: str) -> bool:
-    """Whether the row before a place predicts it."""
-    return family_of(CONFIGS[name]).logit_shift
 
 
 def num_masks(length: int, prompt_share: float) -> int:
@@ -108,7 +23,6 @@ def num_masks(length: int, prompt_share: float) -> int:
 
 
 def layer_weights(spec: ModelSpec) -> int:
-    """Parameters of one layer."""
     return attention_weights(spec) + _ffn_weights(spec, all_experts=True) + _small_weights(spec)
 
 
