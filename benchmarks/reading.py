@@ -50,7 +50,7 @@ class Tracer:
         threading.setprofile(None)
 
     def counts(self) -> dict[str, Any]:
-        """`files_entered`, `lines_entered`, `lines_run`, `functions_entered`, and all lines and the lines run of each file in `files`."""
+        """All counts, and in `files` all lines and the lines run of each file."""
         files = {
             path: ((ROOT / path).read_text("utf-8").count("\n"), len(set().union(*map(_lines, run))))
             for path, run in sorted(self.functions.items())

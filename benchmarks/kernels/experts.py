@@ -1,7 +1,6 @@
 """A layer of experts on a GPU: share of the stream of its active experts, or of the matmul rate.
 
-    python -m benchmarks.experts [rows=1,32,256,2048,8192] [shape=sdar-30b-a3b|llada2-mini]
-                                 [rounds=7] [record=true] [results=DIR]
+    python -m benchmarks.experts [rows=1,32,256,2048,8192] [rounds=7] [record=true] [results=DIR]
 
 One process measures stream and matmul rate, then router, experts and sum as a replayed graph, torch's grouped
 matmul in a graph, and the loop over experts, which cannot be captured. Few rows are several inputs in turn,
@@ -32,46 +31,30 @@ from idlm.kernels.swiglu import swiglu
 BF16 = torch.bfloat16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A layer of experts, a softmax router."""
-
-    num_experts: int
-    num_chosen: int
-    ffn: int
-    width: int
-
-    @property
-    def expert_numbers(self) -> int:
-        return 3 * self.ffn * self.width
-
-
-SHAPES = {
-    "sdar-30b-a3b": Shape(num_experts=128, num_chosen=8, ffn=768, width=2048),
-    "llada2-mini": Shape(num_experts=256, num_chosen=8, ffn=512, width=2048),
-}
+NUM_EXPERTS, NUM_CHOSEN, FFN, WIDTH = 128, 8, 768, 2048
+"""A layer of experts of SDAR-30B-A3B, with a softmax router."""
+EXPERT_NUMBERS = 3 * FFN * WIDTH
 
 
 class Layer:
     """Random bf16 weights; rows are drawn so that every expert is about as popular."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape, self.linears = shape, Linears()
-        self.routing = Routing(num_chosen=shape.num_chosen, score="softmax", is_normalised=True)
-        self.router = self.drawn(shape.num_experts, shape.width)
-        self.gate_up = self.drawn(shape.num_experts, 2 * shape.ffn, shape.width)
-        self.down = self.drawn(shape.num_experts, shape.width, shape.ffn)
+    def __init__(self) -> None:
+        self.linears = Linears()
+        self.routing = Routing(num_chosen=NUM_CHOSEN, score="softmax", is_normalised=True)
+        self.router = self.drawn(NUM_EXPERTS, WIDTH)
+        self.gate_up, self.down = self.drawn(NUM_EXPERTS, 2 * FFN, WIDTH), self.drawn(NUM_EXPERTS, WIDTH, FFN)
 
     def drawn(self, *shape: int) -> Tensor:
         """Random weights whose products keep the size of rows."""
         return torch.randn(shape, device="cuda", dtype=BF16) * shape[-1] ** -0.5
 
     def rows(self, num: int) -> Tensor:
-        return torch.randn(num, self.shape.width, device="cuda", dtype=BF16)
+        return torch.randn(num, WIDTH, device="cuda", dtype=BF16)
 
     def ours(self, x_RD: Tensor, pdl: bool | None = None) -> Tensor:
         """Our layer, as infer/models/moe.py runs it."""
-        chosen, weights = route(self.linears.linear(x_RD, self.router), self.routing, pdl=pdl)
+        chosen, weights = self.routed(x_RD, pdl)
         return experts(x_RD, self.gate_up, self.down, chosen, weights, pdl=pdl)
 
     def loop(self, x_RD: Tensor) -> Tensor:
@@ -82,10 +65,10 @@ class Layer:
     def library(self, x_RD: Tensor) -> Tensor:
         """torch's grouped matmul with sorting, our SwiGLU and the weighted sum."""
         scores_RE = F.linear(x_RD, self.router).softmax(dim=-1, dtype=torch.float32)
-        weights_RC, chosen_RC = scores_RE.topk(self.shape.num_chosen, dim=-1)
+        weights_RC, chosen_RC = scores_RE.topk(NUM_CHOSEN, dim=-1)
         weights_RC = (weights_RC / weights_RC.sum(dim=-1, keepdim=True)).to(BF16)
         order_P, offsets_E = self.sorted_pairs(chosen_RC)
-        y_PD = self.library_products(x_RD[order_P // self.shape.num_chosen], offsets_E)
+        y_PD = self.library_products(x_RD[order_P // NUM_CHOSEN], offsets_E)
         by_pair_PD = torch.empty_like(y_PD)
         by_pair_PD[order_P] = y_PD
         return torch.bmm(weights_RC[:, None], by_pair_PD.view(*chosen_RC.shape, -1))[:, 0]
@@ -93,7 +76,7 @@ class Layer:
     def sorted_pairs(self, chosen_RC: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs sorted by expert and the end of each expert's pairs, without waiting for the host."""
         sorted_P, order_P = chosen_RC.flatten().sort(stable=True)
-        numbers_E = torch.arange(self.shape.num_experts, device=sorted_P.device)
+        numbers_E = torch.arange(NUM_EXPERTS, device=sorted_P.device)
         return order_P, torch.searchsorted(sorted_P, numbers_E, right=True).int()
 
     def library_products(self, x_PD: Tensor, offsets_E: Tensor) -> Tensor:
@@ -103,11 +86,11 @@ class Layer:
 
     def products(self, x_RD: Tensor) -> Callable[[], Any]:
         """Our two products with a given plan; they include SwiGLU and the gather of rows."""
-        chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
-        launch = choose(len(x_RD), self.shape.num_chosen, self.shape.num_experts, BF16)
-        plan = plan_tiles(chosen, 0, self.shape.num_experts, launch.block_r, False)
-        hidden = x_RD.new_empty(chosen.numel(), self.shape.ffn)
-        y = x_RD.new_empty(chosen.numel(), self.shape.width)
+        chosen, _ = self.routed(x_RD)
+        launch = choose(len(x_RD), NUM_CHOSEN, NUM_EXPERTS, BF16)
+        plan = plan_tiles(chosen, 0, NUM_EXPERTS, launch.block_r, False)
+        hidden = x_RD.new_empty(chosen.numel(), FFN)
+        y = x_RD.new_empty(chosen.numel(), WIDTH)
 
         def run() -> None:
             both = (
@@ -119,18 +102,18 @@ class Layer:
 
         return run
 
-    def num_active(self, x_RD: Tensor) -> int:
-        chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
-        return int(chosen.unique().numel())
+    def routed(self, x_RD: Tensor, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
+        """Chosen experts and their weights."""
+        return route(self.linears.linear(x_RD, self.router), self.routing, pdl=pdl)
 
     def is_right(self, x_RD: Tensor) -> bool:
         """Whether our error against fp64 is at most 1.5 times that of the loop."""
-        chosen, weights = route(self.linears.linear(x_RD, self.router), self.routing)
+        chosen, weights = self.routed(x_RD)
         given = ((self.gate_up, self.down), (chosen, weights))
         ours_RD, loop_RD = self.ours(x_RD), plain_experts(x_RD, *given)
         few = slice(0, 64)
         used = chosen[few].unique().long()
-        place = torch.zeros(self.shape.num_experts, dtype=torch.long, device="cuda")
+        place = torch.zeros(NUM_EXPERTS, dtype=torch.long, device="cuda")
         place[used] = torch.arange(len(used), device="cuda")
         wide = (self.gate_up[used].double(), self.down[used].double())
         true_RD = plain_experts(x_RD[few].double(), wide, (place[chosen[few].long()], weights[few].double()))
@@ -145,7 +128,7 @@ def grouped_mm(x_PD: Tensor, weight_EDO: Tensor, offsets_E: Tensor) -> Tensor:
     return torch.as_tensor(op(x_PD, weight_EDO, offs=offsets_E))
 
 
-DEFAULTS = defaults("rows=1,32,256,2048,8192 shape=sdar-30b-a3b rounds=7 record=true")
+DEFAULTS = defaults("rows=1,32,256,2048,8192 rounds=7 record=true")
 INPUTS_OF_FEW = 16
 LOOP_ROUNDS = 5
 
@@ -163,12 +146,11 @@ class Bench:
         self, arm: str, inputs: list[Tensor], us: float, *, baseline: float | None, gate: bool | None
     ) -> None:
         """Record one time. Limit: to read the weights of active experts, or to compute their products."""
-        shape = self.layer.shape
-        active = statistics.mean(self.layer.num_active(x_RD) for x_RD in inputs)
-        read = 2 * active * shape.expert_numbers / self.timer.bytes_per_us
-        pairs = len(inputs[0]) * shape.num_chosen
-        floor, limit = max((read, "stream"), (2 * pairs * shape.expert_numbers / self.flops_per_us, "matmul"))
-        case = {"shape": self.report.options["shape"], "rows": len(inputs[0]), "arm": arm, "limit": limit}
+        active = statistics.mean(self.layer.routed(x_RD)[0].unique().numel() for x_RD in inputs)
+        read = 2 * active * EXPERT_NUMBERS / self.timer.bytes_per_us
+        pairs = len(inputs[0]) * NUM_CHOSEN
+        floor, limit = max((read, "stream"), (2 * pairs * EXPERT_NUMBERS / self.flops_per_us, "matmul"))
+        case = {"shape": "sdar-30b-a3b", "rows": len(inputs[0]), "arm": arm, "limit": limit}
         against = None if baseline is None else baseline / 1e3
         self.report.add(case, "ms", us / 1e3, "ms", baseline=against, floor=floor / 1e3, gate_passed=gate)
 
@@ -179,7 +161,7 @@ def measure(arguments: list[str]) -> int:
     bench = Bench(
         timer=Timer(rounds=int(options["rounds"])),
         flops_per_us=matmul_rate() / 1e6,
-        layer=Layer(SHAPES[options["shape"]]),
+        layer=Layer(),
         report=Report("experts", options),
     )
     for num_rows in numbers(options["rows"]):
@@ -205,9 +187,9 @@ def _layer(bench: Bench, inputs: list[Tensor]) -> None:
         bench.note("ours" if pdl else "ours_without_pdl", inputs, us, baseline=strongest, gate=is_right)
     sorted_of = []
     for x_RD in inputs:
-        chosen_RC = F.linear(x_RD, layer.router).topk(layer.shape.num_chosen, dim=-1).indices
+        chosen_RC = F.linear(x_RD, layer.router).topk(NUM_CHOSEN, dim=-1).indices
         order_P, offsets_E = layer.sorted_pairs(chosen_RC)
-        sorted_of.append((x_RD[order_P // layer.shape.num_chosen], offsets_E))
+        sorted_of.append((x_RD[order_P // NUM_CHOSEN], offsets_E))
     alone = _library_us(bench, [partial(layer.library_products, *given) for given in sorted_of])
     us = bench.timer.us_per_call([layer.products(x_RD) for x_RD in inputs])
     bench.note("ours_products", inputs, us, baseline=alone, gate=is_right)

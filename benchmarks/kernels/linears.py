@@ -4,7 +4,7 @@
 
 It needs a GPU. One process measures the stream, then every arm as a replayed graph over copies of the weight
 that exceed the L2 cache: `linear` with the launch that the engine chooses, `fixed` with that of deterministic
-mode, `fp8` with fp8 weights (over cuBLAS in bf16). Gate: at most 1.5 times the error of cuBLAS against fp64.
+mode. Gate: at most 1.5 times the error of cuBLAS against fp64.
 R rows, D input width, E output width.
 """
 
@@ -22,14 +22,7 @@ from torch import Tensor
 from benchmarks.engine.models import MODELS
 from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from benchmarks.stream import Timer
-from idlm.kernels.linear import (
-    Fp8Weight,
-    check_rows_agree,
-    dequantised,
-    linear,
-    linear_swiglu,
-    quantise_fp8,
-)
+from idlm.kernels.linear import check_rows_agree, linear, linear_swiglu
 from idlm.kernels.linear.launch import (
     LinearLaunch,
     Workspace,
@@ -44,7 +37,6 @@ ROTATED_BYTES = 400 << 20
 FIXED_ROWS = (1, 7, 64, 112, 448, 2048)
 CHECKED_OUTPUTS = 1024
 DEFAULTS = defaults("rows=1,7,16,28 model=qwen3-8b rounds=7 record=true")
-Weight = Tensor | Fp8Weight
 
 
 @dataclass(slots=True)
@@ -56,32 +48,20 @@ class Bench:
     workspace: Workspace
     report: Report
 
-    def compare(
-        self,
-        op: str,
-        name: str,
-        rows: int,
-        weights: Sequence[Weight],
-        plain: Sequence[Tensor],
-        launch: LinearLaunch,
-    ) -> None:
+    def compare(self, op: str, name: str, rows: int, weights: Sequence[Tensor], launch: LinearLaunch) -> None:
         """Time our launch and cuBLAS in turns, and check ours on the first copy."""
-        gated = self.shapes[name][2]
-        x_RD = torch.randn(rows, plain[0].shape[1], device="cuda", dtype=BF16)
-        ours = [partial(_call, weight, launch, gated, self.workspace, x_RD) for weight in weights]
-        us = self.timer.us_per_call(ours)
-        baseline = self.timer.us_per_call([partial(F.linear, x_RD, weight) for weight in plain])
-        first = weights[0]
-        num_bytes = first.values_ED.numel() if isinstance(first, Fp8Weight) else first.numel() * 2
+        gated, space = self.shapes[name][2], self.workspace
+        x_RD = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=BF16)
+        us = self.timer.us_per_call([partial(_call, each, launch, gated, space, x_RD) for each in weights])
+        baseline = self.timer.us_per_call([partial(F.linear, x_RD, each) for each in weights])
         self.report.add(
             {"op": op, "shape": name, "rows": rows},
             "us",
             us,
             "us",
             baseline=baseline,
-            floor=num_bytes / self.timer.bytes_per_us,
-            gate_passed=_is_right(first, launch, gated, self.workspace, x_RD),
-            exactness="lossy" if op == "fp8" else "exact",
+            floor=weights[0].nbytes / self.timer.bytes_per_us,
+            gate_passed=_is_right(weights[0], launch, gated, space, x_RD),
         )
 
 
@@ -100,15 +80,13 @@ def measure(arguments: list[str]) -> int:
         height = 2 * E if gated else E
         num_copies = max(1, -(-ROTATED_BYTES // (height * D * 2)))
         plain = [torch.randn(height, D, device="cuda", dtype=BF16) * D**-0.5 for _ in range(num_copies)]
-        small = [quantise_fp8(weight) for weight in plain[: 8 if name != "head" else 1]]
         for rows in numbers(options["rows"]):
-            for op, weights in (("linear", plain), ("fp8", small)):
-                launch = few_rows_launch(rows, E, D, BF16, gated=gated, is_fp8=op == "fp8")
-                if launch is not None:
-                    bench.compare(op, name, rows, weights, plain, with_pdl(launch, True))
+            launch = few_rows_launch(rows, E, D, BF16, gated=gated)
+            if launch is not None:
+                bench.compare("linear", name, rows, plain, with_pdl(launch, True))
         for rows in FIXED_ROWS if name != "head" else ():
             launch = with_pdl(fixed_launch(rows, E, D, BF16, gated=gated), True)
-            bench.compare("fixed", name, rows, plain, plain, launch)
+            bench.compare("fixed", name, rows, plain, launch)
     return bench.report.status or int(not agrees)
 
 
@@ -125,24 +103,21 @@ def shapes_of(model: dict[str, Any]) -> dict[str, tuple[int, int, bool]]:
     }
 
 
-def _call(weight: Weight, launch: LinearLaunch, gated: bool, space: Workspace, x_RD: Tensor) -> Tensor:
+def _call(weight: Tensor, launch: LinearLaunch, gated: bool, space: Workspace, x_RD: Tensor) -> Tensor:
     op = linear_swiglu if gated else linear
     return op(x_RD, weight, launch=launch, workspace=space)
 
 
-def _is_right(weight: Weight, launch: LinearLaunch, gated: bool, space: Workspace, x_RD: Tensor) -> bool:
+def _is_right(weight: Tensor, launch: LinearLaunch, gated: bool, space: Workspace, x_RD: Tensor) -> bool:
     """Whether the error against fp64 is at most 1.5 times that of torch, on the first and last outputs."""
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     picked = torch.arange(outputs, device="cuda")
     if outputs > 2 * CHECKED_OUTPUTS:
         picked = torch.cat((picked[:CHECKED_OUTPUTS], picked[-CHECKED_OUTPUTS:]))
     height = torch.cat((picked, outputs + picked)) if gated else picked
-    if isinstance(weight, Fp8Weight):
-        few = dequantised(weight.values_ED[height], weight.scale_E[height])
-    else:
-        few = weight[height]
+    few = weight[height]
     true = x_RD.double() @ few.double().T
-    plain = F.linear(x_RD, few.to(BF16))
+    plain = F.linear(x_RD, few)
     if gated:
         (gate, up), (plain_gate, plain_up) = true.chunk(2, -1), plain.chunk(2, -1)
         true, plain = gate * torch.sigmoid(gate) * up, F.silu(plain_gate) * plain_up

@@ -1,6 +1,6 @@
 """Attention of `[x_t | x_0]` rows, forward and backward: our kernel against FlexAttention and dense SDPA.
 
-    python -m benchmarks.train_attention [record=true] [length=4096] [rounds=7] [dense=true]
+    python -m benchmarks.train_attention [record=true] [length=4096] [rounds=7]
         [strides=2,3,4,8] [packed=false,true]
 
 Checks every arm against float64 first. Then all arms take turns, so that clocks and neighbours affect them
@@ -33,7 +33,7 @@ CHECKED_LENGTH = 768
 FLUSHED_BYTES = 1 << 33
 """More than the L2 cache, and 2 ms in which the host runs ahead of the device, as it does in training."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-DEFAULTS = defaults("length=4096 rounds=7 record=false dense=true strides=2,3,4,8 packed=false,true")
+DEFAULTS = defaults("length=4096 rounds=7 record=false strides=2,3,4,8 packed=false,true")
 
 
 def measure(arguments: list[str]) -> int:
@@ -44,9 +44,7 @@ def measure(arguments: list[str]) -> int:
         for stride in numbers(options["strides"]):
             documents = packed_lengths(length, seed=stride) if packed else [length]
             gates = _errors(documents, stride, absent)
-            wanted = {*gates, "dense"} if options["dense"] == "true" else {*gates}
-            times = _times(documents, stride, rounds, wanted, absent)
-            print(" ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()), flush=True)
+            times = _times(documents, stride, rounds, {*gates}, absent)
             _add(report, {"stride": stride, "length": length, "packed": packed}, times, gates)
     print_absent(absent)
     return 0

@@ -2,13 +2,11 @@
 
     python -m benchmarks.law [draws=1000000] [device=cuda] [cases=2-cold,..,8-branch,adaptive]
                              [workers=0] [faults=true] [lanes=1024] [num_inflight_steps=2] [record=true]
-                             [structured=false]
 
 On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
 tokens 0..3 and 4..7, which transformers enumerates (tests/law/harness.py). One process per case, all on the
 same GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
-device too. `structured`: also 1e5 answers of a schema of six tokens (tests/law/structured.py); with `draws=0`
-only those.
+device too.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import torch
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime.stride_controller import Load, StrideController
-from tests.law import structured
 from tests.law.harness import (
     NEUTRAL,
     NUM_TOKENS,
@@ -47,12 +44,10 @@ STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"
 LEVEL = 1e-6
 PER_REQUEST, AT_ONCE = 1000, 100_000
-STRUCTURED_DRAWS = 100_000
 FAULT_TESTS = {"cuda": "tests/gpu/engine/test_faults_gpu.py", "cpu": "tests/law/test_planted_faults.py"}
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = defaults(
-    "draws=1000000 device=cuda cases= workers=0 faults=true lanes=1024 num_inflight_steps=2 "
-    "structured=false record=true"
+    "draws=1000000 device=cuda cases= workers=0 faults=true lanes=1024 num_inflight_steps=2 record=true"
 )
 
 
@@ -91,10 +86,7 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS, needs_gpu="law")
     chosen(options, "device", FAULT_TESTS)
     names, report = chosen(options, "cases", case_names()) or case_names(), Report("law", options)
-    if int(options["draws"]):
-        _add_law(report, _draw(options, names))
-    if options["structured"] == "true":
-        _add_structured(report)
+    _add_law(report, _draw(options, names))
     if options["faults"] == "true":
         _add_faults(report)
     return report.status
@@ -198,24 +190,6 @@ def _add_law(report: Report, outcomes: list[Outcome]) -> None:
         "graphs": "on",
     }
     report.add(case, "p_value_min", corrected, "", gate_passed=gate)
-
-
-def _add_structured(report: Report) -> None:
-    """The smallest tail probability of answers that match a schema, under two strategies and AR."""
-    tails = []
-    with tempfile.TemporaryDirectory() as home:
-        toy = structured.write_structured_toy(Path(home))
-        for name in ("ar", "4-tree", "3-branch"):
-            decoder: dict[str, Any] = {}
-            if name != "ar":
-                decoder = {"stride": int(name[0]), "rejection_strategy": name[2:]}
-            decoder |= {"device": report.options["device"], "graphs": "on"}
-            engine = structured.build_engine(toy, "ar" if name == "ar" else "isd", **decoder)
-            settings = structured.SETTINGS[:1]
-            tails.append(structured.draw_fits(toy, engine, STRUCTURED_DRAWS, settings=settings).p_value)
-    corrected = min(1.0, min(tails) * len(tails))
-    case = {"structured": True, "draws": STRUCTURED_DRAWS, "tokens": structured.NUM_TOKENS}
-    report.add(case, "p_value_min", corrected, "", gate_passed=corrected > LEVEL)
 
 
 def _add_faults(report: Report) -> None:

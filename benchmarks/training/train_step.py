@@ -21,12 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.errors import UserError
 
 LENGTH = 4096
@@ -121,9 +121,6 @@ SHAPES = {
         accumulation=4,
         lora=(2, 4),
     ),
-    "qwen3_4b": Shape(
-        width=2560, ffn=9728, layers=36, heads=32, tied=True, recipe="qwen3_8b", accumulation=4, lora=(2, 4)
-    ),
     "qwen3_0_6b": Shape(
         width=1024,
         ffn=3072,
@@ -180,9 +177,11 @@ LOSS_TOLERANCE = 0.02
 def measure(arguments: list[str]) -> int:
     """Run the arms in sequence, print a table and optionally record rows; returns 1 when an arm failed."""
     options = parse_options(arguments, OPTIONS)
-    shape, arms = _chosen(options)
+    [model], arms = chosen(options, "model", SHAPES), chosen(options, "arms", ARMS)
+    shape = SHAPES[model]
     results: dict[str, dict[str, Any]] = {}
-    rows: list[dict[str, Any]] = []
+    command = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
+    report = Report("train_step", options, command)
     for arm in arms:
         start = time.perf_counter()
         try:
@@ -191,26 +190,8 @@ def measure(arguments: list[str]) -> int:
             print(error, flush=True)
         else:
             print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
-            # At once, so that a run that is stopped loses none.
-            known = {(row["case"]["arm"], row["metric"]) for row in rows}
-            made = _rows(options, shape, results)
-            new = [row for row in made if (row["case"]["arm"], row["metric"]) not in known]
-            rows += new
-            save("train_step", new, options)
-    _print_table(results, rows)
+            _add_rows(report, shape, results)
     return 0 if len(results) == len(arms) else 1
-
-
-def _chosen(options: dict[str, str]) -> tuple[Shape, list[str]]:
-    arms = options["arms"].split(",")
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if options["model"] not in SHAPES or unknown:
-        raise UserError(
-            "IDLM-0107",
-            f"model={options['model']} arms={options['arms']}",
-            fix=f"models are {', '.join(SHAPES)}; arms are {', '.join(ARMS)}",
-        )
-    return SHAPES[options["model"]], arms
 
 
 def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
@@ -248,7 +229,8 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
     return result
 
 
-def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_rows(report: Report, shape: Shape, results: dict[str, dict[str, Any]]) -> None:
+    """Rows that are new: those of the last arm, and the first arm's speedup over one that came later."""
     speeds = {
         arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
         for arm, result in results.items()
@@ -257,11 +239,13 @@ def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, An
     for arm, result in results.items():
         losses.setdefault(MODES.get(arm, "full"), []).append(result["losses"])
     agree = {mode: _agree(found) for mode, found in losses.items()}
-    return [
-        row
-        for arm, result in results.items()
-        for row in _rows_of_arm(options, shape, arm, result, speeds, agree[MODES.get(arm, "full")])
-    ]
+    known = {(row["case"]["arm"], row["metric"]) for row in report.rows}
+    for arm, result in results.items():
+        mode = MODES.get(arm, "full")
+        case = _case(report.options, arm, result)
+        for metric, value, unit, floor in _measured(report.options, shape, arm, result, speeds):
+            if (arm, metric) not in known:
+                report.add(case, metric, value, unit, floor=floor, gate_passed=agree[mode])
 
 
 def _agree(losses: list[list[list[float]]]) -> bool | None:
@@ -275,29 +259,25 @@ def _agree(losses: list[list[list[float]]]) -> bool | None:
     return all(math.isclose(*pair, rel_tol=LOSS_TOLERANCE) for pair in pairs) if pairs else None
 
 
-def _rows_of_arm(
-    options: dict[str, str],
-    shape: Shape,
-    arm: str,
-    result: dict[str, Any],
-    speeds: dict[str, float],
-    agrees: bool | None,
-) -> list[dict[str, Any]]:
-    mode = MODES.get(arm, "full")
+def _case(options: Mapping[str, str], arm: str, result: dict[str, Any]) -> dict[str, Any]:
     case = {
         "model": options["model"],
         "gpus": result["world_size"],
         "zero_stage": result["zero_stage"],
-        "mode": mode,
+        "mode": MODES.get(arm, "full"),
         "arm": arm,
         "attention": result["attention"],
     }
-    if options["accumulation"]:
-        case["accumulation"] = int(options["accumulation"])
-    if options["shortest"]:
-        case["shortest"] = int(options["shortest"])
+    return case | {name: int(options[name]) for name in ("accumulation", "shortest") if options[name]}
+
+
+def _measured(
+    options: Mapping[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
+) -> list[tuple[str, float, str, float | None]]:
+    """Metric, value, unit and floor."""
     # Of shorter samples attention takes less than is counted.
-    limit = None if options["shortest"] else result["matmul_flops"] / shape.flops_per_token(mode)
+    flops = shape.flops_per_token(MODES.get(arm, "full"))
+    limit = None if options["shortest"] else result["matmul_flops"] / flops
     measured: list[tuple[str, float, str, float | None]] = [
         ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
         ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
@@ -311,26 +291,7 @@ def _rows_of_arm(
         measured.append(("planned_over_step_time", result["planned_seconds"] / taken, "x", None))
     if arm == "full" and "dense_recompute" in speeds:
         measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
-    command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
-    return [
-        result_row(
-            "train_step", case, metric, value, unit, floor=floor, gate_passed=agrees, command=command_line
-        )
-        for metric, value, unit, floor in measured
-    ]
-
-
-def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    for arm, result in results.items():
-        print(
-            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, "
-            f"steps {result['seconds_per_step']}, losses of the last {result['losses'][-1]}"
-        )
-    print(f"{'arm':<22} {'metric':<34} {'value':>10} {'of limit':>9} agrees")
-    for row in rows:
-        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
-        agrees = "" if row["gate_passed"] is None else str(row["gate_passed"])
-        print(f"{row['case']['arm']:<22} {row['metric']:<34} {row['value']:>10.2f} {share:>9} {agrees}")
+    return measured
 
 
 if __name__ == "__main__":

@@ -170,12 +170,12 @@ class SteadyEngine:
         with self.toggled(), replaying(self.replay):
             for _ in range(MAX_TURNS if self.arm.adaptive else 1):
                 self.reach_steady_state(0)
-                captured, before = self.engine.metrics()["graphs_captured_in_traffic"], self.num_passes()
+                captured, before = self.num_captured(), self.num_passes()
                 start = time.perf_counter()
                 num_tokens = self.run_tokens(self.load.num_tokens) + self.drain()
                 seconds, num_passes = time.perf_counter() - start, self.num_passes() - before
                 self.abort_all()
-                if self.engine.metrics()["graphs_captured_in_traffic"] == captured:
+                if self.num_captured() == captured:
                     break
             into.seconds.append(seconds)
             into.tokens.append(num_tokens)
@@ -228,6 +228,10 @@ class SteadyEngine:
         self.engine._collect(max_inflight=0)
         events, self.engine._events = self.engine._events, []
         return sum(len(event.token_ids) for event in events)
+
+    def num_captured(self) -> int:
+        """Graphs that were captured in traffic."""
+        return int(self.engine.metrics()["graphs_captured_in_traffic"])
 
     def num_passes(self) -> int:
         return self.engine.scheduler.running[0].num_forwards
