@@ -21,7 +21,7 @@ from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlock
 from benchmarks.engine.decoding.arms import linears_ms
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.decoding.trace import Trace, trace_of
-from benchmarks.engine.models import model_of
+from benchmarks.models import model_of
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
 from benchmarks.stream import measure_rates
 from idlm.devices import free_cached_memory

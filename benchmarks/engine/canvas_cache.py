@@ -16,7 +16,7 @@ from __future__ import annotations
 from statistics import median
 
 from benchmarks.engine.canvas.harness import CanvasEngine, CanvasLoad, CanvasMeasured, Decisions
-from benchmarks.engine.models import model_of, slot_bytes, weight_bytes
+from benchmarks.models import model_of, slot_bytes, weight_bytes
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from benchmarks.stream import stream_rate
 from idlm.devices import free_cached_memory
@@ -28,7 +28,7 @@ DEFAULTS = defaults(
     "blocks=4 caches=dual,prefix rounds=3 graphs=true record=true"
 )
 MODELS = {"llada-8b": "llada_8b", "dream-7b": "dream_7b", "tiny": "tiny_llada"}
-"""Names of engine/models.py by those of the option."""
+"""Names of benchmarks/models.py by those of the option."""
 
 
 def measure(arguments: list[str]) -> int:

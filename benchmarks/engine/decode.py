@@ -20,7 +20,7 @@ from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding.arms import Bench
 from benchmarks.engine.decoding.harness import SAMPLING
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.engine.models import model_of
+from benchmarks.models import model_of
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
 from benchmarks.stream import measure_rates
 from idlm.contracts import Completion, SamplingParams

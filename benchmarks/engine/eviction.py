@@ -31,8 +31,8 @@ from benchmarks.engine.eviction_harness import (
     parity_error,
 )
 from benchmarks.engine.eviction_trace import UnmaskTrace, limit_ms, linear_flops, synthetic_trace
-from benchmarks.engine.models import free_bytes, model_of, slot_bytes
 from benchmarks.engine.sparse_harness import largest_batch
+from benchmarks.models import free_bytes, model_of, slot_bytes
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
 from benchmarks.stream import Rates, measure_rates
 from idlm.devices import free_cached_memory

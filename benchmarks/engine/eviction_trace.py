@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engine.models import slot_bytes, weights_of
+from benchmarks.models import slot_bytes, weights_of
 from benchmarks.stream import Rates
 from idlm.infer.models.loader import LoadedModel
 from idlm.kernels.block_eviction import Candidates

@@ -26,7 +26,7 @@ from benchmarks.engine.canvas import plots
 from benchmarks.engine.canvas.native import NATIVE_ARMS
 from benchmarks.engine.canvas.sizes import attention_flops, length_floor, linear_flops, num_masks
 from benchmarks.engine.canvas.tasks import ARMS, Task, TaskFailedError, run_in_process
-from benchmarks.engine.models import MODELS, model_spec
+from benchmarks.models import MODELS, model_spec
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, print_absent, start
 
 ALLOCATORS = {"default": False, "expandable": True}

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.engine.models import random_model
+from benchmarks.models import random_model
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer import build as parts_builder
@@ -35,8 +35,8 @@ from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.accelerator import ACCELERATORS
-from tests.pages import check_pages
-from tests.shortage import Shortage
+from tests.contracts.engines import Shortage
+from tests.prefix_simulation import check_pages
 
 STRIDE = 4
 MAX_LENGTH, PAGE_SIZE = 192, 8

@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.engine.block_harness import BlockMeasured
 from benchmarks.engine.decoding.harness import SAMPLING, Load
-from benchmarks.engine.models import model_of
 from benchmarks.engine.sparse_harness import (
     ARMS,
     GATE_LIMIT,
@@ -33,6 +32,7 @@ from benchmarks.engine.sparse_harness import (
     steady_contexts,
     tpob_ms,
 )
+from benchmarks.models import model_of
 from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
 from benchmarks.stream import Rates, measure_rates
 from idlm.devices import free_cached_memory

@@ -26,7 +26,7 @@ from benchmarks.engine.block_harness import (
 )
 from benchmarks.engine.decoding.harness import Load
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.engine.models import free_bytes, slot_bytes, weight_bytes
+from benchmarks.models import free_bytes, slot_bytes, weight_bytes
 from benchmarks.stream import Rates
 from idlm.infer.accelerators.prefix import EVERYTHING
 from idlm.infer.models.loader import LoadedModel

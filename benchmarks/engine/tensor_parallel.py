@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.models import MAX_STRIDE, MODELS
+from benchmarks.models import MAX_STRIDE, MODELS
 from benchmarks.results import result_row
 from benchmarks.shared import defaults, parse_options, save, start
 from idlm.acceptance import tokens_per_forward_cold

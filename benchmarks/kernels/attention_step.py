@@ -101,48 +101,60 @@ def make_step(
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    begin = context - rows
-    own = torch.arange(begin, context, device="cuda").repeat(batch)
-    limits, branches = own + 1, own + 1
-    of_block: dict[str, Any] = {}
-    if is_block:
-        limits = branches = torch.full_like(own, context)
-        of_block = {
-            "starts_B": torch.full((batch,), begin, device="cuda"),
-            "listed_B": None if k is None else torch.ones(batch, dtype=torch.bool, device="cuda"),
-            "num_listed": k or 0,
-        }
-    elif rows == BRANCH_ROWS:
-        limits, branches = (begin + each.repeat(batch) for each in _branch_layout())
     pages = torch.randperm(batch * num_pages, generator=generator, device="cuda")
     if in_order:
         pages = torch.arange(batch * num_pages, device="cuda")
+    table_BP = pages.view(batch, num_pages)
     lists_LBKC = None
     if k is not None:
-        draws = torch.rand(num_layers, batch, num_kv_heads, begin // run, generator=generator, device="cuda")
-        firsts = draws.topk(k // run, dim=-1).indices.sort(dim=-1).values * run
-        lists_LBKC = (firsts[..., None] + torch.arange(run, device="cuda")).flatten(-2).int().contiguous()
+        lists_LBKC = _random_lists((num_layers, batch, num_kv_heads), context - rows, k, run, generator)
     return Step(
         shape=HeadShape(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16
         ),
-        rows=AttentionRows(
-            cu_rows=torch.arange(batch + 1, device="cuda") * rows,
-            block_table=pages.view(batch, num_pages),
-            page_size=page_size,
-            own_slots_R=own,
-            limits_R=limits,
-            branch_starts_R=branches,
-            max_rows=rows,
-            max_slots=context,
-            **of_block,
-        ),
+        rows=_rows_of(table_BP, page_size, context, rows, is_block=is_block, k=k),
         q_RNH=draw(batch * rows, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads],
         keys=[draw(num_slots, num_kv_heads, head_dim) for _ in range(num_layers)],
         values=[draw(num_slots, num_kv_heads, head_dim) for _ in range(num_layers)],
         ones_D=torch.ones(num_heads * head_dim, device="cuda", dtype=torch.bfloat16),
         lists_LBKC=lists_LBKC,
     )
+
+
+def _rows_of(
+    table_BP: Tensor, page_size: int, context: int, rows: int, *, is_block: bool, k: int | None
+) -> AttentionRows:
+    begin, batch = context - rows, len(table_BP)
+    own = torch.arange(begin, context, device="cuda").repeat(batch)
+    limits, branches = own + 1, own + 1
+    of_block: dict[str, Any] = {}
+    if is_block:
+        limits = branches = torch.full_like(own, context)
+        listed_B = None if k is None else torch.ones(batch, dtype=torch.bool, device="cuda")
+        starts_B = torch.full((batch,), begin, device="cuda")
+        of_block = {"starts_B": starts_B, "listed_B": listed_B, "num_listed": k or 0}
+    elif rows == BRANCH_ROWS:
+        limits, branches = (begin + each.repeat(batch) for each in _branch_layout())
+    return AttentionRows(
+        cu_rows=torch.arange(batch + 1, device="cuda") * rows,
+        block_table=table_BP,
+        page_size=page_size,
+        own_slots_R=own,
+        limits_R=limits,
+        branch_starts_R=branches,
+        max_rows=rows,
+        max_slots=context,
+        **of_block,
+    )
+
+
+def _random_lists(
+    shape: tuple[int, int, int], num_slots: int, k: int, run: int, generator: torch.Generator
+) -> Tensor:
+    """`k` of `num_slots` slots in runs of `run`, in order, by layer, sequence and KV head [L, B, K, C]."""
+    draws = torch.rand(*shape, num_slots // run, generator=generator, device="cuda")
+    firsts = draws.topk(k // run, dim=-1).indices.sort(dim=-1).values * run
+    return (firsts[..., None] + torch.arange(run, device="cuda")).flatten(-2).int().contiguous()
 
 
 def _branch_layout() -> Tensor:

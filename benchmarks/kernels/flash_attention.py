@@ -7,8 +7,10 @@ this pass, N query heads, K KV heads, H head dim, S physical KV slots.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +40,13 @@ def make_attend(rows: AttentionRows, scale: float) -> Callable[[Tensor, Tensor, 
 
     Computes lengths on the device, without waiting for it.
     """
-    from flash_attn.cute import flash_attn_varlen_func
-
+    attention: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     num_slots_B = torch.where(rows.cu_rows.diff() > 0, rows.own_slots_R[rows.cu_rows[1:] - 1] + 1, 0).int()
     cu_rows, block_table = rows.cu_rows.int(), rows.block_table.int()
 
     def attend(q_RNH: Tensor, k_cache_SKH: Tensor, v_cache_SKH: Tensor) -> Tensor:
         caches = (cache.view(-1, rows.page_size, *cache.shape[1:]) for cache in (k_cache_SKH, v_cache_SKH))
-        result = flash_attn_varlen_func(
+        result = attention(
             q_RNH,
             *caches,
             cu_seqlens_q=cu_rows,

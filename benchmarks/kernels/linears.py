@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engine.models import MODELS
+from benchmarks.models import MODELS
 from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from benchmarks.stream import Timer
 from idlm.kernels.linear import check_rows_agree, linear, linear_swiglu

@@ -38,7 +38,7 @@ from tests.law.harness import (
     sample,
     write_law_toy,
 )
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.models import MODELS
+from benchmarks.models import MODELS
 from benchmarks.results import append_rows, result_row
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError

@@ -8,13 +8,14 @@ import functools
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
@@ -22,7 +23,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.state.batch import DroppedRows, WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 from tests.toy import write_toy_checkpoint
 
 MASK_ID = 47
@@ -236,3 +237,29 @@ def answers(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], st
 def with_length(params: SamplingParams, max_tokens: int) -> SamplingParams:
     """The same settings, another limit."""
     return dataclasses.replace(params, max_tokens=max_tokens)
+
+
+class Shortage(TorchDispatchMode):
+    """Makes the allocations with these numbers (from 1) fail on `device_type`; can be entered again."""
+
+    def __init__(self, device_type: str, fails_at: Collection[int]) -> None:
+        super().__init__()
+        self.device_type, self.fails_at = device_type, fails_at
+        self.num_seen = self.num_failed = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of these allocations have failed."""
+        return self.num_failed == len(self.fails_at)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_new = all(one.alias_info is None for one in func._schema.returns)
+        if is_new and isinstance(result, Tensor) and result.device.type == self.device_type:
+            self.num_seen += 1
+            if self.num_seen in self.fails_at:
+                self.num_failed += 1
+                raise torch.OutOfMemoryError(f"allocation {self.num_seen} fails on purpose")
+        return result

@@ -29,7 +29,7 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 NUM_REQUESTS = 112
 MARKED_SHARE = 0.4

@@ -24,6 +24,7 @@ from idlm.infer.state.batch import StepPlan
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
+    Shortage,
     assert_idle,
     build_engine,
     clear_answers,
@@ -31,9 +32,8 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 from tests.ranks import group_engine, group_of_threads
-from tests.shortage import Shortage
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.models import MODELS
+from benchmarks.models import MODELS
 from idlm.infer import build
 from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.models.base import FAMILIES

@@ -14,7 +14,7 @@ import pytest
 
 from idlm.infer.decoders.rejection import STRATEGIES
 from tests.law.harness import NEUTRAL, build_engine, fits, misfits, sample
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 LEVEL = 1e-6 / 16
 """The family's level divided by at least the number of chi-square tests of this file."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.canvas.native import Canvas, Proposals, decided
-from benchmarks.engine.models import MODELS, family_of, random_model
+from benchmarks.models import MODELS, family_of, random_model
 from idlm.infer.decoders.full import SCORE_BYTES
 from idlm.infer.mosaic import canvas, canvas_runner
 from idlm.infer.mosaic.arena import PLAIN, open_arena

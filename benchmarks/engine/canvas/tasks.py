@@ -32,7 +32,7 @@ from benchmarks.engine.canvas.card import Search, fewer_points, longest, peak_ov
 from benchmarks.engine.canvas.executor import PRODUCT_ARMS, ExecutorArm
 from benchmarks.engine.canvas.native import NATIVE_ARMS, Canvas, NativeArm, random_canvas, random_native
 from benchmarks.engine.canvas.sizes import ITEM_BYTES, layer_weights
-from benchmarks.engine.models import MODELS, family_of, model_spec
+from benchmarks.models import MODELS, family_of, model_spec
 from benchmarks.stream import matmul_rate
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError

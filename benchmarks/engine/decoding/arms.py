@@ -26,7 +26,7 @@ from benchmarks.engine.decoding.harness import (
     memory_of,
 )
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.engine.models import free_bytes, weights_of
+from benchmarks.models import free_bytes, weights_of
 from benchmarks.shared import Report
 from benchmarks.stream import Timer
 from idlm.devices import free_cached_memory

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.engine.models import free_bytes, slot_bytes, weight_bytes
+from benchmarks.models import free_bytes, slot_bytes, weight_bytes
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.infer import build as parts_builder

@@ -19,7 +19,7 @@ from idlm.infer.state.batch import lane_of
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import MASK_ID, answers_and_margins, assert_idle, build_engine, prompts_of
 from tests.contracts.test_scheduler_soak import ROOMY, TINY, Arrival, _Soak
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 SIZE = 4
 LONGEST = 60

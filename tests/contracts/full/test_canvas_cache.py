@@ -29,7 +29,7 @@ from tests.contracts.full.test_full_decoder import (
     slow_canvas,
     spread,
 )
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 __all__ = ["family"]
 CASES: list[dict[str, Any]] = [

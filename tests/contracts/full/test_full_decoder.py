@@ -19,7 +19,7 @@ from tests.contracts.engines import assert_idle, build_engine, prompts_of
 from tests.contracts.full.slow_canvas import SlowCanvas
 from tests.margins import NearTie
 from tests.numerics import full_reference
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 FAMILIES = tuple(full_reference.CONFIGS)
 MASK_ID, STOP_IDS = 47, (5,)

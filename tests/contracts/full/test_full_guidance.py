@@ -32,7 +32,7 @@ from tests.contracts.full.test_full_decoder import (
 )
 from tests.contracts.full.test_mosaic import with_chunks
 from tests.margins import NearTie
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 
 __all__ = ["family"]
 pytestmark = pytest.mark.sweep  # tests/law/test_full_law.py has the law of guidance

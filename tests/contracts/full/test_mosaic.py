@@ -20,7 +20,7 @@ from idlm.infer.mosaic.template import OpCall
 from tests.contracts.engines import assert_idle
 from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
 from tests.margins import assert_same_rows
-from tests.pages import check_pages
+from tests.prefix_simulation import check_pages
 from tests.unit.planning.random_templates import ends_with
 
 ORDERS: list[dict[str, Any]] = [

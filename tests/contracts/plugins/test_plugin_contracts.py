@@ -23,11 +23,10 @@ from idlm.infer.state.batch import WantedRows
 from idlm.infer.state.kv_cache import CanvasCache
 from idlm.kernels.sampling import uniforms
 from idlm.semantics import Semantics
-from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
+from tests.contracts.engines import MASK_ID, Shortage, assert_idle, build_engine, prompts_of
 from tests.contracts.plugins.plugged_in import plugged_in
 from tests.margins import DRAW_MARGIN, assert_apart, assert_gap, assert_same_rows
-from tests.pages import check_pages
-from tests.shortage import Shortage
+from tests.prefix_simulation import check_pages
 from tests.toy import write_toy_checkpoint
 
 TOYS = Path(__file__).parent / "toys"

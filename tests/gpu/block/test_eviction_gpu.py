@@ -15,7 +15,7 @@ from benchmarks.engine import eviction
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, implied_rows
 from benchmarks.engine.eviction_trace import synthetic_trace
-from benchmarks.engine.models import random_model
+from benchmarks.models import random_model
 from benchmarks.results import read_rows
 
 pytestmark = [

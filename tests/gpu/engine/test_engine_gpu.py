@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, SteadyEngine, adapted
-from benchmarks.engine.models import MODELS, random_model
+from benchmarks.models import MODELS, random_model
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine

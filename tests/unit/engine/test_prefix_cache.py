@@ -14,8 +14,7 @@ import torch
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.page_pool import PagePool, PrefixCache
-from tests.pages import check_pages
-from tests.prefix_simulation import Simulation, World, simulate
+from tests.prefix_simulation import Simulation, World, check_pages, simulate
 
 NUM_WORLDS, NUM_MORE_WORLDS = 60, 500
 PAGE = 4

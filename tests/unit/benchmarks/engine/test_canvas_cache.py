@@ -10,7 +10,7 @@ from benchmarks.engine.canvas.harness import (
     CanvasMeasured,
     Decisions,
 )
-from benchmarks.engine.models import random_model
+from benchmarks.models import random_model
 
 LOAD = CanvasLoad(canvas=48, answer=24, block=8, passes=3, num_blocks=2)
 

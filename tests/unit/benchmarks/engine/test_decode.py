@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.engine.models import random_model
+from benchmarks.models import random_model
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows

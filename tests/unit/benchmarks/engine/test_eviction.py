@@ -22,7 +22,7 @@ from benchmarks.engine.eviction_trace import (
     rows_of,
     synthetic_trace,
 )
-from benchmarks.engine.models import model_spec, random_model
+from benchmarks.models import model_spec, random_model
 from benchmarks.stream import Rates
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel

@@ -19,7 +19,7 @@ from benchmarks.engine.canvas.sizes import (
     total_weights,
 )
 from benchmarks.engine.canvas.tasks import ARMS, Task, TaskFailedError, run_in_process
-from benchmarks.engine.models import model_spec
+from benchmarks.models import model_spec
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 

@@ -20,7 +20,7 @@ from benchmarks.engine.canvas.native import (
     random_canvas,
 )
 from benchmarks.engine.canvas.sizes import num_masks
-from benchmarks.engine.models import family_of, model_spec
+from benchmarks.models import family_of, model_spec
 from idlm.infer.models.base import FAMILIES as FAMILIES_OF
 from idlm.infer.models.base import ModelSpec, TensorNames
 from idlm.infer.models.dense import weight_targets
