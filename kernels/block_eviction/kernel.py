@@ -11,25 +11,35 @@ import triton.language as tl
 
 @triton.jit
 def keys_of_rank(
-    keys_SKH, table_BP, start, is_key, rank, wanted, count, kv_head, stride_s, stride_k, last_slot,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    keys,
+    column,
+    wanted,
+    at,
+    strides,
+    last_slot,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """Keys [h, c] of the places that are key number `wanted` [c], 0 where there is none."""
+    is_key, rank, count = column
+    table_B, start, kv_head = at
     w, h = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
     is_it = (rank[None, :] == wanted[:, None]) & is_key[None, :]
     place = tl.sum(tl.where(is_it, w[None, :], 0), 1)
     exists = (wanted >= 0) & (wanted < count)
     slot = tl.minimum(start + place, last_slot)
-    page = tl.load(table_BP + slot // PAGE, mask=exists, other=0).to(tl.int64)
+    page = tl.load(table_B + slot // PAGE, mask=exists, other=0).to(tl.int64)
     physical = page * PAGE + slot % PAGE
-    at = physical[None, :] * stride_s + kv_head * stride_k + h[:, None]
-    return tl.load(keys_SKH + at, mask=exists[None, :] & (h < HEAD_DIM)[:, None], other=0.0)
+    address = physical[None, :] * strides[2] + kv_head * strides[3] + h[:, None]
+    return tl.load(keys.keys_SKH + address, mask=exists[None, :] & (h < HEAD_DIM)[:, None], other=0.0)
 
 
 @triton.jit
-def scores_of(q, k, scale, SCALED: tl.constexpr):
+def scores_of(q, k, scale):
     """q [w, h] times k [h, c], fp32. Eight-bit keys fit into the queries' dtype."""
-    if SCALED:
+    if k.dtype.primitive_bitwidth == 8:
         k = k.to(q.dtype)
     elif q.dtype != k.dtype:
         q = q.to(tl.float32)
@@ -41,29 +51,23 @@ def scores_of(q, k, scale, SCALED: tl.constexpr):
 def importance_kernel(
     q_RNH,
     rows_BW,
-    keys_SKH,
-    scale_K,
-    table_BP,
-    starts_B,
+    keys,
     is_query_BW,
     is_key_BW,
     parts_BPW,
-    stride_r,
-    stride_n,
-    stride_s,
-    stride_k,
-    stride_b,
+    strides,
     last_slot,
     scale,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The part of one sequence and KV head: the attention that places get from its query heads."""
+    """The part of one sequence and KV head: the attention that places get from its query heads.
+
+    `strides`: of rows and heads of the queries, of slots and heads of the keys, of the block table."""
     b, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_parts = tl.num_programs(1)
     w, h = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
@@ -71,34 +75,29 @@ def importance_kernel(
     is_query = tl.load(is_query_BW + b * SIZE + w, mask=m_w, other=0) != 0
     is_key = tl.load(is_key_BW + b * SIZE + w, mask=m_w, other=0) != 0
     row = tl.load(rows_BW + b * SIZE + w, mask=is_query, other=0)
-    start = tl.load(starts_B + b)
+    start = tl.load(keys.starts_B + b)
     # Column c is the c-th key, so that its neighbours are the keys of columns c - 1 and c + 1.
     rank = tl.cumsum(is_key.to(tl.int32), 0) - 1
     count = tl.sum(is_key.to(tl.int32), 0)
-    table_B = table_BP + b * stride_b
-    k = keys_of_rank(
-        keys_SKH, table_B, start, is_key, rank, w, count, kv_head, stride_s, stride_k, last_slot,
-        PAGE, HEAD_DIM, BLOCK_W, BLOCK_H,
-    )  # fmt: skip
-    left = keys_of_rank(
-        keys_SKH, table_B, start, is_key, rank, w - 1, count, kv_head, stride_s, stride_k, last_slot,
-        PAGE, HEAD_DIM, BLOCK_W, BLOCK_H,
-    )  # fmt: skip
-    right = keys_of_rank(
-        keys_SKH, table_B, start, is_key, rank, w + 1, count, kv_head, stride_s, stride_k, last_slot,
-        PAGE, HEAD_DIM, BLOCK_W, BLOCK_H,
-    )  # fmt: skip
-    if SCALED:
-        scale = scale * tl.load(scale_K + kv_head)
+    at, column = (keys.block_table_BP + b * strides[4], start, kv_head), (is_key, rank, count)
+    k = keys_of_rank(keys, column, w, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
+    left = keys_of_rank(keys, column, w - 1, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
+    right = keys_of_rank(keys, column, w + 1, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
+    if keys.scale_K is not None:
+        scale = scale * tl.load(keys.scale_K + kv_head)
     least = -3.4028234663852886e38
     is_column = w < count
     found = tl.zeros([BLOCK_W], tl.float32)
     for g in range(GROUP):
-        at = row[:, None] * stride_r + (kv_head * GROUP + g) * stride_n + h[None, :]
-        q = tl.load(q_RNH + at, mask=is_query[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
-        score = scores_of(q, k, scale, SCALED)
-        score_left = tl.where((w > 0)[None, :], scores_of(q, left, scale, SCALED), least)
-        score_right = tl.where((w + 1 < count)[None, :], scores_of(q, right, scale, SCALED), least)
+        head = (kv_head * GROUP + g) * strides[1]
+        q = tl.load(
+            q_RNH + row[:, None] * strides[0] + head + h[None, :],
+            mask=is_query[:, None] & (h < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        score = scores_of(q, k, scale)
+        score_left = tl.where((w > 0)[None, :], scores_of(q, left, scale), least)
+        score_right = tl.where((w + 1 < count)[None, :], scores_of(q, right, scale), least)
         pooled = tl.maximum(tl.maximum(score_left, score), score_right)
         pooled = tl.where(is_column[None, :], pooled, float("-inf"))
         weight = tl.exp(pooled - tl.max(pooled, 1)[:, None])
@@ -114,9 +113,7 @@ def importance_kernel(
 
 
 @triton.jit
-def gained(
-    first_BPW, second_BPW, b, w, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr
-):  # fmt: skip
+def gained(first_BPW, second_BPW, b, w, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr):
     """Attention gained from the first layer to the second by each place."""
     p = tl.arange(0, BLOCK_P)
     at = (b * PARTS + p[:, None]) * SIZE + w[None, :]
@@ -129,13 +126,7 @@ def gained(
 def select_kernel(
     first_BPW,
     second_BPW,
-    mine_B,
-    mask_BW,
-    maskable_BW,
-    rows_BW,
-    lanes_B,
-    processed_ZW,
-    mean_decoded_B,
+    of,
     kept_BW,
     numbers_IB,
     B,
@@ -151,10 +142,10 @@ def select_kernel(
     w = tl.arange(0, BLOCK_W)
     m_w, at = w < SIZE, b * SIZE + w
     delta = gained(first_BPW, second_BPW, b, w, PARTS, SIZE, BLOCK_P)
-    is_mask = tl.load(mask_BW + at, mask=m_w, other=0) != 0
-    is_open = is_mask & (tl.load(maskable_BW + at, mask=m_w, other=0) != 0)
-    is_fed = tl.load(rows_BW + at, mask=m_w, other=-1) >= 0
-    processed = tl.load(processed_ZW + tl.load(lanes_B + b) * SIZE + w, mask=m_w, other=0) != 0
+    is_mask = tl.load(of.is_mask_BW + at, mask=m_w, other=0) != 0
+    is_open = is_mask & (tl.load(of.is_maskable_BW + at, mask=m_w, other=0) != 0)
+    is_fed = tl.load(of.rows_BW + at, mask=m_w, other=-1) >= 0
+    processed = tl.load(of.processed_ZW + tl.load(of.lanes_B + b) * SIZE + w, mask=m_w, other=0) != 0
 
     num_masks = tl.sum(is_mask.to(tl.int32), 0)
     count = tl.maximum(num_masks, 1).to(tl.float32)
@@ -163,10 +154,10 @@ def select_kernel(
     std = tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), count))
     num_strong = tl.sum((is_mask & (delta >= mean + std)).to(tl.int32), 0).to(tl.int64)
     # In fp64, so that multiples of the average round as they do on paper.
-    by_history = tl.ceil(tl.full([], ALPHA, tl.float64) * tl.load(mean_decoded_B + b))
+    by_history = tl.ceil(tl.full([], ALPHA, tl.float64) * tl.load(of.mean_decoded_B + b))
     by_history = tl.minimum(by_history, SIZE + 0.0).to(tl.int64)
     budget = tl.maximum(by_history, num_strong)
-    evicts = (tl.load(mine_B + b) != 0) & (num_masks > budget)
+    evicts = (tl.load(of.is_mine_B + b) != 0) & (num_masks > budget)
 
     mine, other = delta[:, None], delta[None, :]
     is_before = (other > mine) | ((other == mine) & (w[None, :] < w[:, None]))

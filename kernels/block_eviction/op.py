@@ -40,15 +40,13 @@ def block_importance(
     assert keys.block_table_BP.stride(1) == 1, f"{keys.block_table_BP.stride()=}"
     parts_BPW = torch.empty(num_sequences, num_kv_heads, size, dtype=torch.float32, device=q_RNH.device)
     importance_kernel[(num_sequences, num_kv_heads)](
-        *(q_RNH, rows_BW, cache_SKH, cache_SKH if keys.scale_K is None else keys.scale_K),
-        *(keys.block_table_BP, keys.starts_B, is_query_BW, is_key_BW, parts_BPW),
-        *(q_RNH.stride(0), q_RNH.stride(1), cache_SKH.stride(0), cache_SKH.stride(1)),
-        *(keys.block_table_BP.stride(0), keys.block_table_BP.shape[1] * keys.page_size - 1, scale),
+        *(q_RNH, rows_BW, keys, is_query_BW, is_key_BW, parts_BPW),
+        (*q_RNH.stride()[:2], *cache_SKH.stride()[:2], keys.block_table_BP.stride(0)),
+        *(keys.block_table_BP.shape[1] * keys.page_size - 1, scale),
         PAGE=keys.page_size,
         SIZE=size,
         HEAD_DIM=head_dim,
         GROUP=num_heads // num_kv_heads,
-        SCALED=keys.scale_K is not None,
         BLOCK_W=max(MIN_DOT, triton.next_power_of_2(size)),
         BLOCK_H=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         num_warps=4,
@@ -72,12 +70,11 @@ def select_places(
     from idlm.kernels.block_eviction.kernel import select_kernel
 
     num_sequences, num_parts, size = first_BPW.shape
-    columns = (of.is_mine_B, of.is_mask_BW, of.is_maskable_BW, of.rows_BW, of.lanes_B, of.processed_ZW)
-    assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
+    assert all(column.is_contiguous() for column in of), f"{[column.stride() for column in of]=}"
     kept_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=first_BPW.device)
     numbers_IB = torch.empty(2, num_sequences, dtype=torch.int64, device=first_BPW.device)
     select_kernel[(num_sequences,)](
-        *(first_BPW, second_BPW, *columns, of.mean_decoded_B, kept_BW, numbers_IB, num_sequences),
+        *(first_BPW, second_BPW, of, kept_BW, numbers_IB, num_sequences),
         ALPHA=alpha,
         SEES_PROCESSED=sees_processed,
         PARTS=num_parts,

@@ -31,23 +31,9 @@ def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> Starte
         token_ids_BW=torch.empty_like(fed.rows_BW),
         keep_R=torch.empty(len(fed.slots_R), dtype=torch.bool, device=device),
     )
-    columns = (
-        *(fed.lanes_B, fed.starts_B, fed.rows_BW, fed.is_mask_BW, fed.cu_rows_B1, fed.slots_R),
-        fed.token_ids_R,
-    )
-    assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
+    assert all(column.is_contiguous() for column in fed), f"{[column.stride() for column in fed]=}"
     begin_kernel[(num_sequences,)](
-        *(state.starts_Z, state.before_starts_Z, state.counts_Z4, state.is_new_Z, state.frozen_ZW),
-        *(state.processed_ZW, state.before_frozen_ZW, state.frozen_ids_ZW, state.before_ids_ZW),
-        *columns,
-        *(started.mine_B, started.evicts_B, started.mean_decoded_B, started.token_ids_BW, started.keep_R),
-        OF_REQUEST=rules.of_request,
-        KEEPS_STORED=rules.keeps_stored,
-        SHIFTED=rules.shifted,
-        PREFILLS=rules.prefills,
-        SIZE=size,
-        BLOCK_W=triton.next_power_of_2(size),
-        num_warps=1,
+        state, fed, started, RULES=rules, SIZE=size, BLOCK_W=triton.next_power_of_2(size), num_warps=1
     )
     return started
 
@@ -72,21 +58,5 @@ def finish_blocks(
 
     num_sequences, size = rows_BW.shape
     assert rows_BW.is_contiguous() and waits_B.is_contiguous()
-    finish_kernel[(num_sequences,)](
-        *(state.counts_Z4, state.is_new_Z, state.frozen_ZW, state.processed_ZW, state.frozen_ids_ZW),
-        *(
-            fed.lanes_B,
-            rows_BW,
-            fed.is_mask_BW,
-            waits_B,
-            started.mine_B,
-            started.evicts_B,
-            started.token_ids_BW,
-        ),
-        PREFILLS=rules.prefills,
-        FREEZES=rules.stability != "off",
-        BY_NEIGHBOUR=rules.stability == "neighbour",
-        SIZE=size,
-        BLOCK_W=triton.next_power_of_2(size),
-        num_warps=1,
-    )
+    options = {"RULES": rules, "SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "num_warps": 1}
+    finish_kernel[(num_sequences,)](state, fed, started, rows_BW, waits_B, **options)

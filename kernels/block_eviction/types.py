@@ -5,13 +5,13 @@ B sequences, R rows, W places of a block, P pages, S physical slots, K KV heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockKeys:
+class BlockKeys(NamedTuple):
     """The stored keys of each sequence's block, which begins at logical slot `starts_B` (int64).
 
     `keys_SKH`: one layer of a paged cache, bf16, fp16, fp32, fp64, or e4m3 with a scale per head (`scale_K`).
@@ -24,8 +24,7 @@ class BlockKeys:
     starts_B: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class Candidates(NamedTuple):
     """What a selection goes by. bool but for `rows_BW` (the row of each place, -1: not fed), `lanes_B` (both
     int64) and `mean_decoded_B` (fp64 >= 1: decoded tokens per pass).
 
@@ -51,8 +50,7 @@ class Selected:
     budget_B: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockState:
+class BlockState(NamedTuple):
     """By lane. Which block the state belongs to, and of the one before it (`starts_Z`, `before_starts_Z`, the
     first slot; -1: none); which places are frozen with which tokens, there and in the block before; which
     have keys and values in all layers. `counts_Z4`: masks at the block's beginning, its passes; decoded
@@ -89,8 +87,7 @@ class BlockState:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FedBlocks:
+class FedBlocks(NamedTuple):
     """What a pass feeds: `rows_BW` (int64, -1: none) and `is_mask_BW` (bool) of the block that begins at slot
     `starts_B`; all rows of sequence b, of ascending slots without a gap, are cu_rows_B1[b] :
     cu_rows_B1[b + 1], and those before the block end where it begins, or at the end of an earlier block.
@@ -118,8 +115,7 @@ class StateRules:
     stability: str = "neighbour"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedBlocks:
+class StartedBlocks(NamedTuple):
     """`mine_B` (bool): blocks that are fed whole and have masks; rows may be dropped of `evicts_B` (bool).
     `mean_decoded_B` (fp64): tokens decoded per pass, at least 1. `token_ids_BW`: those fed, anything where
     there is no row. `keep_R` (bool): rows that are computed; it says nothing of rows other than those of

@@ -5,6 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from idlm.kernels.block_eviction import (
+    BlockKeys,
+    BlockState,
+    Candidates,
+    FedBlocks,
+    StateRules,
+    begin_blocks,
+    block_importance,
+    finish_blocks,
+    select_places,
+)
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
 from tests.kernels.cases.sparse.block_state import check_state
 
@@ -33,39 +44,44 @@ def test_plain_state_equals_the_reference(seed: int) -> None:
 @pytest.mark.sweep
 def test_the_kernels_of_the_state_compile_for_hopper() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.block_eviction.kernel_state import begin_kernel, finish_kernel
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    types = dict.fromkeys((*begin_kernel.arg_names, *finish_kernel.arg_names), "*i64")
-    bools = ("is_new_Z", "frozen_ZW", "processed_ZW", "before_frozen_ZW", "mask_BW", "mine_B", "evicts_B")
-    types |= dict.fromkeys((*bools, "keep_R", "waits_B"), "*i1") | {"mean_B": "*fp64"}
-    shape = {"SIZE": 32, "BLOCK_W": 32, "PREFILLS": True}
-    begin = {"OF_REQUEST": True, "KEEPS_STORED": True, "SHIFTED": True}
-    finish = {"FREEZES": True, "BY_NEIGHBOUR": True}
-    for kernel, constants in ((begin_kernel, begin), (finish_kernel, finish)):
-        assert compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=1).spilled_bytes == 0
+    of_B, of_R = (torch.empty(num, dtype=torch.int64, device="meta") for num in (200, 6400))
+    of_BW = of_B.new_empty(200, 32)
+    rules = StateRules(of_request=True, keeps_stored=True, shifted=True, prefills=True)
+
+    def run() -> None:
+        state = BlockState.empty(9, 32, of_B.device)
+        fed = FedBlocks(of_B, of_B, of_BW, of_BW.bool(), of_B.new_empty(201), of_R, of_R)
+        started = begin_blocks(state, fed, rules)
+        finish_blocks(state, fed, started, rules, rows_BW=of_BW, waits_B=of_B.bool())
+
+    made = compiled_launches(run)
+    assert [name for name, _ in made] == ["begin_kernel", "finish_kernel"]
+    assert all(each.spilled_bytes == 0 for _, each in made)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32")])
-def test_the_kernels_compile_for_hopper_without_spills(dtype: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_kernels_compile_for_hopper_without_spills(dtype: torch.dtype, scaled: bool) -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.block_eviction.kernel import importance_kernel, select_kernel
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    names = (*importance_kernel.arg_names, *select_kernel.arg_names)
-    types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys([name for name in names if "_" in name and name[-1].isupper()], "*i64")
-    bools = ("is_query_BW", "is_key_BW", "mine_B", "mask_BW", "maskable_BW", "processed_ZW", "kept_BW")
-    types |= dict.fromkeys(bools, "*i1") | {"q_RNH": f"*{dtype}", "keys_SKH": f"*{kv_dtype}"}
-    types |= {"scale_K": "*fp32", "scale": "fp32", "mean_decoded_B": "*fp64"}
-    types |= dict.fromkeys(("parts_BPW", "first_BPW", "second_BPW"), "*fp32")
-    shape = {"SIZE": 32, "BLOCK_W": 32}
-    importance = {"PAGE": 32, "HEAD_DIM": 128, "GROUP": 4, "SCALED": kv_dtype == "fp8e4nv", "BLOCK_H": 128}
-    select = {"ALPHA": 1.5, "SEES_PROCESSED": True, "PARTS": 8, "BLOCK_P": 8}
-    found = [
-        compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=4)
-        for kernel, constants in ((importance_kernel, importance), (select_kernel, select))
-    ]
+    of_B, scale_K = torch.empty(200, dtype=torch.int64, device="meta"), torch.empty(8, device="meta")
+    of_BW, flags_BW, flags_B = of_B.new_empty(200, 32), of_B.new_empty(200, 32).bool(), of_B.bool()
+    keys_SKH = scale_K.new_empty(4096, 8, 128, dtype=torch.float8_e4m3fn if scaled else dtype)
+    table_BP = of_B.new_empty(200, 64)
+    keys = BlockKeys(keys_SKH, scale_K if scaled else None, table_BP, page_size=32, starts_B=of_B)
+    of = Candidates(flags_B, flags_BW, flags_BW, of_BW, of_B, flags_BW, of_B.double())
+
+    def run() -> None:
+        q_RNH = scale_K.new_empty(6400, 32, 128, dtype=dtype)
+        flags = {"is_query_BW": flags_BW, "is_key_BW": flags_BW}
+        parts_BPW = block_importance(q_RNH, of_BW, keys, **flags, scale=0.1)
+        select_places(parts_BPW, parts_BPW, of, alpha=1.5)
+
+    made = compiled_launches(run)
+    assert [name for name, _ in made] == ["importance_kernel", "select_kernel"]
     # fp32 products without tensor cores take more registers than there are.
-    assert all(each.spilled_bytes == 0 for each in found) or dtype == "fp32"
+    assert all(each.spilled_bytes == 0 for _, each in made) or dtype == torch.float32
