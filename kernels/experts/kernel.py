@@ -31,13 +31,13 @@ def _product(
     IN,
     TWICE: tl.constexpr,
     EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """W x^T [BLOCK_M, BLOCK_R] in fp32, and that of the up rows when TWICE."""
+    """W x^T [M, BLOCK_R] in fp32, and that of the up rows when TWICE."""
+    BLOCK_M: tl.constexpr = p_w.shape[0]
+    BLOCK_I: tl.constexpr = p_w.shape[1]
+    BLOCK_R: tl.constexpr = m_row.shape[0]
     acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
     o_column = tl.arange(0, BLOCK_I)
@@ -58,40 +58,34 @@ def grouped_kernel(
     x,
     w,
     y,
-    tiles_T4,
-    order_P,
-    experts_P,
+    plan,
     first,
     num_experts,
     num_chosen,
     IN,
     OUT,
-    stride_x,
-    stride_expert,
-    stride_w,
-    stride_y,
+    strides,
     GATED: tl.constexpr,
-    STACKED: tl.constexpr,
-    ALONE: tl.constexpr,
     EVEN: tl.constexpr,
-    BLOCK_O: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of an expert's pairs and of outputs.
 
     GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
-    gate before up, and the output is silu(gate) * up; STACKED makes both by one product of twice as many
-    weight rows. Otherwise `x` is sorted, and the output is stored at its pair's place. ALONE: there is one
-    row, so every pair is a tile and no plan is read."""
+    gate before up, and the output is silu(gate) * up; a stacked TILE makes both by one product of twice as
+    many weight rows. Otherwise `x` is sorted, and the output is stored at its pair's place. Without tiles in
+    the plan there is one row, so every pair is a tile. `strides`: of x, an expert, the weight, y."""
+    tiles_T4, order_P, experts_P = plan
+    BLOCK_O: tl.constexpr = TILE.block_o
     tiles_o = tl.cdiv(OUT, BLOCK_O)
     tile = tl.program_id(0) // tiles_o
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if ALONE:
+    if tiles_T4 is None:
         begin = tile
         end = tile + 1
         expert = tl.load(experts_P + tile).to(tl.int32) - first
@@ -104,34 +98,23 @@ def grouped_kernel(
         return
     sorted_R = begin + tl.arange(0, BLOCK_R)
     m_row = sorted_R < end
-    pair_R = sorted_R if ALONE else tl.load(order_P + sorted_R, mask=m_row, other=0)
+    pair_R = sorted_R if tiles_T4 is None else tl.load(order_P + sorted_R, mask=m_row, other=0)
     row_x = pair_R // num_chosen if GATED else sorted_R
     row_y = sorted_R if GATED else pair_R
     o = tl.program_id(0) % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
     o_column = tl.arange(0, BLOCK_I)
-    p_expert = w + expert.to(tl.int64) * stride_expert
+    p_expert = w + expert.to(tl.int64) * strides[1]
     # Rows after the last output are read as the last one: cheaper than a mask, and never stored.
     row_w = tl.minimum(o, OUT - 1)
-    p_x = x + row_x.to(tl.int64)[:, None] * stride_x + o_column[None, :]
-    if STACKED:
+    p_x = x + row_x.to(tl.int64)[:, None] * strides[0] + o_column[None, :]
+    if TILE.stacked:
         o_stacked = tl.arange(0, 2 * BLOCK_O)
         row_w = tl.minimum(tl.program_id(0) % tiles_o * BLOCK_O + o_stacked % BLOCK_O, OUT - 1)
         row_w += o_stacked // BLOCK_O * OUT
-    p_w = p_expert + row_w[:, None] * stride_w + o_column[None, :]
-    p_up = p_w + OUT * stride_w if GATED and not STACKED else p_w
+    p_w = p_expert + row_w[:, None] * strides[2] + o_column[None, :]
+    p_up = p_w + OUT * strides[2] if GATED and not TILE.stacked else p_w
     acc, acc_up = _product(
-        p_x,
-        p_w,
-        p_up,
-        m_row,
-        IN,
-        GATED and not STACKED,
-        EVEN,
-        2 * BLOCK_O if STACKED else BLOCK_O,
-        BLOCK_R,
-        BLOCK_I,
-        STAGES,
-        PRECISION,
+        p_x, p_w, p_up, m_row, IN, GATED and not TILE.stacked, EVEN, TILE.stages, PRECISION
     )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -139,11 +122,11 @@ def grouped_kernel(
     # Every step rounds as the separate torch ops do.
     out = acc.to(dtype)
     if GATED:
-        if STACKED:
+        if TILE.stacked:
             pairs = tl.permute(tl.reshape(out, (2, BLOCK_O, BLOCK_R)), (1, 2, 0))
             out, up = tl.split(pairs)
         else:
             up = acc_up.to(dtype)
         out = rounded_swiglu(out.to(tl.float32), up.to(tl.float32), dtype).to(dtype)
-    p_y = y + row_y.to(tl.int64)[:, None] * stride_y + o[None, :]
+    p_y = y + row_y.to(tl.int64)[:, None] * strides[3] + o[None, :]
     tl.store(p_y, out.T, mask=m_row[:, None] & (o < OUT)[None, :])

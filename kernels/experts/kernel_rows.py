@@ -9,6 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.experts.types import MIN_SUM
+
+SMALLEST_SUM: tl.constexpr = tl.constexpr(MIN_SUM)
 NEVER: tl.constexpr = tl.constexpr(-float("inf"))
 
 
@@ -42,85 +45,68 @@ def _outside_best_groups(
 
 @triton.jit(do_not_specialize=["R"])
 def admit_kernel(
-    logits_RX,
-    bias_X,
-    slots_R,
-    positions_R,
+    given,
     admitted_RX,
     R,
     stride_logits,
+    ROUTING: tl.constexpr,
     X: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SIZE: tl.constexpr,
     PAD_W: tl.constexpr,
     PAD_X: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A block, by its first row, where the experts are marked that it admits. Other rows end at once."""
+    logits_RX, bias_X, slots_R, positions_R = given
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions_R + row)
-    if position % SIZE != 0:
+    if position % ROUTING.block_size != 0:
         return
     o_w, number = tl.arange(0, PAD_W), tl.arange(0, PAD_X)
-    m_w = (o_w < SIZE) & (row + o_w < R)
+    m_w = (o_w < ROUTING.block_size) & (row + o_w < R)
     # A block that ends early is followed by another block, or by padding.
     m_w = m_w & (tl.load(positions_R + row + o_w, mask=m_w, other=-1) == position + o_w)
-    if HAS_SLOTS:
+    if slots_R is not None:
         m_w = m_w & (tl.load(slots_R + row + o_w, mask=m_w, other=-1) >= 0)
     m_x = number < X
     m_wx = m_w[:, None] & m_x[None, :]
     p_logits = logits_RX + (row + o_w)[:, None] * stride_logits + number[None, :]
     logits = tl.load(p_logits, mask=m_wx, other=NEVER).to(tl.float32)
-    if SIGMOID:
+    if ROUTING.score == "sigmoid":
         quality = 1.0 / (1.0 + tl.exp(-logits))
     else:
         raised = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         quality = raised / tl.sum(raised, axis=1)[:, None]
     quality = tl.where(quality == quality, quality, 0.0)
-    if HAS_BIAS:
+    if bias_X is not None:
         quality += tl.load(bias_X + number, mask=m_x, other=0.0).to(tl.float32)[None, :]
     best = tl.max(tl.where(m_wx, quality, NEVER), axis=0)
     is_same_before = (best[None, :] == best[:, None]) & (number[None, :] < number[:, None])
     is_before = (best[None, :] > best[:, None]) | is_same_before
     rank = tl.sum(is_before.to(tl.int32), axis=1)
-    tl.store(admitted_RX + row * X + number, (rank < CAPACITY).to(tl.int8), mask=m_x)
+    tl.store(admitted_RX + row * X + number, (rank < ROUTING.capacity).to(tl.int8), mask=m_x)
 
 
 @triton.jit
 def route_kernel(
-    logits_RX,
-    bias_X,
-    slots_R,
-    positions_R,
+    given,
     admitted_RX,
     experts_RC,
     weights_RC,
     stride_logits,
-    scaling,
+    ROUTING: tl.constexpr,
     X: tl.constexpr,
-    CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
     PAD_G: tl.constexpr,
     PAD_S: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MIN_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it].
 
-    BY_BLOCK: among those that the first row of its block, of SIZE positions, has admitted."""
+    `admitted_RX` (None: all): whether the first row of a block has admitted each of them."""
+    logits_RX, bias_X, slots_R, positions_R = given
     row = tl.program_id(0).to(tl.int64)
     IN_GROUP: tl.constexpr = X // GROUPS
     group, place = tl.arange(0, PAD_G)[:, None], tl.arange(0, PAD_S)[None, :]
@@ -130,7 +116,7 @@ def route_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     logits = tl.load(logits_RX + row * stride_logits + number, mask=m_x, other=NEVER).to(tl.float32)
-    if SIGMOID:
+    if ROUTING.score == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         raised = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
@@ -138,35 +124,37 @@ def route_kernel(
     # A padding row may hold NaN, but must not be stored outside of the tables.
     scores = tl.where(m_x & (scores == scores), scores, 0.0)
     quality = scores
-    if HAS_BIAS:
+    if bias_X is not None:
         quality += tl.load(bias_X + number, mask=m_x, other=0.0).to(tl.float32)
     is_taken = m_x == 0
-    if CHOSEN_GROUPS < GROUPS:
-        is_taken = is_taken | _outside_best_groups(quality, group, m_x, GROUPS, CHOSEN_GROUPS, PAD_G)
+    if ROUTING.num_chosen_groups < GROUPS:
+        is_taken = is_taken | _outside_best_groups(
+            quality, group, m_x, GROUPS, ROUTING.num_chosen_groups, PAD_G
+        )
     is_padding = False
-    if HAS_SLOTS:
+    if slots_R is not None:
         is_padding = tl.load(slots_R + row) < 0
-    if BY_BLOCK:
+    if admitted_RX is not None:
         # Padding has no block; it chooses too, so that its whole row of the tables is written.
-        first = tl.where(is_padding, row, row - tl.load(positions_R + row) % SIZE)
+        first = tl.where(is_padding, row, row - tl.load(positions_R + row) % ROUTING.block_size)
         admitted = tl.load(admitted_RX + first * X + number, mask=m_x & (is_padding == 0), other=1)
         is_taken = is_taken | (admitted == 0)
     is_chosen = number < 0
-    for _ in range(CHOSEN):
+    for _ in range(ROUTING.num_chosen):
         is_new = m_x & (number == _largest(quality, is_taken, number, PAD_G * PAD_S))
         is_taken = is_taken | is_new
         is_chosen = is_chosen | is_new
     weights = tl.where(is_chosen, scores, 0.0)
-    if NORMALISED:
-        weights = weights / (tl.sum(tl.sum(weights, axis=1), axis=0) + MIN_SUM)
-    weights = (weights * scaling).to(logits_RX.dtype.element_ty).to(tl.float32)
+    if ROUTING.is_normalised:
+        weights = weights / (tl.sum(tl.sum(weights, axis=1), axis=0) + SMALLEST_SUM)
+    weights = (weights * ROUTING.scaling).to(logits_RX.dtype.element_ty).to(tl.float32)
     chosen = is_chosen.to(tl.int32)
     num_before = tl.sum(chosen, axis=1)
     num_before = tl.cumsum(num_before, axis=0) - num_before
     at = num_before[:, None] + tl.cumsum(chosen, axis=1) - chosen
     said = tl.where(is_padding, -1, number)
-    tl.store(experts_RC + row * CHOSEN + at, said, mask=is_chosen)
-    tl.store(weights_RC + row * CHOSEN + at, weights, mask=is_chosen)
+    tl.store(experts_RC + row * ROUTING.num_chosen + at, said, mask=is_chosen)
+    tl.store(weights_RC + row * ROUTING.num_chosen + at, weights, mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["P", "T", "first", "num_experts"])
@@ -236,7 +224,6 @@ def add_experts_kernel(
     D,
     stride_shared,
     CHOSEN: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -258,7 +245,7 @@ def add_experts_kernel(
         # The output of a pair that was not computed may be NaN.
         y = tl.load(y_PD + pair * D + o_column, mask=m_column & is_here, other=0.0).to(tl.float32)
         total += tl.where(is_here, weight, 0.0) * y
-    if HAS_SHARED:
+    if shared_RD is not None:
         is_row = tl.load(experts_RC + row * CHOSEN) >= 0
         shared = tl.load(shared_RD + row * stride_shared + o_column, mask=m_column & is_row, other=0.0)
         total += shared.to(tl.float32)

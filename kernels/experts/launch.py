@@ -6,7 +6,6 @@ width, F ffn of an expert."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +14,7 @@ from torch import Tensor
 from idlm.kernels.backend import pdl_options
 from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
-from idlm.kernels.experts.types import MIN_SUM, Routing
+from idlm.kernels.experts.types import Routing
 
 PLAN_PAIRS = 8192
 COMBINE_COLUMNS = 1024
@@ -104,58 +103,36 @@ def run_route(
     if num_rows:
         # If all groups are chosen, groups change nothing.
         groups = routing.num_groups if routing.num_chosen_groups < routing.num_groups else 1
-        shared = {
-            "X": X,
-            "SIGMOID": routing.score == "sigmoid",
-            "HAS_BIAS": bias_X is not None,
-            "HAS_SLOTS": slots_R is not None,
-            **pdl_options(pdl),
-        }
-        given = (
-            logits_RX,
-            logits_RX if bias_X is None else bias_X,
-            experts_RC if slots_R is None else slots_R,
-            experts_RC if positions_R is None else positions_R,
-        )
-        admitted_RX = experts_RC if routing.capacity is None else _admit(given, routing, shared)
+        given = (logits_RX, bias_X, slots_R, positions_R)
         route_kernel[(num_rows,)](
-            *given,
-            admitted_RX,
-            experts_RC,
-            weights_RC,
-            logits_RX.stride(0),
-            routing.scaling,
-            CHOSEN=routing.num_chosen,
+            *(given, None if routing.capacity is None else _admit(given, routing, pdl)),
+            *(experts_RC, weights_RC, logits_RX.stride(0)),
+            ROUTING=routing,
+            X=X,
             GROUPS=groups,
-            CHOSEN_GROUPS=min(groups, routing.num_chosen_groups),
             PAD_G=triton.next_power_of_2(groups),
             PAD_S=triton.next_power_of_2(X // groups),
-            NORMALISED=routing.is_normalised,
-            BY_BLOCK=routing.capacity is not None,
-            SIZE=routing.block_size,
-            MIN_SUM=MIN_SUM,
             num_warps=1,
-            **shared,
+            **pdl_options(pdl),
         )
     return experts_RC, weights_RC
 
 
-def _admit(given: tuple[Tensor, ...], routing: Routing, shared: dict[str, Any]) -> Tensor:
+def _admit(
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], routing: Routing, pdl: bool
+) -> Tensor:
     """Whether each block admits each expert, int8 [R, X], in the row of the block's first row; the other rows
     are not written."""
     (num_rows, X), device = given[0].shape, given[0].device
     admitted_RX = torch.empty(num_rows, X, dtype=torch.int8, device=device)
     admit_kernel[(num_rows,)](
-        *given,
-        admitted_RX,
-        num_rows,
-        given[0].stride(0),
-        CAPACITY=routing.capacity,
-        SIZE=routing.block_size,
+        *(given, admitted_RX, num_rows, given[0].stride(0)),
+        ROUTING=routing,
+        X=X,
         PAD_W=triton.next_power_of_2(routing.block_size),
         PAD_X=triton.next_power_of_2(X),
         num_warps=ADMIT_WARPS,
-        **shared,
+        **pdl_options(pdl),
     )
     return admitted_RX
 
@@ -203,17 +180,9 @@ def combine(
     (num_rows, num_chosen), D = experts_RC.shape, out_RD.shape[1]
     block = min(COMBINE_COLUMNS, triton.next_power_of_2(D))
     add_experts_kernel[(num_rows * triton.cdiv(D, block),)](
-        y_PD,
-        experts_RC,
-        weights_RC,
-        out_RD if shared_RD is None else shared_RD,
-        out_RD,
-        first,
-        num_experts,
-        D,
+        *(y_PD, experts_RC, weights_RC, shared_RD, out_RD, first, num_experts, D),
         0 if shared_RD is None else shared_RD.stride(0),
         CHOSEN=num_chosen,
-        HAS_SHARED=shared_RD is not None,
         BLOCK_D=block,
         num_warps=4,
         **pdl_options(pdl),
@@ -241,13 +210,7 @@ def plan_tiles(
         tiles_T4, order_P = out
     block_p = min(PLAN_PAIRS, max(128, triton.next_power_of_2(num_pairs)))
     plan_kernel[(num_experts,)](
-        experts_RC,
-        order_P,
-        tiles_T4,
-        num_pairs,
-        tiles,
-        first,
-        num_experts,
+        *(experts_RC, order_P, tiles_T4, num_pairs, tiles, first, num_experts),
         BLOCK_P=block_p,
         BLOCK_R=block_r,
         PAD_E=max(32, triton.next_power_of_2(num_experts)),
@@ -271,33 +234,17 @@ def grouped(
 ) -> None:
     """Write one grouped product into `y`."""
     IN, OUT = x.shape[1], y.shape[1]
-    tiles_T4, order_P = (experts_RC, experts_RC) if plan is None else plan
-    num = experts_RC.numel() if plan is None else len(tiles_T4)
+    num = experts_RC.numel() if plan is None else len(plan[0])
     block_i = min(tile.block_i, max(16, triton.next_power_of_2(IN)))
     grouped_kernel[(num * triton.cdiv(OUT, tile.block_o),)](
-        x,
-        weight,
-        y,
-        tiles_T4,
-        order_P,
-        experts_RC,
-        first,
-        len(weight),
-        experts_RC.shape[1],
-        IN,
-        OUT,
-        x.stride(0),
-        weight.stride(0),
-        weight.stride(1),
-        y.stride(0),
+        *(x, weight, y, (*(plan or (None, None)), experts_RC)),
+        *(first, len(weight), experts_RC.shape[1], IN, OUT),
+        (x.stride(0), *weight.stride()[:2], y.stride(0)),
         GATED=gated,
-        STACKED=tile.stacked,
-        ALONE=plan is None,
         EVEN=IN % block_i == 0,
-        BLOCK_O=tile.block_o,
+        TILE=tile,
         BLOCK_R=block_r,
         BLOCK_I=block_i,
-        STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         **pdl_options(pdl),

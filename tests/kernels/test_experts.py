@@ -69,79 +69,50 @@ def test_there_is_room_for_all_tiles_whatever_is_chosen() -> None:
     assert len({choose(rows, 8, 128, torch.float32) for rows in (1, 32, 8192)}) == 1
 
 
-class Integers(dict[str, str]):
-    """Types of arguments: 32-bit integers unless given."""
+def launches_of(rows: int) -> list[tuple[str, Any]]:
+    """What 128 experts, of which a row chooses 8, launch for so many rows in bf16."""
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    def __missing__(self, name: str) -> str:
-        return "i32"
-
-
-TYPES = Integers(
-    dict.fromkeys(("x", "w", "y", "logits_RX", "y_PD", "shared_RD", "out_RD"), "*bf16")
-    | dict.fromkeys(("tiles_T4", "order_P", "experts_P", "experts_RC"), "*i32")
-    | {
-        "bias_X": "*fp32",
-        "slots_R": "*i64",
-        "positions_R": "*i64",
-        "admitted_RX": "*i8",
-        "weights_RC": "*fp32",
-        "scaling": "fp32",
-    }
-)
+    x, chosen = torch.empty(rows, 2048, dtype=torch.bfloat16, device="meta"), (rows, 8)
+    weights = x.new_empty(128, 2 * 768, 2048), x.new_empty(128, 2048, 768)
+    tables = x.new_empty(chosen, dtype=torch.int32), x.new_empty(chosen, dtype=torch.float32)
+    return compiled_launches(lambda: experts(x, *weights, *tables, shared_RD=x))
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 256, 8192])
-def test_the_products_compile_for_hopper_without_spills(rows: int, gated: bool) -> None:
+def test_the_products_compile_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.experts.kernel import grouped_kernel
     from idlm.kernels.experts.launch import choose
-    from tests.kernels.hopper_compiler import compile_for_hopper
 
     launch = choose(rows, 8, 128, torch.bfloat16)
-    tile = launch.gate_up if gated else launch.down
-    constants: dict[str, Any] = {
-        "GATED": gated,
-        "STACKED": tile.stacked,
-        "ALONE": rows == 1,
-        "EVEN": True,
-        "BLOCK_O": tile.block_o,
-        "BLOCK_R": launch.block_r,
-        "BLOCK_I": tile.block_i,
-        "STAGES": tile.stages,
-        "PRECISION": "tf32",
-        "PDL": True,
-    }
-    made = compile_for_hopper(grouped_kernel, TYPES, constants, num_warps=tile.warps)
-    assert made.spilled_bytes == 0
-    assert made.shared_bytes <= 225 * 1024
-    assert f"m64n{launch.block_r}k16" in made.ptx
-    first_read = min(match.start() for match in re.finditer(r"ld\.global|cp\.async\.c", made.ptx))
-    assert 0 <= made.ptx.index("griddepcontrol.wait") < first_read
+    products = [made for name, made in launches_of(rows) if name == "grouped_kernel"]
+    assert len(products) == 2
+    for made in products:
+        assert made.spilled_bytes == 0
+        assert made.shared_bytes <= 225 * 1024
+        assert f"m64n{launch.block_r}k16" in made.ptx
+        first_read = min(match.start() for match in re.finditer(r"ld\.global|cp\.async\.c", made.ptx))
+        assert 0 <= made.ptx.index("griddepcontrol.wait") < first_read
 
 
 @pytest.mark.sweep
 def test_other_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
-    from idlm.kernels.experts.launch import ADMIT_WARPS
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from tests.kernels.hopper_compiler import compiled_launches
 
-    router = {"X": 256, "CHOSEN": 8, "GROUPS": 8, "CHOSEN_GROUPS": 4, "PAD_G": 8, "PAD_S": 32}
-    flags = {"SIGMOID": True, "NORMALISED": True, "HAS_BIAS": True, "HAS_SLOTS": True, "MIN_SUM": 1e-20}
-    flags |= {"BY_BLOCK": False, "SIZE": 1}
-    one_group = {"GROUPS": 1, "CHOSEN_GROUPS": 1, "PAD_G": 1, "PAD_S": 256, "BY_BLOCK": True, "SIZE": 32}
-    admission = {"X": 256, "CAPACITY": 48, "SIZE": 32, "PAD_W": 32, "PAD_X": 256}
-    admission |= {"SIGMOID": True, "HAS_BIAS": True, "HAS_SLOTS": True}
-    for kernel, constants, warps in (
-        (route_kernel, router | flags, 1),
-        (route_kernel, router | flags | one_group, 1),
-        (admit_kernel, admission, ADMIT_WARPS),
-        (plan_kernel, {"BLOCK_P": 8192, "BLOCK_R": 128, "PAD_E": 256}, 8),
-        (add_experts_kernel, {"CHOSEN": 8, "HAS_SHARED": True, "BLOCK_D": 1024}, 4),
-    ):
-        made = compile_for_hopper(kernel, TYPES, {**constants, "PDL": True}, num_warps=warps)
-        assert made.spilled_bytes == 0, kernel
+    logits_RX, rows_R = (
+        torch.empty(99, 256, dtype=torch.bfloat16, device="meta"),
+        torch.arange(99, device="meta"),
+    )
+    by_group = Routing(num_chosen=8, score="sigmoid", is_normalised=True, num_groups=8, num_chosen_groups=4)
+    by_block = Routing(num_chosen=8, score="sigmoid", is_normalised=True, capacity=48, block_size=32)
+    options = {"bias_X": logits_RX[0].float(), "slots_R": rows_R, "positions_R": rows_R}
+    found = compiled_launches(lambda: [route(logits_RX, each, **options) for each in (by_group, by_block)])
+    found += [each for each in launches_of(8192) if each[0] != "grouped_kernel"]
+    names = ["route_kernel", "admit_kernel", "route_kernel", "plan_kernel", "add_experts_kernel"]
+    assert [name for name, _ in found] == names
+    for name, made in found:
+        assert made.spilled_bytes == 0, name
         wait = made.ptx.index("griddepcontrol.wait")
         assert wait < min(match.start() for match in re.finditer(r"(ld|st)\.global", made.ptx))
