@@ -271,11 +271,14 @@ def refuse_unknown_keys(
     sections too; a key that is null, false or empty enables nothing. `foreign`: keys of published models that
     share the architecture strings but compute something else, and the names of the models."""
     unknown = dict(_suspects(config, {*known, *COMMON_KEYS}))
-    if not unknown:
-        return
+    if unknown:
+        raise _unknown_keys(unknown, foreign or {}, source)
+
+
+def _unknown_keys(unknown: Mapping[str, Any], foreign: Mapping[str, str], source: str) -> UserError:
     listed = ", ".join(f"{key}={value!r:.60}" for key, value in unknown.items())
-    models = " or ".join(dict.fromkeys(name for key, name in (foreign or {}).items() if key in unknown))
-    raise UserError(
+    models = " or ".join(dict.fromkeys(name for key, name in foreign.items() if key in unknown))
+    return UserError(
         "IDLM-0618",
         f"{source} has keys that change what a model computes and that this version does not know: {listed}"
         + f"; this is {models}, which this version does not support" * bool(models),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from idlm.contracts import SamplingParams
+from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder, answer_length
 from idlm.infer.models.loader import LoadedModel
@@ -21,7 +21,7 @@ from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.structured.grammar import GrammarCompiler
+from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import answer_text, encode_prompts
 
 Prompt = str | Sequence[int]
@@ -102,12 +102,7 @@ class EngineParts:
             raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
         max_length = self._max_length(request_id, prompt_ids, params)
         constraint = params.constraint
-        if constraint is not None and self.settings.tensor_parallel > 1:
-            raise UserError(
-                "IDLM-0477",
-                "constraint: the ranks of tensor_parallel do not share a grammar",
-                fix="use tensor_parallel=1 for answers with a constraint",
-            )
+        grammars = None if constraint is None else self._grammars(constraint, params.n, compiles=compiles)
         return [
             Request(
                 request_id=request_id,
@@ -117,10 +112,20 @@ class EngineParts:
                 stop_ids=frozenset(stop_ids),
                 max_length=max_length,
                 num_canvases=self.decoder.num_canvases(params),
-                grammar=self.grammars().grammar(constraint) if constraint is not None and compiles else None,
+                grammar=None if grammars is None else grammars[index],
             )
             for index in range(params.n)
         ]
+
+    def _grammars(self, constraint: Constraint, num_samples: int, *, compiles: bool) -> list[Grammar | None]:
+        """One grammar for each sample; None if they are not compiled here."""
+        if self.settings.tensor_parallel > 1:
+            raise UserError(
+                "IDLM-0477",
+                "constraint: the ranks of tensor_parallel do not share a grammar",
+                fix="use tensor_parallel=1 for answers with a constraint",
+            )
+        return [self.grammars().grammar(constraint) if compiles else None for _ in range(num_samples)]
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of text prompts, through the chat template if the tokenizer has one.

@@ -164,33 +164,40 @@ def as_options(given: Any) -> dict[str, dict[str, Any]]:
     Raises UserError IDLM-0461 for anything else."""
     if given is None:
         return {}
-    if isinstance(given, str):
-        if "," in given:
-            names = ",".join(map(str.strip, given.split(",")))
-            raise UserError(
-                "IDLM-0461", f"accelerators={given} is not a list", fix=f"write accelerators=[{names}]"
-            )
-        if given.strip().lower() in NO_NAMES:
-            raise UserError(
-                "IDLM-0461", f"accelerators={given} names none", fix="write accelerators=[], or leave it out"
-            )
-        return {given: {}}
-    if isinstance(given, Mapping):
-        for name, options in given.items():
-            if not isinstance(options, Mapping | None):
-                raise UserError(
-                    "IDLM-0461",
-                    f"accelerators: the options of {name} are {options!r}, not options by name",
-                    fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for defaults',
-                )
+    if isinstance(given, Mapping) and all(isinstance(options, Mapping | None) for options in given.values()):
         return {str(name): dict(options or {}) for name, options in given.items()}
+    if isinstance(given, str):
+        names, is_right = [given], "," not in given and given.strip().lower() not in NO_NAMES
+    else:
+        is_right = isinstance(given, Iterable) and not isinstance(given, Mapping)
+        names = list(given) if is_right else []
+    if not is_right or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise _not_names(given)
+    return {name: {} for name in names}
+
+
+def _not_names(given: Any) -> UserError:
+    """The error of a value that does not name accelerators."""
+    if isinstance(given, Mapping):
+        name, options = next(item for item in given.items() if not isinstance(item[1], Mapping | None))
+        return UserError(
+            "IDLM-0461",
+            f"accelerators: the options of {name} are {options!r}, not options by name",
+            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for defaults',
+        )
+    if isinstance(given, str) and "," in given:
+        names = ",".join(map(str.strip, given.split(",")))
+        return UserError(
+            "IDLM-0461", f"accelerators={given} is not a list", fix=f"write accelerators=[{names}]"
+        )
+    if isinstance(given, str):
+        fix = "write accelerators=[], or leave it out"
+        return UserError("IDLM-0461", f"accelerators={given} names none", fix=fix)
     if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
-        raise UserError("IDLM-0461", f"accelerators={given!r} are not names", fix='write ["mage"], or []')
+        return UserError("IDLM-0461", f"accelerators={given!r} are not names", fix='write ["mage"], or []')
     several = list(given)
     twice = ", ".join(sorted({name for name in several if several.count(name) > 1}))
-    if twice:
-        raise UserError("IDLM-0461", f"accelerators={several} names {twice} twice", fix="name each once")
-    return {name: {} for name in several}
+    return UserError("IDLM-0461", f"accelerators={several} names {twice} twice", fix="name each once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,24 +39,27 @@ def template_text(tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> st
     """Return the chat template for a conversation with `tools`: of several, `tool_use` where there are tools
     and such a template, else `default`. UserError IDLM-0215 where there is none."""
     template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get(TOOL_USE if tools and TOOL_USE in template else DEFAULT)
     if not template:
-        raise UserError(
+        raise _no_template(tokenizer)
+    return str(template)
+
+
+def _no_template(tokenizer: Any) -> UserError:
+    if not tokenizer.chat_template:
+        return UserError(
             "IDLM-0215",
             "the tokenizer has no chat template, so messages cannot be rendered",
             fix="give plain text, or add chat_template to tokenizer_config.json",
         )
-    if isinstance(template, str):
-        return template
-    name = TOOL_USE if tools and TOOL_USE in template else DEFAULT
-    if name not in template:
-        raise UserError(
-            "IDLM-0215",
-            f"the tokenizer has the chat templates {', '.join(sorted(template))} and none of the name "
-            f"{DEFAULT!r}, so messages cannot be rendered",
-            fix="save the one to use as chat_template.jinja beside tokenizer_config.json, which makes it the "
-            f"default, or give it the name {DEFAULT!r} where it is listed",
-        )
-    return str(template[name])
+    return UserError(
+        "IDLM-0215",
+        f"the tokenizer has the chat templates {', '.join(sorted(tokenizer.chat_template))} and none of the "
+        f"name {DEFAULT!r}, so messages cannot be rendered",
+        fix="save the one to use as chat_template.jinja beside tokenizer_config.json, which makes it the "
+        f"default, or give it the name {DEFAULT!r} where it is listed",
+    )
 
 
 def render(

@@ -99,7 +99,9 @@ def read_arguments(
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose(name, schema, rest)
     check_paths(config)
-    settings = with_options(config.options(), accelerator_options)
+    settings = config.options()
+    if accelerator_options:
+        settings = with_options(settings, accelerator_options)
     misplaced = sorted(settings.keys() & options.keys())
     if misplaced:
         raise UserError(
@@ -147,8 +149,6 @@ def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[s
 
 def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Engine keywords with the options of accelerators; UserError IDLM-0461 for options of one not chosen."""
-    if not options:
-        return settings
     from idlm.infer.sparse.accelerator import ACCELERATORS
 
     chosen: dict[str, dict[str, Any]] = settings["accelerators"]

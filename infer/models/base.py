@@ -94,30 +94,26 @@ class Shards:
         """The spec of one rank's layers; `moe` stays that of the whole model, whose router every rank has.
 
         Raises UserError IDLM-0423 if `size` does not divide heads, hidden units or experts."""
-        moe = spec.moe
-        indivisible = [
-            f"{name}={value}"
-            for name, value in (
-                ("num_heads", spec.num_heads),
-                ("num_kv_heads", spec.num_kv_heads),
-                ("ffn_width", spec.ffn_width),
-                ("num_experts", 0 if moe is None else moe.num_experts),
-                ("shared_ffn_width", 0 if moe is None else moe.shared_ffn_width),
-            )
-            if value % self.size
-        ]
-        if indivisible:
-            raise UserError(
-                "IDLM-0423",
-                f"tensor_parallel={self.size} does not divide {', '.join(indivisible)} of the model",
-                fix="choose a divisor of them all",
-            )
+        if self.size > 1:
+            self._check(spec)
         return replace(
             spec,
             num_heads=spec.num_heads // self.size,
             num_kv_heads=spec.num_kv_heads // self.size,
             ffn_width=spec.ffn_width // self.size,
         )
+
+    def _check(self, spec: ModelSpec) -> None:
+        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "ffn_width")}
+        if spec.moe is not None:
+            sizes |= {name: getattr(spec.moe, name) for name in ("num_experts", "shared_ffn_width")}
+        indivisible = [f"{name}={value}" for name, value in sizes.items() if value % self.size]
+        if indivisible:
+            raise UserError(
+                "IDLM-0423",
+                f"tensor_parallel={self.size} does not divide {', '.join(indivisible)} of the model",
+                fix="choose a divisor of them all",
+            )
 
     def device(self, device: torch.device) -> torch.device:
         """The device of this rank: GPUs are numbered like ranks."""

@@ -205,26 +205,31 @@ def checkpoint_directory(path: str | Path) -> Path:
     Raises UserError IDLM-0600 if there is none."""
     directory = Path(path)
     recover(directory)
+    if not (directory / "config.json").is_file() and not is_adapter(directory):
+        raise _no_checkpoint(directory)
+    return directory
+
+
+def _no_checkpoint(directory: Path) -> UserError:
+    """The error IDLM-0600, which says what is there instead."""
     if not directory.exists():
         siblings = [item.name for item in directory.parent.iterdir()] if directory.parent.is_dir() else []
         hint = did_you_mean(directory.name, siblings)
-        raise UserError(
+        return UserError(
             "IDLM-0600",
             f"there is no checkpoint at {directory} (looked in {directory.parent.resolve()}){hint}",
             fix="give a local directory; a model on the Hugging Face Hub is fetched first with "
             "`hf download <owner>/<name> --local-dir <directory>`",
         )
-    if not (directory / "config.json").is_file() and not is_adapter(directory):
-        what = "is not a directory" if not directory.is_dir() else "has no config.json"
-        format_name = weights.other_format(directory)
-        if format_name is not None:
-            what = f"{what}: it {'has' if directory.is_dir() else 'is'} {format_name}, which is not read"
-        raise UserError(
-            "IDLM-0600",
-            f"{directory} {what}",
-            fix="give the directory that holds config.json and weights as safetensors",
-        )
-    return directory
+    what = "is not a directory" if not directory.is_dir() else "has no config.json"
+    format_name = weights.other_format(directory)
+    if format_name is not None:
+        what = f"{what}: it {'has' if directory.is_dir() else 'is'} {format_name}, which is not read"
+    return UserError(
+        "IDLM-0600",
+        f"{directory} {what}",
+        fix="give the directory that holds config.json and weights as safetensors",
+    )
 
 
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
@@ -256,17 +261,10 @@ def _semantics(
     mask_token_id: int | None,
     given: Semantics | None,
 ) -> Semantics:
+    """What the directory says, or `given` in its place, or the family; with the mask token of the user."""
     is_said = (directory / SEMANTICS_FILE).is_file()
     if given is None and not is_said and family.unknown_semantics is not None:
-        raise UserError(
-            "IDLM-0605",
-            f"{directory} does not say how it decodes: {family.unknown_semantics}",
-            fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
-            '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
-            'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
-            '"stop_token_ids": [151643, 151645]}; '
-            "or pass semantics=Semantics(...)",
-        )
+        raise _unknown_semantics(directory, family.unknown_semantics)
     if given is None:
         given = Semantics.load(directory) if is_said else family.semantics(config)
     own = config.get("mask_token_id") if given.mask_token_id is None else given.mask_token_id
@@ -289,6 +287,19 @@ def _semantics(
             fix=f"correct {SEMANTICS_FILE} or the semantics= given, or restore config.json",
         )
     return meaning
+
+
+def _unknown_semantics(directory: Path, reason: str) -> UserError:
+    """The error of a checkpoint whose architecture decodes in several ways."""
+    return UserError(
+        "IDLM-0605",
+        f"{directory} does not say how it decodes: {reason}",
+        fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
+        '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
+        'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
+        '"stop_token_ids": [151643, 151645]}; '
+        "or pass semantics=Semantics(...)",
+    )
 
 
 def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter: Adapter | None) -> None:

@@ -46,9 +46,14 @@ def locate(directory: Path) -> dict[str, Path]:
         )
     if files:
         return tensors_by_name(directory, ((path, dict.fromkeys(tensor_names(path), path)) for path in files))
+    raise _no_weights(directory)
+
+
+def _no_weights(directory: Path) -> UserError:
+    """The error IDLM-0602, which says what is there instead."""
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
     if pickles:
-        raise UserError(
+        return UserError(
             "IDLM-0602",
             f"{directory} has its weights in {pickles[0]}; only safetensors are read, because loading a "
             "pickle runs the code in it",
@@ -57,7 +62,7 @@ def locate(directory: Path) -> dict[str, Path]:
         )
     format_name = other_format(directory)
     has = "" if format_name is None else f"; it has {format_name}, which is not read"
-    raise UserError(
+    return UserError(
         "IDLM-0602",
         f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{has}",
         fix="give the directory that holds the weights as safetensors; a download may be incomplete",
