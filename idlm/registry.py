@@ -74,26 +74,26 @@ class Registry(Generic[T]):
                 if self.package is not None:
                     for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
                         importlib.import_module(f"{self.package}.{module.name}")
-                self._load_entry_points()
+                for entry in importlib.metadata.entry_points(group=f"idlm.{self.kind}s"):
+                    self._load_entry_point(entry)
             except Exception as error:
                 # A second import would name what the first one left half registered, not the cause.
                 self._error = error
                 raise
 
-    def _load_entry_points(self) -> None:
-        for entry in importlib.metadata.entry_points(group=f"idlm.{self.kind}s"):
-            try:
-                loaded: Any = entry.load()
-            except Exception as error:
-                owner = entry.dist.name if entry.dist else entry.value
-                raise UserError(
-                    "IDLM-0103",
-                    f"the {self.kind} {entry.name!r} of the package {owner} cannot be loaded: {error}",
-                    fix=f"update or uninstall {owner}",
-                ) from error
-            registered = self._members.get(entry.name)
-            if registered is not loaded and not isinstance(loaded, ModuleType):
-                self.register(entry.name)(loaded)
+    def _load_entry_point(self, entry: importlib.metadata.EntryPoint) -> None:
+        try:
+            loaded: Any = entry.load()
+        except Exception as error:
+            owner = entry.dist.name if entry.dist else entry.value
+            raise UserError(
+                "IDLM-0103",
+                f"the {self.kind} {entry.name!r} of the package {owner} cannot be loaded: {error}",
+                fix=f"update or uninstall {owner}",
+            ) from error
+        registered = self._members.get(entry.name)
+        if registered is not loaded and not isinstance(loaded, ModuleType):
+            self.register(entry.name)(loaded)
 
 
 def _origin(member: Any) -> str:

@@ -112,18 +112,22 @@ class Progress:
     def __enter__(self) -> Self:
         self._start = self._last = self._clock()
         if self._has_bar:
-            self._bar = figure_bar(
-                self._console,
-                TextColumn("{task.fields[share]}"),
-                TimeElapsedColumn(),
-                TextColumn("left {task.fields[left]}"),
-                transient=True,
-                refresh_per_second=1 / BAR_SECONDS,
-                get_time=self._clock,
-            )
-            self._task = self._bar.add_task(self._title, total=self._total, text="", share="", left="?")
-            self._bar.start()
+            self._bar = self._started_bar()
         return self
+
+    def _started_bar(self) -> FigureBar:
+        bar = figure_bar(
+            self._console,
+            TextColumn("{task.fields[share]}"),
+            TimeElapsedColumn(),
+            TextColumn("left {task.fields[left]}"),
+            transient=True,
+            refresh_per_second=1 / BAR_SECONDS,
+            get_time=self._clock,
+        )
+        self._task = bar.add_task(self._title, total=self._total, text="", share="", left="?")
+        bar.start()
+        return bar
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

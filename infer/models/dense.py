@@ -219,7 +219,7 @@ class DenseTrunk(nn.Module):
         self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
     ) -> Tensor:
         """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device."""
-        gate_R = self._gate(is_mask_R)
+        gate_R = is_mask_R if self.is_adapted else None
         rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=self.embed.dtype)
         rows = Rows(rope=rope, gate_R=gate_R, linears=self.linears)
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
@@ -238,10 +238,6 @@ class DenseTrunk(nn.Module):
         """
         is_whole, is_free = self.shards.size == 1, not self.linears.deterministic
         return self.head if is_whole and is_free and has_fused(self.head.device) else None
-
-    def _gate(self, is_mask_R: Tensor | None) -> Tensor | None:
-        """The rows that the adapter applies to; None without adapter or without MASK rows."""
-        return is_mask_R if self.is_adapted else None
 
     def _embed(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
         # Indexing takes a quarter of the time of F.embedding for the few rows of a decoding step.

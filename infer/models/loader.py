@@ -330,17 +330,13 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
 def _dtype(
     dtype: str | torch.dtype, config: dict[str, Any], files: dict[str, Path], embed: str
 ) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    name: Any = dtype
-    if name == "auto":
-        name = config.get("dtype") or config.get("torch_dtype")
-        if name is None and embed in files:
-            name = str(weights.tensor(files, embed).dtype).removeprefix("torch.")
-    if not isinstance(name, str) or name not in DTYPES:
-        raise UserError(
-            "IDLM-0608",
-            f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}",
-            fix="give dtype= explicitly",
-        )
-    return DTYPES[name]
+    given: Any = dtype
+    if given == "auto":
+        given = config.get("dtype") or config.get("torch_dtype")
+        if given is None and embed in files:
+            given = weights.tensor(files, embed).dtype
+    found = DTYPES.get(str(given).removeprefix("torch."))
+    if found is None:
+        allowed = f"auto, {', '.join(DTYPES)}"
+        raise UserError("IDLM-0608", f"dtype={given!r} is not one of {allowed}", fix="give dtype= explicitly")
+    return found

@@ -37,7 +37,7 @@ class Linears:
     ) -> Tensor:
         """x W^T (+ bias), [R, E]. `lora`, whose A are the last rows of the weight, is added to MASK rows and
         changes no bit of the others."""
-        launch = self._launch(x_RD, weight_ED, lora, gated=False)
+        launch = self._launch(x_RD, weight_ED, lora, gated=False) if computes(x_RD) else None
         y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
         if lora is None:
             return y_RE
@@ -48,14 +48,14 @@ class Linears:
         self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, lora: GatedLora | None = None
     ) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections; `lora` as in `linear`."""
-        launch = self._launch(x_RD, weight_ED, lora, gated=True)
+        launch = self._launch(x_RD, weight_ED, lora, gated=True) if computes(x_RD) else None
         if lora is None or self._adds(launch, weight_ED, lora):
             return linear_swiglu(
                 x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace
             )
         # The product of gate, up and A, then adapter and SwiGLU in a second kernel. In deterministic mode it
         # has the splits of a SwiGLU without adapter, so that rows that are not MASK have the same bits.
-        product = self._launch(x_RD, weight_ED, lora, gated=False)
+        product = self._launch(x_RD, weight_ED, lora, gated=False) if computes(x_RD) else None
         if self.deterministic and product is not None and launch is not None:
             product = replace(product, splits=launch.splits)
         y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=product, workspace=self._workspace)
@@ -73,8 +73,6 @@ class Linears:
     def _launch(
         self, x_RD: Tensor, weight_ED: Weight, lora: GatedLora | None, *, gated: bool
     ) -> LinearLaunch | None:
-        if not computes(x_RD):
-            return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace, with_pdl
 
         if self._workspace is None:

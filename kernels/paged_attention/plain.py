@@ -73,16 +73,21 @@ def plan(
     listed = None if rows.listed_B is None else listed_rows(rows, sequence_R)
     blocks = () if rows.starts_B is None else blocks_of(rows, sequence_R)
     if listed is not None:
-        # The exact attention of these rows is not used; it sees the row's own slot.
-        narrow_R = torch.zeros_like(rows_R, dtype=torch.bool).index_fill_(0, listed.rows_bW.flatten(), True)
-        rows = replace(
-            rows,
-            limits_R=torch.where(narrow_R, 0, rows.limits_R),
-            branch_starts_R=torch.where(narrow_R, rows.own_slots_R, rows.branch_starts_R),
-        )
+        rows = _narrowed(rows, listed)
     groups, unpad_R = (_lone_rows(rows, sequence_R), None) if deterministic else _groups(rows, sequence_R)
     return AttentionPlan(
         rows=given, num_rows=num_rows, groups=groups, unpad_R=unpad_R, listed=listed, blocks=blocks
+    )
+
+
+def _narrowed(rows: AttentionRows, listed: ListedRows) -> AttentionRows:
+    """The exact attention of listed rows is not used; it sees the row's own slot."""
+    narrow_R = torch.zeros_like(rows.own_slots_R, dtype=torch.bool)
+    narrow_R.index_fill_(0, listed.rows_bW.flatten(), True)
+    return replace(
+        rows,
+        limits_R=torch.where(narrow_R, 0, rows.limits_R),
+        branch_starts_R=torch.where(narrow_R, rows.own_slots_R, rows.branch_starts_R),
     )
 
 

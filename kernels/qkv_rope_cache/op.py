@@ -71,31 +71,49 @@ def qkv_rope_cache(
     assert num_heads > 0 and qkv_RJH.shape[2] % 2 == 0, f"{qkv_RJH.shape=} {k_cache_SKH.shape=}"
     assert qkv_RJH.stride(2) == k_cache_SKH.stride(2) == v_cache_SKH.stride(2) == 1, f"{qkv_RJH.stride()=}"
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
-    if not runs_kernels(qkv_RJH):
-        assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
-        given = qkv_RJH, k_cache_SKH, v_cache_SKH, rope.tables, slot_mapping_R
-        norm = None if qk_norm_YH is None else (qk_norm_YH, norm_eps)
-        return plain_qkv_rope_cache(*given, norm, (k_scale_K, v_scale_K))
+    caches, scales = (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K)
+    norm = None if qk_norm_YH is None else (qk_norm_YH, norm_eps)
+    if runs_kernels(qkv_RJH):
+        return _launched(qkv_RJH, caches, rope, slot_mapping_R, norm, scales, (heads_per_program, warps, pdl))
+    assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
+    return plain_qkv_rope_cache(qkv_RJH, *caches, rope.tables, slot_mapping_R, norm, scales)
+
+
+def _launched(
+    qkv_RJH: Tensor,
+    caches: tuple[Tensor, Tensor],
+    rope: Rope,
+    slot_mapping_R: Tensor,
+    norm: tuple[Tensor, float] | None,
+    scales: tuple[Tensor | None, Tensor | None],
+    launch: tuple[int | None, int | None, bool | None],
+) -> Tensor:
+    """One launch; `launch`: heads per program, warps, pdl."""
     import triton
 
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
 
+    (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K) = caches, scales
+    qk_norm_YH, norm_eps = (qkv_RJH, 0.0) if norm is None else norm
+    heads_per_program, warps, pdl = launch
     is_few = len(qkv_RJH) <= FEW_ROWS
     num_rows, fused_heads, head_dim = qkv_RJH.shape
+    num_kv_heads = k_cache_SKH.shape[1]
+    num_heads = fused_heads - 2 * num_kv_heads
     heads_per_program = heads_per_program or (4 if is_few else 16)
     if num_rows:
         qkv_rope_cache_kernel[(num_rows * triton.cdiv(fused_heads, heads_per_program),)](
-            *(qkv_RJH, qkv_RJH if qk_norm_YH is None else qk_norm_YH),
+            *(qkv_RJH, qk_norm_YH),
             *(rope.positions_R, slot_mapping_R, rope.inv_freq_h, k_cache_SKH, v_cache_SKH),
             rope.inv_freq_h if k_scale_K is None else k_scale_K,
             rope.inv_freq_h if v_scale_K is None else v_scale_K,
             *qkv_RJH.stride()[:2],
-            0 if qk_norm_YH is None else qk_norm_YH.stride(0),
+            0 if norm is None else qk_norm_YH.stride(0),
             *(*k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2], norm_eps, rope.scaling),
             N=num_heads,
             K=num_kv_heads,
             HALF=head_dim // 2,
-            HAS_NORM=qk_norm_YH is not None,
+            HAS_NORM=norm is not None,
             HAS_SCALE=k_scale_K is not None,
             IS_FP8=k_cache_SKH.dtype == FP8,
             BLOCK_J=heads_per_program,

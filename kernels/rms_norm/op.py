@@ -25,23 +25,34 @@ def add_rms_norm(
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
     if runs_kernels(x_RD):
-        import triton
-
-        from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
-
-        normed_RD = x_RD.new_empty(x_RD.shape) if out_RD is None else out_RD
-        sum_RD = x_RD if residual_RD is None else residual_RD
-        num_rows, D = x_RD.shape
-        if num_rows:
-            add_rms_norm_kernel[(num_rows,)](
-                *(x_RD, sum_RD, weight_D, normed_RD),
-                *(x_RD.stride(0), sum_RD.stride(0), normed_RD.stride(0), D, eps),
-                HAS_RESIDUAL=residual_RD is not None,
-                BLOCK_D=triton.next_power_of_2(D),
-                num_warps=8,
-                **pdl_options(has_pdl(x_RD.device) if pdl is None else pdl),
-            )
-        return normed_RD, sum_RD
+        return _launched(x_RD, residual_RD, weight_D, eps, pdl, out_RD)
     sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
     normed_RD = F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D
     return normed_RD if out_RD is None else out_RD.copy_(normed_RD), sum_RD
+
+
+def _launched(
+    x_RD: Tensor,
+    residual_RD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    pdl: bool | None,
+    out_RD: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    import triton
+
+    from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
+
+    normed_RD = x_RD.new_empty(x_RD.shape) if out_RD is None else out_RD
+    sum_RD = x_RD if residual_RD is None else residual_RD
+    num_rows, D = x_RD.shape
+    if num_rows:
+        add_rms_norm_kernel[(num_rows,)](
+            *(x_RD, sum_RD, weight_D, normed_RD),
+            *(x_RD.stride(0), sum_RD.stride(0), normed_RD.stride(0), D, eps),
+            HAS_RESIDUAL=residual_RD is not None,
+            BLOCK_D=triton.next_power_of_2(D),
+            num_warps=8,
+            **pdl_options(has_pdl(x_RD.device) if pdl is None else pdl),
+        )
+    return normed_RD, sum_RD

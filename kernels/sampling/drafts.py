@@ -58,6 +58,12 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
         store.probs_ZJV[lanes_B[place_M], draft_M] = probs.probs_XV[rows_BJ[place_M, draft_M]]
         return
     assert isinstance(store, DraftProbs), f"{type(store)=}"
+    _launched_put(store, lanes_B, probs, rows_BJ, active_B)
+
+
+def _launched_put(
+    store: DraftProbs, lanes_B: Tensor, probs: RowProbs, rows_BJ: Tensor, active_B: Tensor
+) -> None:
     dtypes = (probs.logits_XV.dtype, torch.float32)
     assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
     assert store.masses_ZJC.shape[2] == probs.masses_XC.shape[1], f"{probs.tuning=}"

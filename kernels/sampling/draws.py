@@ -36,6 +36,12 @@ def uniforms(
     exactly."""
     if not backend.has_kernels(seeds.device):
         return plain_uniforms(seeds, samples, steps, num_draws, lanes_B=lanes_B, steps_by_lane=steps_by_lane)
+    return _launched_uniforms(seeds, samples, steps, num_draws, lanes_B, steps_by_lane)
+
+
+def _launched_uniforms(
+    seeds: Tensor, samples: Tensor, steps: Tensor, num_draws: int, lanes_B: Tensor | None, steps_by_lane: bool
+) -> Tensor:
     import triton
 
     from idlm.kernels.sampling import kernel
@@ -105,10 +111,18 @@ def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
     if isinstance(probs, PlainProbs):
         return torch.where(rows_B >= 0, invert(probs.probs_XV[rows_B.clamp(min=0)], uniforms_B), 0)
+    return _launched_draw(probs, rows_B.contiguous(), uniforms_B)
+
+
+def _launched_draw(probs: RowProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     from idlm.kernels.sampling import kernel
 
+<<<<<<< HEAD
     shape = ChunkShape(probs.logits_XV.shape[1], probs.tuning)
     rows_B = rows_B.contiguous()
+=======
+    shape = Shape(probs.logits_XV.shape[1], probs.tuning)
+>>>>>>> 01ad1495 ([kernels] Launch kernels in functions of their own, apart from the plain way)
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](

@@ -58,12 +58,15 @@ def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
         assert probs.is_nonfinite_X is not None, "these probs were not computed from logits"
         is_nonfinite_BJ = (rows_BJ >= 0) & probs.is_nonfinite_X[rows_BJ.clamp(min=0)]
         return torch.where(is_nonfinite_BJ.any(-1), is_nonfinite_BJ.long().argmax(-1) + 1, 0)
+    return _launched_nonfinite(probs, rows_BJ.contiguous())
+
+
+def _launched_nonfinite(probs: RowProbs, rows_BJ: Tensor) -> Tensor:
     import triton
 
     from idlm.kernels.sampling import kernel
 
     num_sequences, num_rows = rows_BJ.shape
-    rows_BJ = rows_BJ.contiguous()
     out_B = torch.empty(num_sequences, dtype=torch.int64, device=rows_BJ.device)
     if num_sequences:
         kernel.nonfinite_kernel[(num_sequences,)](

@@ -151,23 +151,29 @@ def map_slots(
 ) -> Tensor:
     """Physical slot of each row, [R]; -1 for padding rows."""
     if runs_kernels(slots_R):
-        import triton
-
-        from idlm.kernels.step_rows.kernel import map_slots_kernel
-
-        out_R = torch.empty_like(slots_R)
-        if len(out_R):
-            map_slots_kernel[(triton.cdiv(len(out_R), 128),)](
-                *((sequence_R, slots_R), cu_rows_B1, block_table_BP, out_R),
-                *(block_table_BP.stride(0), len(cu_rows_B1) - 1, len(out_R), block_table_BP.shape[1]),
-                SIZE=page_size,
-                BLOCK=128,
-            )
-        return out_R
+        return _launched_slots(block_table_BP, sequence_R, slots_R, cu_rows_B1, page_size)
     page_R = (slots_R // page_size).clamp(max=block_table_BP.shape[1] - 1)
     physical_R = block_table_BP[sequence_R, page_R] * page_size + slots_R % page_size
     rows_R = torch.arange(len(slots_R), device=slots_R.device)
     return torch.where(rows_R < cu_rows_B1[-1], physical_R, -1)
+
+
+def _launched_slots(
+    block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, page_size: int
+) -> Tensor:
+    import triton
+
+    from idlm.kernels.step_rows.kernel import map_slots_kernel
+
+    out_R = torch.empty_like(slots_R)
+    if len(out_R):
+        map_slots_kernel[(triton.cdiv(len(out_R), 128),)](
+            *((sequence_R, slots_R), cu_rows_B1, block_table_BP, out_R),
+            *(block_table_BP.stride(0), len(cu_rows_B1) - 1, len(out_R), block_table_BP.shape[1]),
+            SIZE=page_size,
+            BLOCK=128,
+        )
+    return out_R
 
 
 def commit(
@@ -183,18 +189,7 @@ def commit(
 
     Tokens after the last column but one are dropped. A lane that occurs twice must have nothing to commit."""
     if runs_kernels(lanes_B):
-        import triton
-
-        from idlm.kernels.step_rows.kernel import commit_kernel
-
-        assert token_ids_BA.stride(1) == num_emitted_B.stride(0) == num_computed_B.stride(0) == 1
-        if len(lanes_B):
-            commit_kernel[(len(lanes_B),)](
-                *(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B),
-                *(token_ids_BA.stride(0), token_ids_BA.shape[1], lanes.tokens_ZL.shape[1]),
-                BLOCK_A=min(MAX_COMMITTED, triton.next_power_of_2(token_ids_BA.shape[1])),
-                num_warps=1,
-            )
+        _launched_commit(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B)
         return
     last = lanes.tokens_ZL.shape[1] - 1
     offsets_A = torch.arange(token_ids_BA.shape[1], device=lanes_B.device)
@@ -206,3 +201,25 @@ def commit(
     lanes.num_known_Z[lanes_B] = known_B + num_emitted_B
     lanes.num_computed_Z[lanes_B] += num_computed_B
     steps_Z[lanes_B] += (num_emitted_B > 0).long()
+
+
+def _launched_commit(
+    lanes: Lanes,
+    steps_Z: Tensor,
+    lanes_B: Tensor,
+    token_ids_BA: Tensor,
+    num_emitted_B: Tensor,
+    num_computed_B: Tensor,
+) -> None:
+    import triton
+
+    from idlm.kernels.step_rows.kernel import commit_kernel
+
+    assert token_ids_BA.stride(1) == num_emitted_B.stride(0) == num_computed_B.stride(0) == 1
+    if len(lanes_B):
+        commit_kernel[(len(lanes_B),)](
+            *(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B),
+            *(token_ids_BA.stride(0), token_ids_BA.shape[1], lanes.tokens_ZL.shape[1]),
+            BLOCK_A=min(MAX_COMMITTED, triton.next_power_of_2(token_ids_BA.shape[1])),
+            num_warps=1,
+        )

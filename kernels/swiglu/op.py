@@ -16,22 +16,26 @@ def swiglu(gate_up_RE: Tensor, *, out_RF: Tensor | None = None) -> Tensor:
     `out_RF` receives it; it may be the gate's columns."""
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if runs_kernels(gate_up_RE):
-        import triton
-
-        from idlm.kernels.swiglu.kernel import swiglu_kernel
-
-        if out_RF is None:
-            out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
-        num_rows, width = out_RF.shape
-        block = min(BLOCK, triton.next_power_of_2(width))
-        if num_rows:
-            swiglu_kernel[(num_rows * triton.cdiv(width, block),)](
-                *(gate_up_RE, out_RF, gate_up_RE.stride(0), out_RF.stride(0), width),
-                BLOCK_F=block,
-                num_warps=4,
-                **pdl_options(has_pdl(gate_up_RE.device)),
-            )
-        return out_RF
+        return _launched(gate_up_RE, out_RF)
     gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
     hidden_RF = F.silu(gate_RF) * up_RF
     return hidden_RF if out_RF is None else out_RF.copy_(hidden_RF)
+
+
+def _launched(gate_up_RE: Tensor, out_RF: Tensor | None) -> Tensor:
+    import triton
+
+    from idlm.kernels.swiglu.kernel import swiglu_kernel
+
+    if out_RF is None:
+        out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
+    num_rows, width = out_RF.shape
+    block = min(BLOCK, triton.next_power_of_2(width))
+    if num_rows:
+        swiglu_kernel[(num_rows * triton.cdiv(width, block),)](
+            *(gate_up_RE, out_RF, gate_up_RE.stride(0), out_RF.stride(0), width),
+            BLOCK_F=block,
+            num_warps=4,
+            **pdl_options(has_pdl(gate_up_RE.device)),
+        )
+    return out_RF
