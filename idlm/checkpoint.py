@@ -80,10 +80,7 @@ def verify(
         return
     files = read_manifest(directory)
     if sealed:
-        for path in sorted(directory.rglob("*")):
-            is_known = path.relative_to(directory).as_posix() in {MANIFEST, *files}
-            if not is_known and (path.is_symlink() or not path.is_dir()):
-                raise _mismatch(path, "its manifest does not name this file")
+        _refuse_others(directory, files)
     files = {name: entry for name, entry in files.items() if name not in FOR_PEOPLE}
     for name, entry in files.items():
         path = directory / name
@@ -99,6 +96,13 @@ def verify(
     for name, digest in zip(hashed, sha256_of([directory / name for name in hashed]), strict=True):
         if digest != files[name]["sha256"]:
             raise _mismatch(directory / name, "its sha256 differs from the manifest")
+
+
+def _refuse_others(directory: Path, files: Collection[str]) -> None:
+    for path in sorted(directory.rglob("*")):
+        is_known = path.relative_to(directory).as_posix() in {MANIFEST, *files}
+        if not is_known and (path.is_symlink() or not path.is_dir()):
+            raise _mismatch(path, "its manifest does not name this file")
 
 
 def is_adapter(directory: Path) -> bool:
@@ -162,23 +166,27 @@ def read_file(path: Path) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; otherwise UserError IDLM-0303 with file, line and reason."""
-    path, fix = Path(path), "restore the file from its source"
+    path = Path(path)
     try:
         content = json.loads(read_file(path).decode("utf-8"))
-    except OSError as error:
-        raise UserError("IDLM-0303", f"cannot read {path}: {error.strerror}", fix="check the path") from error
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError("IDLM-0303", f"{path}, line {line}: not UTF-8 text", fix=fix) from error
-    except json.JSONDecodeError as error:
-        raise UserError("IDLM-0303", f"{path}, line {error.lineno}: {error.msg}", fix=fix) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError("IDLM-0303", f"{path}: {error}", fix=fix) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
-        raise UserError(
-            "IDLM-0303", f"{path}, line 1: expected an object, got {type(content).__name__}", fix=fix
-        )
+        problem = f"{path}, line 1: expected an object, got {type(content).__name__}"
+        raise UserError("IDLM-0303", problem, fix="restore the file from its source")
     return content
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    fix = "restore the file from its source"
+    if isinstance(error, OSError):
+        return UserError("IDLM-0303", f"cannot read {path}: {error.strerror}", fix="check the path")
+    if isinstance(error, UnicodeDecodeError):
+        line = error.object[: error.start].count(b"\n") + 1
+        return UserError("IDLM-0303", f"{path}, line {line}: not UTF-8 text", fix=fix)
+    if isinstance(error, json.JSONDecodeError):
+        return UserError("IDLM-0303", f"{path}, line {error.lineno}: {error.msg}", fix=fix)
+    return UserError("IDLM-0303", f"{path}: {error}", fix=fix)
 
 
 def read_manifest(directory: Path) -> dict[str, dict[str, Any]]:

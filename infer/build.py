@@ -31,7 +31,7 @@ from idlm.infer.memory.base import (
 )
 from idlm.infer.models import fp8, moe
 from idlm.infer.models.base import ALONE, Shards
-from idlm.infer.models.loader import LoadedModel, load_outline, read_outline, slot_share
+from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts
@@ -80,12 +80,14 @@ MEMORY_FIX = "lower max_num_seqs, max_length or num_pages"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
     """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; KV slots of
-    one sequence at most; `num_canvases` and, of all of them, decoding rows of a request without options."""
+    one sequence at most; `num_canvases` and, of all of them, decoding rows of a request without options;
+    decoding rows of a pass at most."""
 
     num_lanes: int
     max_length: int
     num_canvases: int
     max_rows: int
+    decoding_rows: int
     max_slots: int
     kv_dtype: torch.dtype
 
@@ -94,11 +96,15 @@ def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _S
     assert settings.max_length is not None
     num_rows, num_canvases = max_rows(decoder, settings.max_length), decoder.num_canvases(SamplingParams())
     num_slots, page_size = decoder.kv_policy.num_slots(settings.max_length, num_rows), settings.slots_per_page
+    most_rows = num_canvases * num_rows
     return _Sizes(
         num_lanes=settings.max_sequences + 1,
         max_length=settings.max_length,
         num_canvases=num_canvases,
-        max_rows=num_canvases * num_rows,
+        max_rows=most_rows,
+        decoding_rows=decoder.kv_policy.max_rows(
+            settings.max_sequences, most_rows, budget=settings.row_budget
+        ),
         max_slots=(decoder.max_canvases - 1) * -(-num_slots // page_size) * page_size + num_slots,
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype,
     )
@@ -133,6 +139,9 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
+    if settings.deterministic:
+        check_products(model)
+    model.trunk.linears.deterministic = settings.deterministic
     tokenizer = None if shards.rank else _tokenizer(path, model)
     max_length = _max_length(settings, model)
     page_size = _page_size(settings, decoder.kv_policy.block_size)
@@ -181,7 +190,6 @@ def _assemble(
             )
         )
     settings = _resolve_graphs(settings, attention, model, stack.eager if stack else [], decoder.kv_policy)
-    _set_products(settings, model)
     return EngineParts(
         settings=settings,
         model=model,
@@ -200,19 +208,19 @@ def _assemble(
             decodes_again=stack is not None and stack.decodes_again,
             costs=_pass_costs(model, decoder, sizes),
         ),
-        stride_controller=_stride_controller(decoder, max_length, model.semantics.acceptance),
+        stride_controller=None
+        if len(decoder.modes) == 1
+        else StrideController(
+            decoder.modes,
+            rows_by_mode(decoder, max_length),
+            decoder.tokens_per_forward,
+            acceptance=model.semantics.acceptance,
+        ),
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
         grammars=functools.cache(lambda: GrammarCompiler(tokenizer, model.spec.vocab_size, eos_ids)),
     )
-
-
-def _set_products(settings: EngineSettings, model: LoadedModel) -> None:
-    """Choose between products whose bits of a row depend on it alone and the fastest ones."""
-    if settings.deterministic:
-        check_products(model)
-    model.trunk.linears.deterministic = settings.deterministic
 
 
 def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCosts | None:
@@ -222,23 +230,15 @@ def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCost
     compute few for each row."""
     if decoder.kv_policy.kind == "none":
         return None
-    experts = model.local.moe
+    local, experts = model.local, model.local.moe
+    slot_bytes = 2 * local.num_layers * local.num_kv_heads * local.head_dim * sizes.kv_dtype.itemsize
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.trunk.parameters())
     weight_rows = STREAMED_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
     return PassCosts(
         weight_rows=weight_rows,
-        slot_rows=weight_rows * slot_share(model, sizes.kv_dtype.itemsize),
+        slot_rows=weight_rows * slot_bytes / max(1, weight_bytes),
         sequence_rows=min(rows_by_mode(decoder, sizes.max_length)),
     )
-
-
-def _stride_controller(
-    decoder: Decoder, max_length: int, acceptance: tuple[float, ...]
-) -> StrideController | None:
-    """The choice among the decoder's modes; None if it has one."""
-    if len(decoder.modes) == 1:
-        return None
-    widths = rows_by_mode(decoder, max_length)
-    return StrideController(decoder.modes, widths, decoder.tokens_per_forward, acceptance=acceptance)
 
 
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:
@@ -343,18 +343,13 @@ def _spec(settings: EngineSettings, model: LoadedModel, decoder: Decoder, sizes:
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
-        max_rows=_max_rows(settings, decoder, sizes) + stored_rows,
+        max_rows=sizes.decoding_rows + stored_rows,
         page_size=settings.slots_per_page,
         num_slots=None if settings.num_pages is None else settings.num_pages * settings.slots_per_page,
         tensor_parallel=settings.tensor_parallel,
         deterministic=settings.deterministic,
         graphs=settings.graphs,
     )
-
-
-def _max_rows(settings: EngineSettings, decoder: Decoder, sizes: _Sizes) -> int:
-    """Decoding rows of a pass at most."""
-    return decoder.kv_policy.max_rows(settings.max_sequences, sizes.max_rows, budget=settings.row_budget)
 
 
 def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) -> None:
@@ -402,18 +397,17 @@ def _memory_demand(
     canvas = canvas_shape(spec, model.dtype) if is_canvas else None
     if canvas is not None:
         slot_bytes += canvas.x_bytes
-    decoding_rows = _max_rows(settings, decoder, sizes)
     max_pages = -(-sizes.max_slots // page_size) * settings.max_sequences
     if policy.store == "shared":
         # Canvases of one pass, each of which may leave part of a page unused.
         num_canvases = sizes.num_canvases * settings.max_sequences
-        max_pages = min(max_pages, -(-decoding_rows // page_size) + num_canvases)
+        max_pages = min(max_pages, -(-sizes.decoding_rows // page_size) + num_canvases)
     return MemoryDemand(
         device=model.device,
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
         max_pages=max_pages,
         transients={
-            LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=decoding_rows)
+            LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=sizes.decoding_rows)
         },
         pass_bytes=0 if stack is None else stack.pass_bytes(),
         canvas=canvas,

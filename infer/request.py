@@ -195,25 +195,29 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
         token_ids = None if isinstance(prompt, bytes) else [operator.index(token) for token in prompt]
     except TypeError:
         token_ids = None
+    if token_ids and all(0 <= token_id < num_rows for token_id in token_ids):
+        return token_ids
+    raise _no_prompt(request_id, prompt, token_ids, num_rows)
+
+
+def _no_prompt(request_id: str, prompt: Any, token_ids: list[int] | None, num_rows: int) -> UserError:
     if token_ids is None:
-        raise UserError(
+        return UserError(
             "IDLM-0421",
             f"request {request_id!r}: a prompt is text or a list of token ids, not {reprlib.repr(prompt)}",
             fix="give a string, or ids from the checkpoint's tokenizer; render a conversation with "
             "idlm.text.tokenizer.encode_messages(engine.tokenizer, messages)",
         )
-    outside = [token_id for token_id in token_ids if not 0 <= token_id < num_rows]
-    if outside:
-        raise UserError(
-            "IDLM-0411",
-            f"request {request_id!r}: token ids {outside[:5]} are outside the vocabulary [0, {num_rows})",
-            fix="encode the prompt with the checkpoint's own tokenizer",
-        )
     if not token_ids:
-        raise UserError(
+        return UserError(
             "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
         )
-    return token_ids
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < num_rows]
+    return UserError(
+        "IDLM-0411",
+        f"request {request_id!r}: token ids {outside[:5]} are outside the vocabulary [0, {num_rows})",
+        fix="encode the prompt with the checkpoint's own tokenizer",
+    )
 
 
 class Waiting:

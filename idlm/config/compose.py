@@ -260,19 +260,24 @@ def parse_value(key: str, text: str) -> Any:
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException as error:
-        hint = "; write a list as [a,b]" if "," in text else ""
-        if text.lstrip()[:1] in ("[", "{"):
-            try:
-                return _yaml_content(text)
-            except (yaml.YAMLError, ValueError):
-                hint = "; put quotes around text with commas, brackets or #"
-        message = f"{key}: cannot read the value {text!r}{hint}"
-        raise UserError("IDLM-0101", message, fix="quote the value") from error
+        return _yaml_value(key, text, error)
     if parsed.is_sweep_override():
         raise UserError(
             "IDLM-0101", f"{key}: several values {text!r}; write a list as [a,b]", fix="quote the value"
         )
     return _without_quotes(parsed.value())
+
+
+def _yaml_value(key: str, text: str, error: Exception) -> Any:
+    """Return a list or mapping in YAML; UserError IDLM-0101, from Hydra's `error`, for anything else."""
+    hint = "; write a list as [a,b]" if "," in text else ""
+    if text.lstrip()[:1] in ("[", "{"):
+        try:
+            return _yaml_content(text)
+        except (yaml.YAMLError, ValueError):
+            hint = "; put quotes around text with commas, brackets or #"
+    message = f"{key}: cannot read the value {text!r}{hint}"
+    raise UserError("IDLM-0101", message, fix="quote the value") from error
 
 
 def _without_quotes(value: Any) -> Any:

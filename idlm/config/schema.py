@@ -206,11 +206,15 @@ def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: t
             )
         if _fits(value, member):
             return float(value) if member is float else value
+    problems.append(_misfit(value, annotation, key))
+    return None
+
+
+def _misfit(value: Any, annotation: Any, key: str) -> str:
     given = "null" if value is None else f"{value!r} ({_GIVEN.get(type(value), type(value).__name__)})"
     has_path = any(is_schema(member) and "path" in fields_of(member) for member in members(annotation))
     hint = f"; did you mean {key}.path={value}?" if has_path and isinstance(value, str) else ""
-    problems.append(f"{key}: got {given}, expected {describe_type(annotation)}{hint}")
-    return None
+    return f"{key}: got {given}, expected {describe_type(annotation)}{hint}"
 
 
 def _fits(value: Any, annotation: Any) -> bool:

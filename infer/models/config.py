@@ -179,13 +179,9 @@ def _refuse_unsupported(reader: ConfigReader, num_layers: int) -> None:
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if other:
         reader.problems.append(f"layer_types contains {other} (supported: 'full_attention' in every layer)")
-    is_windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
     first_windowed = config.get("max_window_layers", 0)
-    if (
-        is_windowed
-        and not layer_types
-        and not (isinstance(first_windowed, int) and first_windowed >= num_layers)
-    ):
+    is_known = bool(layer_types) or (isinstance(first_windowed, int) and first_windowed >= num_layers)
+    if config.get("use_sliding_window") and config.get("sliding_window") is not None and not is_known:
         reader.problems.append(
             f"use_sliding_window=True with max_window_layers={first_windowed!r} of {num_layers} layers "
             "(supported: no layer with a sliding window)"
