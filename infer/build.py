@@ -31,7 +31,7 @@ from idlm.infer.memory.base import (
 )
 from idlm.infer.models import fp8, moe
 from idlm.infer.models.base import ALONE, Shards
-from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
+from idlm.infer.models.loader import LoadedModel, load_outline, read_outline, slot_share
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts
@@ -208,14 +208,7 @@ def _assemble(
             decodes_again=stack is not None and stack.decodes_again,
             costs=_pass_costs(model, decoder, sizes),
         ),
-        stride_controller=None
-        if len(decoder.modes) == 1
-        else StrideController(
-            decoder.modes,
-            rows_by_mode(decoder, max_length),
-            decoder.tokens_per_forward,
-            acceptance=model.semantics.acceptance,
-        ),
+        stride_controller=_stride_controller(decoder, max_length, model.semantics.acceptance),
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
@@ -230,15 +223,23 @@ def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCost
     compute few for each row."""
     if decoder.kv_policy.kind == "none":
         return None
-    local, experts = model.local, model.local.moe
-    slot_bytes = 2 * local.num_layers * local.num_kv_heads * local.head_dim * sizes.kv_dtype.itemsize
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.trunk.parameters())
+    experts = model.local.moe
     weight_rows = STREAMED_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
     return PassCosts(
         weight_rows=weight_rows,
-        slot_rows=weight_rows * slot_bytes / max(1, weight_bytes),
+        slot_rows=weight_rows * slot_share(model, sizes.kv_dtype.itemsize),
         sequence_rows=min(rows_by_mode(decoder, sizes.max_length)),
     )
+
+
+def _stride_controller(
+    decoder: Decoder, max_length: int, acceptance: tuple[float, ...]
+) -> StrideController | None:
+    """The choice among the decoder's modes; None if it has one."""
+    if len(decoder.modes) == 1:
+        return None
+    widths = rows_by_mode(decoder, max_length)
+    return StrideController(decoder.modes, widths, decoder.tokens_per_forward, acceptance=acceptance)
 
 
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:

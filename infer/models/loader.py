@@ -58,6 +58,14 @@ class LoadedModel:
     kv_scales: torch.Tensor | None = None
 
 
+def slot_share(model: LoadedModel, itemsize: int) -> float:
+    """Bytes of the keys and values of a token, of `itemsize` each, over the bytes of the weights."""
+    local = model.local
+    slot_bytes = 2 * local.num_layers * local.num_kv_heads * local.head_dim * itemsize
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.trunk.parameters())
+    return slot_bytes / max(1, weight_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """A checked checkpoint before its weights are loaded.

@@ -117,12 +117,7 @@ def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
 def _launched_draw(probs: RowProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     from idlm.kernels.sampling import kernel
 
-<<<<<<< HEAD
     shape = ChunkShape(probs.logits_XV.shape[1], probs.tuning)
-    rows_B = rows_B.contiguous()
-=======
-    shape = Shape(probs.logits_XV.shape[1], probs.tuning)
->>>>>>> 01ad1495 ([kernels] Launch kernels in functions of their own, apart from the plain way)
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](
