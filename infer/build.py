@@ -31,7 +31,7 @@ from idlm.infer.memory.base import (
 )
 from idlm.infer.models import fp8, moe
 from idlm.infer.models.base import ALONE, Shards
-from idlm.infer.models.loader import LoadedModel, load_outline, read_outline, slot_share
+from idlm.infer.models.loader import LoadedModel, Outline, load_outline, read_outline, slot_share
 from idlm.infer.mosaic.canvas import canvas_shape
 from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts
@@ -110,6 +110,24 @@ def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _S
     )
 
 
+def read_checkpoint(
+    path: str | Path, options: EngineOptions, shards: Shards = ALONE
+) -> tuple[Outline, Decoder]:
+    """The checkpoint without its weights, and its decoder, both checked."""
+    settings = options.settings
+    outline = read_outline(
+        path,
+        dtype=settings.dtype,
+        mask_token_id=settings.mask_token_id,
+        base=settings.base,
+        rope_factor=settings.rope_factor,
+        shards=shards,
+    )
+    chosen = choose_decoder(options.decoder, outline.semantics)
+    config = options.decoder_config or decoder_config(chosen, options.decoder_options)
+    return outline, chosen(config, outline.semantics)
+
+
 def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
     """Load the model of a checkpoint directory, choose its decoder, and allocate what the engine needs.
 
@@ -121,17 +139,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     if settings.is_lossy:
         fp8.check_device(device)
     # What the checkpoint's small files refuse is refused before weights are read.
-    outline = read_outline(
-        path,
-        dtype=settings.dtype,
-        mask_token_id=settings.mask_token_id,
-        base=settings.base,
-        rope_factor=settings.rope_factor,
-        shards=shards,
-    )
-    chosen = choose_decoder(options.decoder, outline.semantics)
-    config = options.decoder_config or decoder_config(chosen, options.decoder_options)
-    decoder = chosen(config, outline.semantics)
+    outline, decoder = read_checkpoint(path, options, shards)
     if outline.spec.moe is not None:
         moe.check_blocks(outline.spec.moe, feeds_parts=decoder.kv_policy.feeds_parts)
     kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]

@@ -19,6 +19,7 @@ from idlm.registry import Registry
 
 if TYPE_CHECKING:
     from idlm.infer.decoders.base import Decoder
+    from idlm.infer.models.base import ModelSpec, MoeSpec
     from idlm.infer.models.loader import Outline
     from idlm.infer.settings import EngineOptions
 
@@ -189,13 +190,11 @@ def _assigned(node: ast.ClassDef) -> dict[str, ast.expr | None]:
 
 def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=true` prints. Finds every mistake that can be found without weights."""
-    from idlm.infer.models.describe import description
-
-    outline, checked, decoder = _read(config, arguments)
+    outline, checked, decoder = _read(arguments)
     accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
     return "\n".join(
         [
-            *description(outline),
+            *_description(outline),
             f"decoder     {decoder.name}{_values(decoder.config)}",
             f"accelerator {accelerators or 'none'}",
         ]
@@ -213,7 +212,7 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     from idlm.infer.mosaic.planner import describe_plan
     from idlm.kernels.masked_logits import has_fused
 
-    outline, _, decoder = _read(config, arguments)
+    outline, _, decoder = _read(arguments)
     spec, semantics = outline.spec, outline.semantics
     if semantics.causality != "full":
         raise UserError(
@@ -239,25 +238,57 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     )
 
 
-def _read(config: GenerateConfig, arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:
+def _read(arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:
     """The checkpoint without its weights, the options and the decoder, all checked."""
-    from idlm.infer.decoders.base import choose_decoder
-    from idlm.infer.models.loader import read_outline
-    from idlm.infer.settings import check_options, decoder_config
+    from idlm.infer.build import read_checkpoint
+    from idlm.infer.settings import check_options
 
     checked = check_options(arguments.decoder, arguments.settings | arguments.options)
-    outline = read_outline(
-        arguments.model,
-        dtype=config.dtype,
-        mask_token_id=config.mask_token_id,
-        base=config.base,
-        rope_factor=config.rope_factor,
-    )
-    kind = choose_decoder(arguments.decoder, outline.semantics)
-    decoding = checked.decoder_config or decoder_config(kind, checked.decoder_options)
-    return outline, checked, kind(decoding, outline.semantics)
+    outline, decoder = read_checkpoint(arguments.model, checked)
+    return outline, checked, decoder
 
 
 def _values(config: Any) -> str:
     given = [f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config)]
     return f"({', '.join(given)})" if given else ""
+
+
+def _description(outline: Outline) -> list[str]:
+    """Family, semantics, shapes, dtype, and which tensors are ignored or reordered."""
+    from idlm.infer.models.base import FAMILIES
+    from idlm.infer.models.loader import SEMANTICS_FILE
+
+    spec, meaning = outline.spec, outline.semantics
+    family = FAMILIES.get(outline.architecture)
+    directory = outline.directory if outline.adapter is None else outline.adapter.directory
+    is_written = (directory / SEMANTICS_FILE).is_file()
+    reordered = sorted(name for name, target in outline.targets.items() if target.order is not None)
+    numbers = sum(prod(target.shape) for target in outline.targets.values())
+    lines = [
+        f"checkpoint  {outline.directory}, {len(set(outline.files.values()))} weight files",
+        f"family      {outline.architecture} ({family.__module__.rpartition('.')[2]})",
+        f"semantics   from {SEMANTICS_FILE if is_written else 'the family'}, mask_token_id as given or there",
+        *(f"  {field.name}={getattr(meaning, field.name)!r}" for field in dataclasses.fields(meaning)),
+        f"shape       dtype={str(outline.dtype).removeprefix('torch.')}, {_fields(spec)}",
+        f"experts     {'none' if spec.moe is None else _fields(spec.moe)}",
+        f"tensors     {len(outline.targets)} read, {numbers:,} numbers; none missing, none unused",
+        f"ignored     {', '.join(outline.ignored) or 'nothing'}",
+        f"reordered   {_rotation(spec, reordered)}",
+    ]
+    if outline.adapter is not None:
+        lines.append(f"adapter     {directory}, gated, rank {outline.adapter.spec.rank}")
+    return lines
+
+
+def _fields(values: ModelSpec | MoeSpec) -> str:
+    shown = [field.name for field in dataclasses.fields(values) if field.name not in ("rope_inv_freq", "moe")]
+    return ", ".join(f"{name}={getattr(values, name)!r}" for name in shown)
+
+
+def _rotation(spec: ModelSpec, names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return (
+        f"query and key dimensions in {len(names)} tensors, the first is {names[0]}: {spec.rotary_dim} of "
+        f"{spec.head_dim} rotate"
+    )

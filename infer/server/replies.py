@@ -17,8 +17,7 @@ from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent, SampleCounts, TokenEntry, joined
-from idlm.infer.server.parsers.answer import AnswerParser
-from idlm.infer.server.parsers.hermes import ParsedPart
+from idlm.infer.server.parsers import AnswerParser, ParsedPart
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
 from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
 from idlm.text.tokenizer import plain_text

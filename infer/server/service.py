@@ -24,7 +24,7 @@ from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, FieldError, engine_unavailable, from_user_error
 from idlm.infer.server.messages import EngineInfo
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
+from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import TokenTexts
 from idlm.infer.server.templates import TemplateProcesses

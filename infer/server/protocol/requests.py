@@ -6,6 +6,7 @@ that were asked for."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -15,11 +16,10 @@ from idlm.contracts import Constraint, ConstraintKind, SamplingParams
 from idlm.infer.request import Turn
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
-from idlm.infer.server.parsers.hermes import calls_grammar
-from idlm.infer.server.protocol.body import Body, Text, Unicode
+from idlm.infer.server.parsers import calls_grammar
+from idlm.infer.server.protocol.body import Body, Text, Unicode, is_json
 from idlm.infer.server.protocol.constraints import ConstraintFields
-from idlm.infer.server.protocol.tools import NamedTool, Tool, ToolCall
-from idlm.infer.structured.schemas import answer_rules
+from idlm.infer.structured.schemas import ANY_OBJECT, answer_rules
 
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 TokenIds = list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]]
@@ -33,6 +33,85 @@ OTHER_PARTS = {
     **dict.fromkeys(("file", "input_file"), "files"),
 }
 """Types of parts of messages, and what they hold."""
+
+
+class CalledFunction(Body):
+    """A call of an earlier answer; `arguments` is a JSON object, or empty."""
+
+    name: Text
+    arguments: Unicode
+
+
+class ToolCall(Body):
+    """The same, with the id that its result names."""
+
+    id: Unicode | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self, place: str) -> dict[str, Any]:
+        """The call for a chat template, which writes arguments as JSON itself."""
+        called = self.function
+        try:
+            arguments = json.loads(called.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict) or not is_json(arguments):
+            raise FieldError(f"{place}.function.arguments", "not a JSON object")
+        function = {"name": called.name, "arguments": arguments}
+        return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Text
+    description: Unicode | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+    def check(self, place: str) -> None:
+        """Raise ApiError for unknown fields, text that cannot be encoded, and arguments that are none."""
+        self.check_extra(f"{place}.")
+        self.function.check_extra(f"{place}.function.")
+        if not is_json(self.plain()):
+            raise FieldError(place, "text that is not valid Unicode, or an infinite number")
+        kind = (self.function.parameters or {}).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            rule = f"arguments are an object, not of type {kind!r}"
+            raise FieldError(f"{place}.function.parameters", rule)
+
+    def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
+        """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""
+        if is_free and not self.function.strict:
+            return ANY_OBJECT
+        # No parameters are an empty list of them.
+        empty = {"properties": {}, "additionalProperties": False}
+        given = empty if self.function.parameters is None else self.function.parameters
+        return {**given, "type": "object"}
+
+
+class NamedFunction(Body):
+    """The function that the answer must call."""
+
+    name: Text
+
+
+class NamedTool(Body):
+    """OpenAI's `tool_choice` of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class StreamOptions(Body):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from idlm.contracts import Constraint, ConstraintKind
-from idlm.infer.server.parsers.hermes import calls_grammar
+from idlm.infer.server.parsers import calls_grammar
 from idlm.infer.structured.grammar import WORD_BITS, GrammarCompiler, compute_bits
 from idlm.text.tokenizer import answer_text, load_tokenizer
 from tests.small_tokenizers import save_byte_fallback, save_tagged

@@ -10,7 +10,7 @@ import pytest
 
 from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.structured import budget
+from idlm.infer.structured import grammar as budget
 from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import GrammarCompiler
 from tests.contracts.engines import build_engine

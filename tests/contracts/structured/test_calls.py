@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from idlm.contracts import Constraint
-from idlm.infer.server.parsers.hermes import BEGIN, END, HermesParser, ParsedPart, calls_grammar
+from idlm.infer.server.parsers import BEGIN, END, HermesParser, ParsedPart, calls_grammar
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
 from idlm.text.tokenizer import load_tokenizer
 from tests.toy import write_spelling_toy

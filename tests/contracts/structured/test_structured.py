@@ -18,7 +18,7 @@ from idlm.infer.cli.resume import of_request
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.structured import budget
+from idlm.infer.structured import grammar as budget
 from idlm.infer.structured import grammar as grammars
 from idlm.infer.structured.grammar import GrammarCompiler
 from idlm.semantics import Semantics

@@ -23,7 +23,7 @@ from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.guard import TimedProtocol
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.metrics import Metrics
-from idlm.infer.server.parsers.answer import AnswerParser
+from idlm.infer.server.parsers import AnswerParser
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from tests.integration.server.servers import PROMPT, Running, running

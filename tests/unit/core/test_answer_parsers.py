@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from idlm.infer.server.parsers.answer import AnswerParser, parses_calls, parses_reasoning
+from idlm.infer.server.parsers import AnswerParser, parses_calls, parses_reasoning
 from idlm.text.thoughts import num_open
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é<"}}\n</tool_call>'

@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.files.encodings import convert_command, likely_encoding, wide_encoding
-from idlm.files.paths import BOM, DAMAGE, json_lines, json_problem, packing, unpacked
+from idlm.files.paths import (
+    BOM,
+    DAMAGE,
+    convert_command,
+    json_lines,
+    json_problem,
+    likely_encoding,
+    packing,
+    unpacked,
+    wide_encoding,
+)
 from idlm.files.records import SUFFIXES, FileReader, Row, damaged, reading
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder

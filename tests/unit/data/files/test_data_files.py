@@ -16,7 +16,7 @@ import pyarrow
 import pytest
 
 from idlm.errors import UserError
-from idlm.files.encodings import likely_encoding
+from idlm.files.paths import likely_encoding
 from idlm.files.records import SUFFIXES, find_files, search
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer

@@ -1,9 +1,4 @@
-"""Calls of tools, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write them.
-
-A machine over an answer's content, which may come in any parts: the pieces of all parts, with adjacent
-content joined, are those of the whole text. A call is released when it is whole. What is in the tags and is
-no call stays content, tags included. Space before and after calls belongs to nothing. `calls_grammar` is the
-other direction: whatever matches it is read back as calls of the given tools."""
+"""Reasoning and calls of tools in an answer, and which of them a chat template asks for."""
 
 from __future__ import annotations
 
@@ -13,14 +8,76 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from idlm.infer.structured.schemas import json_rule, literal
-from idlm.text.thoughts import num_open
+from idlm.text.thoughts import CLOSE, ThoughtReader, num_open
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|</tool_call>', re.DOTALL)
 """A string of JSON, which may have no end yet, or the end of a call."""
 
 
+class ParsedPart(NamedTuple):
+    """A part of an answer. `kind`: content, reasoning, or call; then `text` is the arguments of the call of
+    the tool `name`, a JSON object."""
+
+    kind: str
+    text: str
+    name: str = ""
+
+
+class AnswerParser:
+    """`thinks`: reasoning is parsed, which the prompt has begun if `is_open`. `calls`: so are calls."""
+
+    def __init__(self, *, thinks: bool = False, is_open: bool = False, calls: bool = False) -> None:
+        self.thinks = thinks
+        self._reader = ThoughtReader(is_open=is_open)
+        self._breaks, self._is_blank = "", True
+        """Line breaks that end the reasoning so far, and whether it has nothing else."""
+        self._calls = HermesParser() if calls else None
+
+    def push(self, text: str, *, is_last: bool) -> list[ParsedPart]:
+        """The pieces that more text makes certain; all if it is the last."""
+        pieces = [ParsedPart("content", text)] if text else []
+        if self.thinks:
+            pieces = self._read(text, is_last=is_last)
+        if self._calls is None:
+            return pieces
+        content = "".join(piece.text for piece in pieces if piece.kind == "content")
+        others = [piece for piece in pieces if piece.kind != "content"]
+        return others + self._calls.push(content, is_last=is_last)
+
+    def _read(self, text: str, *, is_last: bool) -> list[ParsedPart]:
+        """Reasoning and content. Line breaks between tags and text belong to neither."""
+        pieces = list[ParsedPart]()
+        for kind, part in self._reader.push(text, is_last=is_last):
+            if kind == "answer":
+                pieces.append(ParsedPart("content", part))
+            elif kind == "thought":
+                part = part.lstrip("\n") if self._is_blank else self._breaks + part
+                kept = part.rstrip("\n")
+                self._breaks, self._is_blank = part[len(kept) :], self._is_blank and not kept
+                pieces += [ParsedPart("reasoning", kept)] if kept else []
+        return pieces
+
+
+def parses_reasoning(parser: str, template: str) -> bool:
+    """Whether answers are parsed for reasoning; auto: if the template knows the tags."""
+    return parser == "think" or (parser == "auto" and CLOSE in template)
+
+
+def parses_calls(parser: str, template: str) -> bool:
+    """The same for calls; other formats have the same tags, and functions in them."""
+    knows = BEGIN in template and "arguments" in template and "<function=" not in template
+    return parser == "hermes" or (parser == "auto" and knows)
+
+
 class HermesParser:
+    """Calls of tools as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+
+    A machine over an answer's content, which may come in any parts: the pieces of all parts, with adjacent
+    content joined, are those of the whole text. A call is released when it is whole. What is in the tags and
+    is no call stays content, tags included. Space before and after calls belongs to nothing. `calls_grammar`
+    is the other direction: whatever matches it is read back as calls of the given tools."""
+
     def __init__(self) -> None:
         self._held, self._space = "", ""
         self._is_call, self._follows_call = False, False
@@ -113,12 +170,3 @@ def read_call(body: str) -> ParsedPart | None:
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         return None
     return ParsedPart("call", text, name)
-
-
-class ParsedPart(NamedTuple):
-    """A part of an answer. `kind`: content, reasoning, or call; then `text` is the arguments of the call of
-    the tool `name`, a JSON object."""
-
-    kind: str
-    text: str
-    name: str = ""
