@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 def start(measure: Callable[[list[str]], int], usage: str | None) -> NoReturn:
     """Run a benchmark with the arguments of the process; `-h` and `--help` print `usage`."""
-    if command.asks_for_help(sys.argv[1:]):
+    if command.has_help_flag(sys.argv[1:]):
         print(usage)
         sys.exit(0)
     sys.exit(command.run(measure))

@@ -476,11 +476,11 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
         if not reasons[name]:
             return name
     tried = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
-    asked = f"attention={settings.attention}, kv_cache={settings.kv_cache}"
-    asked += ", deterministic=true" * deterministic
+    options = f"attention={settings.attention}, kv_cache={settings.kv_cache}"
+    options += ", deterministic=true" * deterministic
     raise UserError(
         "IDLM-0422",
-        f"{asked} is not available for this model here: {tried}",
+        f"{options} is not available for this model here: {tried}",
         fix="use attention=auto on a GPU",
     )
 

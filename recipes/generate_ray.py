@@ -110,7 +110,7 @@ def main() -> int:
 
 def generate(arguments: list[str]) -> int:
     """Run a job; returns 1 if some requests failed or were refused."""
-    if command.asks_for_help(arguments):
+    if command.has_help_flag(arguments):
         from idlm.cli.help import describe
 
         print(f"{__doc__}\n{describe(RayConfig)}")

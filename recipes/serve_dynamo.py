@@ -204,7 +204,7 @@ def main() -> int:
     """Entry point of the command."""
 
     def serve(arguments: list[str]) -> int:
-        if command.asks_for_help(arguments):
+        if command.has_help_flag(arguments):
             from idlm.cli.help import describe
 
             print(f"{__doc__}\n{describe(DynamoConfig)}")

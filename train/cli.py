@@ -48,7 +48,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.log import get_logger, num_processes, rank
     from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
-    if command.asks_for_help(argv):
+    if command.has_help_flag(argv):
         return print_help(HELP, TrainConfig, argv)
     get_logger()
     config = compose("train", TrainConfig, argv)

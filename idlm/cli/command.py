@@ -66,7 +66,7 @@ def printable(text: str) -> str:
     return "".join(char if shown else ascii(char)[1:-1] for char, shown in zip(text, is_shown, strict=True))
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
+def has_help_flag(arguments: Sequence[str]) -> bool:
     return not HELP_FLAGS.isdisjoint(arguments)
 
 

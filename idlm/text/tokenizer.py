@@ -322,9 +322,9 @@ class Detokenizer:
         """Return those of the ids that are text."""
         given = list(token_ids)
         # Look up each id once: a long answer has few different ids, and the look-up costs more than decoding.
-        asked = list(set(given) - self._dropped)
-        names = self._tokenizer.convert_ids_to_tokens(asked)
-        text_ids = {token_id for token_id, name in zip(asked, names, strict=True) if name is not None}
+        ids = list(set(given) - self._dropped)
+        names = self._tokenizer.convert_ids_to_tokens(ids)
+        text_ids = {token_id for token_id, name in zip(ids, names, strict=True) if name is not None}
         return [token_id for token_id in given if token_id in text_ids]
 
     def _push_chunk(self, token_ids: list[int]) -> str:

@@ -81,15 +81,15 @@ class Template:
 
     def prompt(self, history: Sequence[Message]) -> str:
         """Return the text that a model continues after `history`, which may be empty or lack users."""
-        is_asked = any(message["role"] == "user" for message in history)
+        has_user = any(message["role"] == "user" for message in history)
         if history:
             try:
                 opened = self.draw(history, is_open=True)
             except UserError as error:
-                if error.code != REFUSED or is_asked:
+                if error.code != REFUSED or has_user:
                     raise
             else:
-                if is_asked or opened.endswith(self.opener()):
+                if has_user or opened.endswith(self.opener()):
                     return opened
         before, _ = self.around(history)
         header, prefill = split_prefill(self.opener())

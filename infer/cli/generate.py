@@ -27,7 +27,7 @@ def main() -> int:
 
 def generate(arguments: list[str]) -> int:
     texts, arguments = take_prompts(arguments)
-    if command.asks_for_help(arguments):
+    if command.has_help_flag(arguments):
         from idlm.infer.cli.help import GENERATE, print_command_help
 
         return print_command_help(GENERATE, GenerateConfig, arguments)

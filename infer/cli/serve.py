@@ -19,7 +19,7 @@ def main() -> int:
 
 def serve(arguments: list[str]) -> int:
     """Run the command; returns the exit status. UserError IDLM-0704 without the packages that it needs."""
-    if command.asks_for_help(arguments):
+    if command.has_help_flag(arguments):
         from idlm.infer.cli.help import SERVE, print_command_help
 
         return print_command_help(SERVE, ServeConfig, arguments)

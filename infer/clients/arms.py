@@ -99,8 +99,8 @@ class ServerArm:
         answers = []
         for job in jobs:
             path, body = self._server.load_body(job)
-            asked = {"logprobs": True, "top_logprobs": 2} if "messages" in body else {"logprobs": 2}
-            body |= asked | {"stream": False, "stream_options": None, "return_token_ids": True}
+            fields = {"logprobs": True, "top_logprobs": 2} if "messages" in body else {"logprobs": 2}
+            body |= fields | {"stream": False, "stream_options": None, "return_token_ids": True}
             [choice] = self._server.post(path, body)["choices"]
             logprobs = choice["logprobs"]
             tops = logprobs.get("top_logprobs") or [

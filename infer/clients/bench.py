@@ -52,7 +52,7 @@ def main() -> int:
 
 def bench(arguments: list[str]) -> int:
     """Run the command; returns the exit status, which is 1 if a request failed."""
-    if command.asks_for_help(arguments):
+    if command.has_help_flag(arguments):
         from idlm.infer.cli.help import BENCH, print_command_help
 
         return print_command_help(BENCH, BenchConfig, arguments)
@@ -121,10 +121,10 @@ def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[
         arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
     ).semantics
     decoder = choose_decoder(arguments.decoder, semantics).name
-    asked = dataclasses.replace(arguments, decoder=decoder)
+    chosen = dataclasses.replace(arguments, decoder=decoder)
     baseline = choose_baseline(AUTO, semantics)
     if baseline is None:
-        return [(decoder, asked)]
+        return [(decoder, chosen)]
     baseline = baseline.beside(decoder, arguments.options)
     plain = dataclasses.replace(
         arguments,
@@ -133,7 +133,7 @@ def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[
         settings={**arguments.settings, "accelerators": {}},
     )
     is_same = baseline.is_decoder(decoder, arguments.options) and not arguments.settings["accelerators"]
-    return [(baseline.name, plain), *([] if is_same else [(decoder, asked)])]
+    return [(baseline.name, plain), *([] if is_same else [(decoder, chosen)])]
 
 
 def _engine_words(words: Sequence[str], arguments: EngineArguments) -> list[str]:

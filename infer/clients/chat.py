@@ -38,7 +38,7 @@ def main() -> int:
 
 def chat(arguments: list[str]) -> int:
     """Run the command; returns the exit status, which is 1 if a turn that came through a pipe failed."""
-    if command.asks_for_help(arguments):
+    if command.has_help_flag(arguments):
         from idlm.infer.cli.help import CHAT, print_command_help
 
         return print_command_help(CHAT, ChatConfig, arguments)
@@ -103,18 +103,18 @@ class Chat:
         """Answer one turn. A part of an answer stays when it is stopped; a turn without any is forgotten."""
         check_text("this turn", text)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        asked = [*self._messages, {"role": "user", "content": text}]
+        sent = [*self._messages, {"role": "user", "content": text}]
         from idlm.infer.clients.view import unechoed
 
         answer = ""
-        pieces = self._answerer.answer([*system, *asked], self._params, self._was_set)
+        pieces = self._answerer.answer([*system, *sent], self._params, self._was_set)
         try:
             with unechoed(), closing(pieces):
                 for text_so_far in self._view.show(pieces):
                     answer = text_so_far
         finally:
             if answer:
-                self._messages = [*asked, {"role": "assistant", "content": answer}]
+                self._messages = [*sent, {"role": "assistant", "content": answer}]
 
     def _command(self, name: str, text: str) -> None:
         """A line that begins with a slash. Raises UserError for what it cannot do."""

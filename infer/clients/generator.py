@@ -55,8 +55,8 @@ def run_on_engine(
             number, job = waiting.popleft()
             name = f"load-{number}"
             # In an open loop a request waits from its arrival on, also while a pass is under way.
-            asked = start + load.arrivals[number] if load.arrivals else time.perf_counter()
-            record = records[name] = Record(asked)
+            begin = start + load.arrivals[number] if load.arrivals else time.perf_counter()
+            record = records[name] = Record(begin)
             try:
                 engine.add_request(name, job.prompt, job.params, streams=streams)
                 num_active += 1

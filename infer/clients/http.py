@@ -111,12 +111,12 @@ class Server:
     def load_body(self, job: Job) -> tuple[str, dict[str, Any]]:
         """Path and body of a streamed request: a completion of token ids, or a chat."""
         one = [{"role": "user", "content": job.prompt}] if isinstance(job.prompt, str) else job.turns
-        asked: dict[str, Any] = {"messages": one} if one else {"prompt": job.prompt}
+        prompt: dict[str, Any] = {"messages": one} if one else {"prompt": job.prompt}
         # Seeds cost vLLM a random generator for each request; ours take none more.
         params = job.params if self.owner == "idlm" else dataclasses.replace(job.params, seed=None)
-        body = {"model": self.model, **asked, **sampling_fields(params)}
+        body = {"model": self.model, **prompt, **sampling_fields(params)}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return "/chat/completions" if "messages" in asked else "/completions", body
+        return "/chat/completions" if "messages" in prompt else "/completions", body
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The whole answer. Raises UserError IDLM-0709 without one."""

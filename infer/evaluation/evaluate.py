@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run_evaluation(arguments: list[str]) -> int:
-    if command.asks_for_help(arguments):
+    if command.has_help_flag(arguments):
         from idlm.infer.cli.help import EVALUATE, print_command_help
 
         return print_command_help(EVALUATE, EvaluateConfig, arguments)
@@ -139,10 +139,10 @@ def table(results: dict[str, Evaluation]) -> str:
 def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
     from idlm.infer.cli.batch import figures
 
-    asked = [sample for sample in samples for _ in range(n)]
+    repeated = [sample for sample in samples for _ in range(n)]
     with answer_file(output) as answers:
         for name, result in results.items():
-            for sample, done, verdict in zip(asked, result.completions, result.verdicts, strict=True):
+            for sample, done, verdict in zip(repeated, result.completions, result.verdicts, strict=True):
                 answers.write(
                     {
                         "decoder": name,

@@ -53,7 +53,7 @@ FORMS: dict[str, Callable[[Any], list[Any]]] = {
 """What other classes are made of again: by their constructors, or `fromisoformat`."""
 
 Message = dict[str, Any]
-Ask = Callable[[Message], Any]
+Send = Callable[[Message], Any]
 
 
 class Handle:
@@ -71,14 +71,14 @@ class Peer:
     """One side of the pipe: it asks the other side, and answers what that asks meanwhile. `iterators`: those
     of this side that the other one holds, each with the wire of its call."""
 
-    def __init__(self, send: Ask, receive: Callable[[], Message], serve: Ask | None = None) -> None:
+    def __init__(self, send: Send, receive: Callable[[], Message], serve: Send | None = None) -> None:
         self.send, self._receive, self._serve = send, receive, serve
         self.iterators: list[tuple[Iterator[Any], Wire]] = []
         self._known: dict[int, int] = {}
         self._proxies: dict[int, Iterator[Any]] = {}
         self._numbers: dict[int, int] = {}
 
-    def ask(self, message: Message) -> Message:
+    def exchange(self, message: Message) -> Message:
         """The reply to a message. RuntimeError if the other side asks for what it was not given."""
         self.send(message)
         while True:
@@ -115,7 +115,7 @@ class Peer:
         return made
 
     def _items(self, number: int, wire: Wire) -> Iterator[Any]:
-        while "end" not in (reply := self.ask({"next": number})):
+        while "end" not in (reply := self.exchange({"next": number})):
             yield wire.result(reply)
         wire.take_changes(reply)
 
@@ -375,7 +375,7 @@ def _refill_file(target: Any, file: Any) -> None:
 
 def serve() -> None:
     """Run the text of the first line, then the calls of the others."""
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open("/dev/null", os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -386,7 +386,7 @@ def serve() -> None:
         answers.flush()
 
     def receive() -> Message:
-        message: Message = json.loads(asked.readline() or os._exit(0))
+        message: Message = json.loads(requests.readline() or os._exit(0))
         return message
 
     def answer(message: Message) -> Message:

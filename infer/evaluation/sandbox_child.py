@@ -38,7 +38,7 @@ class Candidate:
             start_new_session=True,
         )
         self._peer = wire_format.Peer(self._send, self._receive)
-        reply = self._peer.ask({"code": code})
+        reply = self._peer.exchange({"code": code})
         if "error" in reply:
             raise wire_format.Lost(str(reply["error"])[:MAX_REASON])
 
@@ -46,7 +46,7 @@ class Candidate:
         """Call a function of the candidate, which may change its arguments; the result is plain data. Raises
         what it raises, as the nearest built-in class."""
         wire = wire_format.Wire(self._peer)
-        return wire.result(self._peer.ask({"call": name, **wire.give(args, kwargs)}))
+        return wire.result(self._peer.exchange({"call": name, **wire.give(args, kwargs)}))
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

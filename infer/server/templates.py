@@ -57,7 +57,7 @@ class TemplateProcess:
             "chat_template": template,
         }
         try:
-            answer = self._ask(json.dumps(question, default=str).encode())
+            answer = self._exchange(json.dumps(question, default=str).encode())
         except OSError as error:
             self._stop()
             if not self._is_closed:
@@ -94,7 +94,7 @@ class TemplateProcess:
         self._connection, self._is_ready = ours, False
         self._file = ours.makefile("rwb")
 
-    def _ask(self, question: bytes) -> dict[str, Any]:
+    def _exchange(self, question: bytes) -> dict[str, Any]:
         if not self._is_ready:
             # It has started beside other work; its first line says that it can be asked.
             self._connection.settimeout(START_SECONDS)

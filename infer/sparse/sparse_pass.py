@@ -48,14 +48,14 @@ class SparseKV:
         """Each row's number in the decoder's plan; for padding, the number of rows of that plan."""
         self._plans: dict[int, Plan] = {}
         """By the number of listed slots; 0: the plan of layers without lists."""
-        self._asked_B = self._num_fed_B = plan.cu_rows_B1.diff()
+        self._demand_B = self._num_fed_B = plan.cu_rows_B1.diff()
         """Rows that each sequence needed at the last drop, and at the first."""
         if rows is not None:
             capacity = view.active.capacity
             everything = RowSelection(keep_R=torch.ones_like(plan.slots_R, dtype=torch.bool))
             kept = rows.initial_rows() or (None if capacity is None else everything)
             self._drop(kept, None if capacity is None else capacity.fed)
-            self._num_fed_B = self._asked_B
+            self._num_fed_B = self._demand_B
         self._num_fed = len(self.plan.slots_R)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -114,16 +114,16 @@ class SparseKV:
             num_head=num_head if active.is_exact or num_head < len(rows_X) else None,
         )
         if active.is_exact:
-            kept = kept.cut(max(1, int(kept.asked_B.sum())))
+            kept = kept.cut(max(1, int(kept.demand_B.sum())))
         view.waits_B = kept.waits_B
         dropped = DroppedRows(
             origin_H=kept.origin_H,
             numbers_X=kept.numbers_X,
             demand=BlockDemand(
-                num_wanted_B=kept.asked_B,
+                num_wanted_B=kept.demand_B,
                 waits_B=view.waits_B,
                 num_fed_B=self._num_fed_B,
-                num_kept_B=self._asked_B,
+                num_kept_B=self._demand_B,
             ),
             num_fed=self._num_fed,
         )
@@ -153,7 +153,7 @@ class SparseKV:
         if view.active.is_exact:
             left = left.cut(max(1, int(left.rows.cu_rows_B1[-1])))
         self.slot_mapping_R, self._origin_R = left.rows.mapping_R, left.rows.origin_R
-        self._asked_B = torch.where(view.waits_B, 0, left.asked_B)
+        self._demand_B = torch.where(view.waits_B, 0, left.demand_B)
         self.plan = replace(
             plan,
             **row_columns(left.rows),

@@ -34,7 +34,7 @@ class Warnings(NamedTuple):
 
 def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> Warnings:
     """What llguidance's warnings mean, which name what it leaves out of the constraint's schemas."""
-    notes, problem, is_lenient = dict[str, None](), "", _asks_for_leniency(constraint)
+    notes, problem, is_lenient = dict[str, None](), "", _is_lenient(constraint)
     for warning in (_TIMES.sub("", each.strip()) for each in warnings):
         if warning.startswith(_FORMAT):
             notes[f"format {warning.removeprefix(_FORMAT)!r} is not enforced"] = None
@@ -51,7 +51,7 @@ def read_warnings(constraint: Constraint, warnings: Iterable[str]) -> Warnings:
     return Warnings(tuple(notes), problem)
 
 
-def _asks_for_leniency(constraint: Constraint) -> bool:
+def _is_lenient(constraint: Constraint) -> bool:
     """Of a grammar, whether each schema does: a warning does not tell which one it is about."""
     if constraint.kind == "grammar":
         # Of a grammar that a user writes, llguidance refuses what other schemas have.

@@ -103,15 +103,15 @@ def pack_blocks_kernel(
         known, passes = tl.load(lanes.num_known_Z + lane), tl.load(blocks.num_passes_Z + lane)
         w = tl.arange(0, SHAPE.padded_size)
         m_w = w < SHAPE.size
-        _, asked = places_of(lanes, blocks, lanes_B, b, b < B, samples, opens, SHAPE, EDITS)
-        num_asked = tl.sum(asked.to(tl.int32), 1)
+        _, due = places_of(lanes, blocks, lanes_B, b, b < B, samples, opens, SHAPE, EDITS)
+        num_due = tl.sum(due.to(tl.int32), 1)
         # Room in the order of waiting; an opened block, which needs one row, always has it.
         waited = tl.load(blocks.num_waits_Z + tl.load(lanes_B + b, mask=b < B, other=0), mask=b < B, other=-1)
         key = waited + tl.where(opens, 1 << 40, 0)
         my_key = tl.sum(tl.where(is_mine, key, 0), 0)
         is_before = (key > my_key) | ((key == my_key) & (b < i))
-        first_wanted = tl.sum(tl.where(is_before, num_asked, 0), 0)
-        num_wanted = tl.sum(tl.where(is_mine, num_asked, 0), 0)
+        first_wanted = tl.sum(tl.where(is_before, num_due, 0), 0)
+        num_wanted = tl.sum(tl.where(is_mine, num_due, 0), 0)
         waits = (num_wanted > 0) & (first_wanted + num_wanted > X)
         is_last = tl.sum(((is_before == 0) & (is_mine == 0) & (b < B)).to(tl.int32), 0) == 0
 
@@ -119,16 +119,16 @@ def pack_blocks_kernel(
         my_samples = tl.sum(tl.where(is_mine & samples, 1, 0), 0) > 0
         my_opens = tl.sum(tl.where(is_mine & opens, 1, 0), 0) > 0
         one = tl.full([1], 1, tl.int1)
-        is_open, is_asked = places_of(
+        is_open, is_due = places_of(
             lanes, blocks, lanes_B, mine, one, one & my_samples, one & my_opens, SHAPE, EDITS
         )
         is_open = tl.reshape(is_open, [SHAPE.padded_size])
-        is_asked = tl.reshape(is_asked, [SHAPE.padded_size])
+        is_due = tl.reshape(is_due, [SHAPE.padded_size])
         tl.store(is_maskable_BW + i * SHAPE.size + w, is_open & (waits == 0), mask=m_w)
         row = my_start + my_feed - my_first + w - (1 if SHAPE.shifted else 0)
         row = tl.minimum(tl.maximum(row, my_start), my_end - 1)
         row = tl.minimum(tl.maximum(row, 0), R - 1)
-        wanted = (first_wanted, num_wanted, is_asked, waits, is_last)
+        wanted = (first_wanted, num_wanted, is_due, waits, is_last)
         store_wanted(wanted_IX, number_BW, X, i, (lane, tl.load(lanes_B)), wanted, row, w, SHAPE.size)
         if i == 0:
             tl.store(cu_rows_B1, tl.zeros([], tl.int64))

@@ -36,19 +36,19 @@ def places_of(lanes, blocks, lanes_B, b, m_b, samples_b, opens_b, SHAPE: tl.cons
     m_bw = m_b[:, None] & (w < SHAPE.size)[None, :]
     decided = tl.load(blocks.is_decided_ZW + lane[:, None] * SHAPE.size + w[None, :], mask=m_bw, other=1) != 0
     is_open = open_places(decided, known, samples_b, opens_b, w, SHAPE)
-    is_asked = is_open
+    is_due = is_open
     if EDITS:
-        is_asked = is_open | editable_places(decided, known, samples_b, opens_b, w, SHAPE)
-    return is_open, is_asked
+        is_due = is_open | editable_places(decided, known, samples_b, opens_b, w, SHAPE)
+    return is_open, is_due
 
 
 @triton.jit
 def store_wanted(wanted_IX, number_BW, X, i, lanes, mine, rows, w, SIZE: tl.constexpr):
     """The wanted rows of sequence `i`, from number `first` on; padding too if it is the last with room."""
     lane, first_lane = lanes
-    first, num, is_asked, waits, is_last = mine
-    is_wanted = is_asked & (waits == 0)
-    number = first + tl.cumsum(is_asked.to(tl.int32), 0) - 1
+    first, num, is_due, waits, is_last = mine
+    is_wanted = is_due & (waits == 0)
+    number = first + tl.cumsum(is_due.to(tl.int32), 0) - 1
     tl.store(number_BW + i * SIZE + w, tl.where(is_wanted, number, -1), mask=w < SIZE)
     tl.store(wanted_IX + number, rows, mask=is_wanted)
     tl.store(wanted_IX + X + number, (i * SIZE + w).to(tl.int64), mask=is_wanted)

@@ -64,7 +64,7 @@ def pack_blocks(
         )
     if num_rows is None:
         assert rows is not None
-        num_rows, num_wanted = torch.stack((rows.cu_rows_B1[-1], rows.is_asked_BW.sum())).tolist()
+        num_rows, num_wanted = torch.stack((rows.cu_rows_B1[-1], rows.is_due_BW.sum())).tolist()
         num_rows, num_wanted = max(1, num_rows), max(1, num_wanted)
     else:
         num_places, least = num_sequences * shape.size, num_sequences + shape.size

@@ -39,7 +39,7 @@ class DueRows:
     cu_rows_B1: Tensor
     samples_B: Tensor
     is_maskable_BW: Tensor
-    is_asked_BW: Tensor
+    is_due_BW: Tensor
 
 
 def due_rows(
@@ -65,9 +65,9 @@ def due_rows(
     active = fed_places(blocks, lanes_B, known_B, feed_B, shape)
     samples_B, opens_B = wants_B if shape.shifted else denoises_B, (feed_B > 0) & shape.shifted
     is_decided_BW = blocks.is_decided_ZW[lanes_B]
-    is_maskable_BW = is_asked_BW = _open(is_decided_BW, known_B, samples_B, opens_B, shape)
+    is_maskable_BW = is_due_BW = _open(is_decided_BW, known_B, samples_B, opens_B, shape)
     if edits:
-        is_asked_BW = is_asked_BW | editable(is_decided_BW, known_B, samples_B & ~opens_B, shape)
+        is_due_BW = is_due_BW | editable(is_decided_BW, known_B, samples_B & ~opens_B, shape)
     return DueRows(
         known_B=known_B,
         feed_B=feed_B,
@@ -77,7 +77,7 @@ def due_rows(
         active=active,
         samples_B=samples_B,
         is_maskable_BW=is_maskable_BW,
-        is_asked_BW=is_asked_BW,
+        is_due_BW=is_due_BW,
         cu_rows_B1=torch.nn.functional.pad((feed_B + active.num_B * denoises_B).cumsum(0), (1, 0)),
     )
 
@@ -109,7 +109,7 @@ def pack_plainly(
     work_R = torch.where(is_decided_R, blocks.tokens_ZW[lane_R, place_R], shape.mask_token_id)
     known_R = lanes.tokens_ZL[lane_R, slots_R.clamp(max=lanes.tokens_ZL.shape[1] - 1)]
     wanted = _with_capacity(
-        rows.is_asked_BW,
+        rows.is_due_BW,
         _predicting(cu_rows_B1, feed_B - active.first_B, size, num_rows, shifted=shape.shifted),
         lanes_B,
         blocks.num_waits_Z[lanes_B] + (rows.samples_B & rows.opens_B) * OPENS,
@@ -160,16 +160,16 @@ def editable(is_decided_BW: Tensor, known_B: Tensor, is_mine_B: Tensor, shape: B
 
 
 def _with_capacity(
-    is_asked_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
+    is_due_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
 ) -> WantedPlaces:
     """A wanted row for every place that asks for one, in the order of priorities, then of sequences, until a
     sequence exceeds it: that one and those behind it wait.
 
     `predicting_X`: the row that predicts each place, [B * W]."""
-    num_B = is_asked_BW.sum(dim=1)
+    num_B = is_due_BW.sum(dim=1)
     ends_B, waits_B = take_room(num_B, priority_B, num_wanted)
-    number_BW = (ends_B - num_B)[:, None] + is_asked_BW.cumsum(dim=1) - 1
-    number_BW = torch.where(is_asked_BW & ~waits_B[:, None], number_BW, -1)
+    number_BW = (ends_B - num_B)[:, None] + is_due_BW.cumsum(dim=1) - 1
+    number_BW = torch.where(is_due_BW & ~waits_B[:, None], number_BW, -1)
     # Places without a row go to one more, which is cut off; padding is row 0, place 0.
     target_X = torch.where(number_BW >= 0, number_BW, num_wanted).flatten()
     places = torch.arange(len(target_X), device=lanes_B.device)
@@ -180,7 +180,7 @@ def _with_capacity(
     return WantedPlaces(
         rows_X=rows_X[:-1],
         places_X=places_X[:-1],
-        lanes_X=lanes_B[places_X[:-1] // is_asked_BW.shape[1]],
+        lanes_X=lanes_B[places_X[:-1] // is_due_BW.shape[1]],
         number_BW=number_BW,
         first_B=ends_B - num_B,
         num_B=num_B,

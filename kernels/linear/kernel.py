@@ -33,7 +33,7 @@ def _first_column(split, splits, D):
 
 
 @triton.jit
-def _ask_ahead(p_row, AHEAD: tl.constexpr):
+def _prefetch(p_row, AHEAD: tl.constexpr):
     """Prefetch the first AHEAD columns of every row into the L2 cache, without waiting.
 
     A bulk request per row would need one request for 256 bytes, but a warp issues those one by one."""
@@ -160,9 +160,9 @@ def linear_kernel(
         if AHEAD:
             # Weights do not depend on the previous kernel, which leaves the memory idle when it ends.
             p_first = p_row + _first_column(split, splits, D)
-            _ask_ahead(p_first, AHEAD)
+            _prefetch(p_first, AHEAD)
             if GATED:
-                _ask_ahead(p_first + up_offset, AHEAD)
+                _prefetch(p_first + up_offset, AHEAD)
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)

@@ -48,12 +48,12 @@ def count_kernel(
 ):
     """One program: which sequences wait, how many rows before its block each sequence goes on with, and
     where its rows begin."""
-    new_cu_rows_B1, num_before_B, asked_B, waits_B = out
+    new_cu_rows_B1, num_before_B, demand_B, waits_B = out
     CHUNK: tl.constexpr = 16
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     before, scheduled, needs = rows_needed(rows, drop, b, B, DROPS_STORED, SIZE, BLOCK_W)
-    tl.store(asked_B + b, scheduled + needs, mask=m_b)
+    tl.store(demand_B + b, scheduled + needs, mask=m_b)
     waits = tl.load(drop.waits_B + b, mask=m_b, other=0) != 0
     if num_waits_B is not None:
         key = tl.load(num_waits_B + b, mask=m_b, other=-1)

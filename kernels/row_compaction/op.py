@@ -58,14 +58,14 @@ def compact_rows(
     columns = (*sources, rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B)
     assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
     cu_rows_B1 = torch.empty_like(rows.cu_rows_B1)
-    num_before_B, asked_B = torch.empty(2, num_sequences, dtype=torch.int64, device=device)
+    num_before_B, demand_B = torch.empty(2, num_sequences, dtype=torch.int64, device=device)
     waits_B, rows_BW = torch.empty_like(drop.waits_B), torch.empty_like(drop.rows_BW)
     ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
     options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drops_stored}
     count_kernel[(1,)](
         *(rows, drop, None if room is None else room.num_waits_B),
-        (cu_rows_B1, num_before_B, asked_B, waits_B),
+        (cu_rows_B1, num_before_B, demand_B, waits_B),
         *(num_sequences, num_left, 0 if room is None else room.capacity),
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
         **options,
@@ -86,7 +86,7 @@ def compact_rows(
         numbers_I=ints_JI[-1],
         rows_BW=rows_BW,
         waits_B=waits_B,
-        asked_B=asked_B,
+        demand_B=demand_B,
     )
 
 
@@ -116,17 +116,17 @@ def keep_wanted(
     (num_sequences, num_wanted), device = (len(first_B), len(rows_X)), rows_X.device
     block = triton.next_power_of_2(size)
     place_BW = torch.empty(num_sequences, block, dtype=torch.int32, device=device)
-    asked_B, new_waits_B = torch.empty_like(num_B), torch.empty_like(waits_B)
+    demand_B, new_waits_B = torch.empty_like(num_B), torch.empty_like(waits_B)
     place_H, origin_H = torch.empty(2, num_head, dtype=torch.int64, device=device)
     numbers_X = torch.empty_like(rows_X)
     search_wanted_kernel[(num_sequences,)](
-        *(rows_X, first_B, num_B, waits_B, origin_R, place_BW, asked_B),
+        *(rows_X, first_B, num_B, waits_B, origin_R, place_BW, demand_B),
         *(num_wanted, len(origin_R), len(origin_R).bit_length()),
         BLOCK_W=block,
         num_warps=1,
     )
     place_wanted_kernel[(num_sequences + triton.cdiv(max(num_wanted, num_head), PADDING_BLOCK),)](
-        *(first_B, num_B, waits_B, place_BW, asked_B, place_H, origin_H, numbers_X, new_waits_B),
+        *(first_B, num_B, waits_B, place_BW, demand_B, place_H, origin_H, numbers_X, new_waits_B),
         *(num_sequences, num_wanted, num_head),
         PACKS=packs,
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
@@ -139,7 +139,7 @@ def keep_wanted(
         origin_H=origin_H if packs else None,
         numbers_X=numbers_X,
         waits_B=new_waits_B,
-        asked_B=asked_B,
+        demand_B=demand_B,
     )
 
 

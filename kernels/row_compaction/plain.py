@@ -32,16 +32,16 @@ def compact_rows(
     if drops_stored:
         first_B = rows.cu_rows_B1[1:] - (drop.rows_BW >= 0).sum(dim=1) - drop.rows_BW.shape[1]
         keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
-    asked_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
+    demand_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
     if room is not None:
         is_scheduled_R = ~is_block_R & keep_R
         if drop.scheduled_B is not None:
             counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
             number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
             is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
-        scheduled_B = torch.zeros_like(asked_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
+        scheduled_B = torch.zeros_like(demand_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
         left = room.capacity - scheduled_B.sum()
-        needs_B = asked_B - scheduled_B
+        needs_B = demand_B - scheduled_B
         priority_B = room.num_waits_B * (num_rows + 1) - needs_B
         waits_B = waits_B | take_room(needs_B, priority_B, left)[1]
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
@@ -71,7 +71,7 @@ def compact_rows(
         numbers_I=numbers_I,
         rows_BW=new_R[torch.where(drop.rows_BW >= 0, drop.rows_BW, num_rows)],
         waits_B=waits_B,
-        asked_B=asked_B,
+        demand_B=demand_B,
     )
 
 
@@ -94,10 +94,10 @@ def keep_wanted(
     end_B = torch.where(waits_B, first_B, first_B + num_B)
     is_mine_BX = (numbers >= first_B[:, None]) & (numbers < end_B[:, None])
     is_left_X &= is_mine_BX.any(dim=0)
-    asked_B = (is_mine_BX & is_left_X).sum(dim=1)
+    demand_B = (is_mine_BX & is_left_X).sum(dim=1)
     counts_X1 = torch.nn.functional.pad(is_left_X.cumsum(0), (1, 0))
-    taken_B = counts_X1[first_B.clamp(max=num_wanted)] + asked_B
-    waits_B = waits_B | ((asked_B > 0) & (taken_B > num_head))
+    taken_B = counts_X1[first_B.clamp(max=num_wanted)] + demand_B
+    waits_B = waits_B | ((demand_B > 0) & (taken_B > num_head))
     place_H, origin_H = torch.where(is_left_X, place_X, 0), None
     if packs:
         origin_H = flagged(is_left_X, num_head)
@@ -110,7 +110,7 @@ def keep_wanted(
         origin_H=origin_H,
         numbers_X=torch.where(is_left_X, numbers, -1),
         waits_B=waits_B,
-        asked_B=asked_B,
+        demand_B=demand_B,
     )
 
 

@@ -57,14 +57,14 @@ class RowCapacity(NamedTuple):
 class KeptWanted:
     """Row h of the head is row `place_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
     h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
-    room. `waits_B` (bool): sequences that found none, now or before; `asked_B` int64: rows of the head that
+    room. `waits_B` (bool): sequences that found none, now or before; `demand_B` int64: rows of the head that
     each asked for, 0 if it waited before."""
 
     place_H: Tensor
     origin_H: Tensor | None
     numbers_X: Tensor
     waits_B: Tensor
-    asked_B: Tensor
+    demand_B: Tensor
 
     def cut(self, num_rows: int) -> KeptWanted:
         """The first rows of the head, of which the others are padding."""
@@ -75,13 +75,13 @@ class KeptWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
     """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, the
-    sequences that found no room `waits_B` (bool), and the rows that each asked for `asked_B` (int64)."""
+    sequences that found no room `waits_B` (bool), and the rows that each asked for `demand_B` (int64)."""
 
     rows: PackedRows
     numbers_I: Tensor
     rows_BW: Tensor
     waits_B: Tensor
-    asked_B: Tensor
+    demand_B: Tensor
 
     def cut(self, num_rows: int) -> Compacted:
         """The first rows, of which the others are padding."""

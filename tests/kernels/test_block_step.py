@@ -74,15 +74,15 @@ def with_room(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int, b
     """Check the wanted rows; returns what is due of sequences that do not wait."""
     shape, wanted = case.decoder.shape, deciding(plan).wanted
     opens = [shape.shifted and samples and num_feed > 0 for _, num_feed, samples, _ in due]
-    asked = [list(places) for *_, places in due]
+    demand = [list(places) for *_, places in due]
     if case.decoder._edits:
         for b, (sequence, *_) in enumerate(sequences):
             decided = range(max(len(sequence.tokens) % case.size, int(shape.shifted)), case.size)
             if due[b][2] and not opens[b]:
-                asked[b] = sorted({*asked[b], *(w for w in decided if sequence.places[w] is not None)})
+                demand[b] = sorted({*demand[b], *(w for w in decided if sequence.places[w] is not None)})
     num_waits = [int(case.decoder.blocks.num_waits_Z[lane]) for lane, *_ in case.sequences]
-    rows = wanted_reference(asked, num_waits, opens, len(wanted.rows_X))
-    assert wanted.num_B.tolist() == [len(places) for places in asked]
+    rows = wanted_reference(demand, num_waits, opens, len(wanted.rows_X))
+    assert wanted.num_B.tolist() == [len(places) for places in demand]
     assert wanted.waits_B.tolist() == [of_b is None for of_b in rows]
     numbers = torch.full_like(wanted.number_BW, -1)
     first_rows, found = plan.cu_rows_B1.tolist(), {}

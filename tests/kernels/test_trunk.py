@@ -229,10 +229,10 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     assert made.spilled_bytes == 0
     assert made.shared_bytes <= SHARED_BYTES
     assert f"m64n{launch.block_r}k16" in made.ptx
-    assert_asks_ahead(made.ptx, gated=False)
+    assert_prefetches(made.ptx, gated=False)
 
 
-def assert_asks_ahead(ptx: str, *, gated: bool) -> None:
+def assert_prefetches(ptx: str, *, gated: bool) -> None:
     """Prefetches before the wait: weights alone, 128 columns of 64 rows by 128 threads."""
     ahead, _, behind = ptx.partition("griddepcontrol.wait")
     requests = ahead.count("prefetch.global.L2")
@@ -257,7 +257,7 @@ def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: 
     assert made.spilled_bytes == 0 and 2 * made.shared_bytes <= SHARED_BYTES
     assert 2 * made.registers * 32 * launch.warps <= 1 << 16
     assert f"m64n{launch.block_r}k16" in made.ptx
-    assert_asks_ahead(made.ptx, gated=gated)
+    assert_prefetches(made.ptx, gated=gated)
     assert made.ptx.count("prefetch.global.L2") == (8 if gated else 4), "each sector once"
 
 

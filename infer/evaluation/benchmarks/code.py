@@ -57,8 +57,8 @@ class HumanEval(CodeTask):
     fields: ClassVar = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
 
     def prompt(self, record: Record) -> str:
-        asked = "Complete this Python function. Answer with the whole function in one Python code block."
-        return f"{asked}\n```python\n{record['prompt'].strip()}\n```"
+        question = "Complete this Python function. Answer with the whole function in one Python code block."
+        return f"{question}\n```python\n{record['prompt'].strip()}\n```"
 
     def reference(self, record: Record) -> str:
         return f"{record['prompt']}{record['canonical_solution']}"

@@ -363,10 +363,10 @@ class CompletionRequest(SamplingFields):
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The sampling settings; an echo with logprobs has those of the prompt."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         if self.echo and self.max_tokens == 0:
-            asked.append(0)
-        prompt_logprobs = max((number for number in asked if number is not None), default=None)
+            counts.append(0)
+        prompt_logprobs = max((number for number in counts if number is not None), default=None)
         return self.merged(
             defaults, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
         )

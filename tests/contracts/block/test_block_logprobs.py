@@ -63,8 +63,8 @@ def test_logprobs_are_those_of_the_passes_that_decided(
         for seed, setting in enumerate(SETTINGS)
     ]
     found = build_engine(toys[shifted], "block", **options, **way).generate(PROMPTS, params)
-    for seed, (done, prompt, asked) in enumerate(zip(found, PROMPTS, params, strict=True)):
-        if asked.logprobs is None:
+    for seed, (done, prompt, sent) in enumerate(zip(found, PROMPTS, params, strict=True)):
+        if sent.logprobs is None:
             assert done.logprobs is None
             continue
         assert done.logprobs is not None
@@ -73,7 +73,7 @@ def test_logprobs_are_those_of_the_passes_that_decided(
         assert [token.token_id for token in done.logprobs] == [*done.token_ids]
         assert [token.logprob for token in done.logprobs] == pytest.approx(expected, abs=1e-4)
         for token in done.logprobs:
-            assert len(token.top) == asked.logprobs and MASK_ID not in token.top
+            assert len(token.top) == sent.logprobs and MASK_ID not in token.top
             assert [*token.top.values()] == sorted(token.top.values(), reverse=True)
             assert token.top.get(token.token_id, token.logprob) == pytest.approx(token.logprob)
     assert len(found) == len(LENGTHS)

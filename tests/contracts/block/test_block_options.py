@@ -265,9 +265,9 @@ def test_ranks_receive_the_options_of_requests(toys: dict[bool, Path], slow: dic
 def test_lines_of_a_file_have_options_of_their_own(
     toys: dict[bool, Path], slow: dict[bool, SlowBlocks], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[dict[str, Any]] = [{}, {"threshold": 0.3}, {"steps": 2}]
+    sent: list[dict[str, Any]] = [{}, {"threshold": 0.3}, {"steps": 2}]
     lines = [
-        {"prompt_ids": PROMPTS[0], "sampling": {"decoder_options": mine} if mine else {}} for mine in asked
+        {"prompt_ids": PROMPTS[0], "sampling": {"decoder_options": mine} if mine else {}} for mine in sent
     ]
     source = write_lines(tmp_path / "in.jsonl", lines)
     output = tmp_path / "out.jsonl"
@@ -275,7 +275,7 @@ def test_lines_of_a_file_have_options_of_their_own(
     common += ["sampling.temperature=0", "sampling.max_tokens=12", "sampling.ignore_eos=true"]
     assert generate([*common, f"output={output}", "sampling.decoder_options.threshold=0.6"]) == 0
     expected = []
-    for mine in ({"threshold": 0.6}, *asked[1:]):
+    for mine in ({"threshold": 0.6}, *sent[1:]):
         slow[False].rules = rules_of(mine)
         expected.append(slow[False].answer(PROMPTS[0], Sampling(temperature=0))[0])
     assert [record["token_ids"] for record in read_lines(output)] == expected

@@ -95,10 +95,10 @@ def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) ->
     source = write_lines(tmp_path / "in.jsonl", lines)
     assert generate([*BASE, f"input={source}", f"output={output}"]) == 0
     records = read_lines(output)
-    asked = [line for line in lines if line]
+    sent = [line for line in lines if line]
     assert [r["request_id"] for r in records] == ["first", "70", "4", *(str(i) for i in range(5, 17))]
     assert [r["prompt"] for r in records] == [
-        next(line[key] for key in ("prompt", "prompt_ids", "messages") if key in line) for line in asked
+        next(line[key] for key in ("prompt", "prompt_ids", "messages") if key in line) for line in sent
     ]
     assert [len(r["token_ids"]) for r in records] == [20, SHORT, 2, *(1 + i % 4 for i in range(12))]
     assert records[0]["token_ids"] == list(answer(PROMPTS[0], max_tokens=20).token_ids)

@@ -124,8 +124,8 @@ def test_answers_are_those_of_transformers(
         files = dataclasses.replace(files, fewshot_data=examples, num_fewshot=NUM_FEWSHOT[name])
     task = local_task(name, files, str(tmp_path))
     params = SamplingParams(temperature=0, logprobs=2, max_tokens=NUM_NEW)
-    asked = EngineRequests(engine, params, is_chat=is_chat)
-    ours = task.run(asked, None)
+    sent = EngineRequests(engine, params, is_chat=is_chat)
+    ours = task.run(sent, None)
     # The engine keeps room for one more token, and feeds the last one that is scored.
     longest = CONTEXT if name == "gsm8k" else CONTEXT - 2
     monkeypatch.setattr(HFLM, "max_gen_toks", NUM_NEW)
@@ -145,7 +145,7 @@ def test_answers_are_those_of_transformers(
     mine, others = (sorted(each["samples"][name], key=_order) for each in (ours, theirs))
     assert [sample["arguments"] for sample in mine] == [sample["arguments"] for sample in others]
     compare = _same_text if name == "gsm8k" else _same_likelihoods
-    num_clear = sum(compare(*pair, asked) for pair in zip(mine, others, strict=True))
+    num_clear = sum(compare(*pair, sent) for pair in zip(mine, others, strict=True))
     assert num_clear > 0.9 * len(mine)
 
 
@@ -153,7 +153,7 @@ def _order(sample: dict[str, Any]) -> tuple[str, int]:
     return sample["filter"], sample["doc_id"]
 
 
-def _same_likelihoods(mine: dict[str, Any], other: dict[str, Any], asked: EngineRequests) -> bool:
+def _same_likelihoods(mine: dict[str, Any], other: dict[str, Any], sent: EngineRequests) -> bool:
     """Whether the right answer is clear of rounding; equal answers are."""
     scores = [value for value, _ in mine["filtered_resps"]]
     for (value, is_greedy), (expected, is_best) in zip(
@@ -167,9 +167,9 @@ def _same_likelihoods(mine: dict[str, Any], other: dict[str, Any], asked: Engine
     return True
 
 
-def _same_text(mine: dict[str, Any], other: dict[str, Any], asked: EngineRequests) -> bool:
+def _same_text(mine: dict[str, Any], other: dict[str, Any], sent: EngineRequests) -> bool:
     """Whether the text is clear of rounding."""
-    for each in asked.completions[mine["doc_id"]].logprobs or ():
+    for each in sent.completions[mine["doc_id"]].logprobs or ():
         first, second = sorted(each.top.values(), reverse=True)
         if first - second < MARGIN:
             return False

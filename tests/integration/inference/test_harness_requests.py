@@ -35,29 +35,29 @@ def test_texts_end_before_a_stop_string_of_the_task_and_of_the_caller() -> None:
     whole = _requests(max_tokens=12).generate_until([(text, {}) for text in PROMPTS[:3]])
     assert all(whole)
     words = whole[0].split()
-    asked = _requests(max_tokens=12, stop=("no such text",))
-    cut = asked.generate_until([(PROMPTS[0], {"until": [words[1], ""], "do_sample": True})])
+    sent = _requests(max_tokens=12, stop=("no such text",))
+    cut = sent.generate_until([(PROMPTS[0], {"until": [words[1], ""], "do_sample": True})])
     assert cut == [whole[0][: whole[0].index(words[1])]]
-    assert [done.finish_reason for done in asked.completions] == ["stop"]
-    assert asked.generate_until([(PROMPTS[0], {"until": words[1]})]) == cut
-    assert len(asked.completions) == 2
+    assert [done.finish_reason for done in sent.completions] == ["stop"]
+    assert sent.generate_until([(PROMPTS[0], {"until": words[1]})]) == cut
+    assert len(sent.completions) == 2
 
 
 def test_the_caller_says_the_length_before_the_task() -> None:
     lengths = []
     for settings, given in (({}, {"max_gen_toks": 3}), ({"max_tokens": 2}, {"max_gen_toks": 3})):
-        asked = _requests(ignore_eos=True, **settings)
-        asked.generate_until([(PROMPTS[0], given)])
-        lengths.append(len(asked.completions[0].token_ids))
+        sent = _requests(ignore_eos=True, **settings)
+        sent.generate_until([(PROMPTS[0], given)])
+        lengths.append(len(sent.completions[0].token_ids))
     assert lengths == [3, 2]
     [line] = [_requests()._settings(0, {})]
     assert line.max_tokens == DEFAULT_MAX_TOKENS
 
 
 def test_thinking_is_removed_and_seeds_are_those_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = EngineRequests(reference(), SamplingParams(temperature=1, seed=2**63 - 1, max_tokens=2))
-    asked.generate_until([(text, {}) for text in PROMPTS[:2]])
-    assert [done.seed for done in asked.completions] == [2**63 - 1, 0]
+    sent = EngineRequests(reference(), SamplingParams(temperature=1, seed=2**63 - 1, max_tokens=2))
+    sent.generate_until([(text, {}) for text in PROMPTS[:2]])
+    assert [done.seed for done in sent.completions] == [2**63 - 1, 0]
     run = EngineRequests._run
 
     def thinking(requests: EngineRequests, lines: Any) -> Any:
@@ -65,71 +65,71 @@ def test_thinking_is_removed_and_seeds_are_those_of_the_requests(monkeypatch: py
             yield dataclasses.replace(done, text=f"<think>{done.text}</think>ok")
 
     monkeypatch.setattr(EngineRequests, "_run", thinking)
-    assert asked.generate_until([(PROMPTS[0], {})]) == ["ok"]
+    assert sent.generate_until([(PROMPTS[0], {})]) == ["ok"]
 
 
 def test_likelihood_of_what_greedy_decoding_writes() -> None:
     """The sum of the log-probabilities that decoding reports; another last token is not greedy."""
-    asked = _requests()
-    contexts = [asked.encode(text) for text in PROMPTS[:4]]
+    sent = _requests()
+    contexts = [sent.encode(text) for text in PROMPTS[:4]]
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
     answers = reference().generate(contexts, params)
     for done in answers:
         for each in done.logprobs or ():
             assert_gap(list(each.top.values()))
     pairs = [(context, done.token_ids) for context, done in zip(contexts, answers, strict=True)]
-    for (value, is_greedy), done in zip(asked.loglikelihood(pairs), answers, strict=True):
+    for (value, is_greedy), done in zip(sent.loglikelihood(pairs), answers, strict=True):
         assert done.logprobs is not None
         assert value == pytest.approx(sum(each.logprob for each in done.logprobs), abs=1e-4)
         assert is_greedy
     assert answers[0].logprobs is not None
     other = next(token for token in answers[0].logprobs[-1].top if token != answers[0].token_ids[-1])
-    [(worse, is_greedy)] = asked.loglikelihood([(contexts[0], (*answers[0].token_ids[:-1], other))])
+    [(worse, is_greedy)] = sent.loglikelihood([(contexts[0], (*answers[0].token_ids[:-1], other))])
     assert not is_greedy
     expected = sum(each.logprob for each in answers[0].logprobs[:-1]) + answers[0].logprobs[-1].top[other]
     assert worse == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_context_that_is_too_long_loses_its_beginning() -> None:
-    asked, longest = _requests(), reference().table.max_length - 1
-    context = asked.encode(" ".join(PROMPTS * 9))
+    sent, longest = _requests(), reference().table.max_length - 1
+    context = sent.encode(" ".join(PROMPTS * 9))
     assert len(context) > longest
     end = context[-2:]
     kept = context[: len(context) - 2][-(longest - 2) :]
     with pytest.warns(UserWarning, match="1 of 2 contexts lose their beginning: max_length=160"):
-        cut, whole = asked.loglikelihood([(context[:-2], end), (kept, end)])
+        cut, whole = sent.loglikelihood([(context[:-2], end), (kept, end)])
     assert cut == whole
-    assert asked.loglikelihood([(kept, [])]) == [(0.0, True)]
+    assert sent.loglikelihood([(kept, [])]) == [(0.0, True)]
 
 
 def test_the_context_of_an_answer_keeps_the_room_for_it() -> None:
     text = " ".join(PROMPTS * 9)
-    asked, ids = _requests(ignore_eos=True), reference().tokenizer(text)["input_ids"]
+    sent, ids = _requests(ignore_eos=True), reference().tokenizer(text)["input_ids"]
     with pytest.warns(UserWarning, match="1 of 2 contexts lose their beginning: max_length=160"):
-        answers = asked.generate_until([(text, {"max_new_tokens": 8}), (PROMPTS[0], {"max_tokens": 300})])
-    assert [(done.num_prompt_tokens, len(done.token_ids)) for done in asked.completions] == [
+        answers = sent.generate_until([(text, {"max_new_tokens": 8}), (PROMPTS[0], {"max_tokens": 300})])
+    assert [(done.num_prompt_tokens, len(done.token_ids)) for done in sent.completions] == [
         (152, 8),
-        (num := len(asked.encode(PROMPTS[0])), 160 - num),
+        (num := len(sent.encode(PROMPTS[0])), 160 - num),
     ]
     [kept] = reference().generate([ids[-152:]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert answers[0] == kept.text
 
 
 def test_equal_texts_have_equal_likelihoods_and_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, lines = _requests(), list[Any]()
-    monkeypatch.setattr(asked, "_run", lambda each: lines.extend(each) or EngineRequests._run(asked, each))
-    texts = [asked.encode(text) for text in PROMPTS[:2]]
+    sent, lines = _requests(), list[Any]()
+    monkeypatch.setattr(sent, "_run", lambda each: lines.extend(each) or EngineRequests._run(sent, each))
+    texts = [sent.encode(text) for text in PROMPTS[:2]]
     pairs = [(ids[:-size], ids[-size:]) for size in (1, 2) for ids in (texts[0], texts[1], texts[0])]
-    scores = asked.loglikelihood(pairs)
+    scores = sent.loglikelihood(pairs)
     assert len(lines) == 4
     assert scores[0] == scores[2] != scores[1] and scores[3] == scores[5] < scores[0]
 
 
 def test_a_text_that_spells_its_beginning_gets_no_second_one() -> None:
-    asked, bos = _requests(), reference().tokenizer.bos_token
-    assert asked.encode(bos + PROMPTS[0]) == asked.encode(PROMPTS[0])
-    assert asked.encode(PROMPTS[0])[0] == reference().tokenizer.bos_token_id
-    assert asked.encode(PROMPTS[0] + bos).count(reference().tokenizer.bos_token_id) == 2
+    sent, bos = _requests(), reference().tokenizer.bos_token
+    assert sent.encode(bos + PROMPTS[0]) == sent.encode(PROMPTS[0])
+    assert sent.encode(PROMPTS[0])[0] == reference().tokenizer.bos_token_id
+    assert sent.encode(PROMPTS[0] + bos).count(reference().tokenizer.bos_token_id) == 2
 
 
 def _sample(doc_id: int, score: Any, kept: str = "none") -> dict[str, Any]:
@@ -245,16 +245,16 @@ def test_multiple_choice_and_perplexity_of_lm_eval(tmp_path: Path) -> None:
 
     from idlm.infer.evaluation.lm_eval_model import EngineLM
 
-    asked = _requests()
-    model = EngineLM(asked)
+    sent = _requests()
+    model = EngineLM(sent)
     pair = (PROMPTS[0], " Lea has 5.")
     [(value, _)] = model.loglikelihood([Instance("loglikelihood", {}, pair, 0)], disable_tqdm=True)
-    whole, context = asked.encode(PROMPTS[0] + pair[1]), asked.encode(PROMPTS[0])
-    assert value == pytest.approx(asked.loglikelihood([(context, whole[len(context) :])])[0][0], abs=1e-4)
+    whole, context = sent.encode(PROMPTS[0] + pair[1]), sent.encode(PROMPTS[0])
+    assert value == pytest.approx(sent.loglikelihood([(context, whole[len(context) :])])[0][0], abs=1e-4)
     texts = [" ".join(PROMPTS[:2]), " ".join(PROMPTS * 9)]
     windows = model.loglikelihood_rolling(
         [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
     )
-    ids = asked.encode(texts[0], add_special_tokens=False)
-    assert windows[0] == pytest.approx(asked.loglikelihood([([model.prefix_token_id], ids)])[0][0], abs=1e-3)
+    ids = sent.encode(texts[0], add_special_tokens=False)
+    assert windows[0] == pytest.approx(sent.loglikelihood([([model.prefix_token_id], ids)])[0][0], abs=1e-3)
     assert windows[1] < windows[0] < 0

@@ -52,10 +52,10 @@ def test_a_system_prompt_stands_before_lines_that_have_none(tmp_path: Path) -> N
     ]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert generate([*BASE, f"input={source}", f"output={output}", f"system={SYSTEM}"]) == 0
-    asked = [[FIRST, _turn(PROMPTS[0])], [FIRST, _turn(PROMPTS[1])], [own, _turn(PROMPTS[2])]]
+    sent = [[FIRST, _turn(PROMPTS[0])], [FIRST, _turn(PROMPTS[1])], [own, _turn(PROMPTS[2])]]
     records = read_lines(output)
-    assert [record["prompt"] for record in records] == asked
-    assert [record["text"] for record in records] == [_answer(*messages) for messages in asked]
+    assert [record["prompt"] for record in records] == sent
+    assert [record["text"] for record in records] == [_answer(*messages) for messages in sent]
 
 
 def test_a_run_with_another_system_prompt_does_not_go_on(tmp_path: Path) -> None:

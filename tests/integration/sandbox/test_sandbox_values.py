@@ -163,10 +163,10 @@ f(io.StringIO('a\\nb\\n')) == ['a', 'b'] | return [line.strip() for line in x]
 @needs_sandbox
 def test_iterators_and_files_are_read_where_they_are() -> None:
     code, test, names = "import io, itertools\n", "import io, itertools\n", list[str]()
-    for number, (asked, body) in enumerate(line.split(" | ") for line in _lines(ITERATORS)):
+    for number, (sent, body) in enumerate(line.split(" | ") for line in _lines(ITERATORS)):
         names.append(f"f{number}")
         code += f"def f{number}(x):\n    {body}\n"
-        test += f"f = f{number}\nassert {asked}, {number}\n"
+        test += f"f = f{number}\nassert {sent}, {number}\n"
     assert judged(code, test, tuple(names)) == ProgramOutcome(passed=True, reason="")
 
 

@@ -103,10 +103,10 @@ def backend(runner: asyncio.Runner) -> Iterator[Backend]:
     runner.run(asyncio.wait_for(found.cleanup(), PATIENCE))
 
 
-def answer(runner: asyncio.Runner, backend: Backend, asked: Request) -> list[Chunk]:
+def answer(runner: asyncio.Runner, backend: Backend, sent: Request) -> list[Chunk]:
     async def collect() -> list[Chunk]:
         async with asyncio.timeout(PATIENCE):
-            return [chunk async for chunk in backend.chunks(asked, "one")]
+            return [chunk async for chunk in backend.chunks(sent, "one")]
 
     return runner.run(collect())
 
@@ -128,8 +128,8 @@ def test_an_answer_is_the_engines(runner: asyncio.Runner, backend: Backend) -> N
 def test_stops_are_the_engines(runner: asyncio.Runner, backend: Backend) -> None:
     done = expected(text_ids(), temperature=0, max_tokens=30, ignore_eos=True)
     last = done.token_ids[3]
-    asked = request(text_ids(), temperature=0.0, max_tokens=30, ignore_eos=True, stop_token_ids=[last])
-    tokens = [token for chunk in answer(runner, backend, asked) for token in chunk["token_ids"]]
+    sent = request(text_ids(), temperature=0.0, max_tokens=30, ignore_eos=True, stop_token_ids=[last])
+    tokens = [token for chunk in answer(runner, backend, sent) for token in chunk["token_ids"]]
     assert tokens == list(done.token_ids[: done.token_ids.index(last) + 1])
 
 

@@ -113,8 +113,8 @@ def test_openai(address: str) -> None:
         assert isinstance(call.function.parsed_arguments, town)
         assert answer.choices[0].finish_reason == "tool_calls"
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "noted"}
-    asked: Any = {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude_none=True)]}
-    second = client.chat.completions.create(model=NAME, messages=[*QUESTION, asked, result], tools=tools)
+    sent: Any = {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude_none=True)]}
+    second = client.chat.completions.create(model=NAME, messages=[*QUESTION, sent, result], tools=tools)
     assert second.choices[0].message.tool_calls
     parsed = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=Town)
     assert isinstance(parsed.choices[0].message.parsed, Town)

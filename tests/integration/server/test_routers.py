@@ -182,34 +182,36 @@ def is_routing(router: Client, num_healthy: int) -> bool:
 def check_forwarding(name: str, router: Client, model: str) -> None:
     """Chats, streams, calls, turns with reasoning and completions come as if there were no router."""
     client = OpenAI(base_url=f"{router.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0)
-    ask: Any = {"model": model, "messages": QUESTION}
+    fields: Any = {"model": model, "messages": QUESTION}
     assert [each.id for each in client.models.list().data] == [model]
-    answer = client.chat.completions.create(**ask).choices[0].message
+    answer = client.chat.completions.create(**fields).choices[0].message
     assert ANSWERED in (answer.content or "") and answer.reasoning_content == "why"  # type: ignore[attr-defined]
-    parts = list(client.chat.completions.create(stream=True, **ask))
+    parts = list(client.chat.completions.create(stream=True, **fields))
     assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.content
     for choice in ("auto", "required"):
-        called = client.chat.completions.create(tools=[TOOL], tool_choice=choice, **ask).choices[0]
+        called = client.chat.completions.create(tools=[TOOL], tool_choice=choice, **fields).choices[0]
         assert [call.function.name for call in called.message.tool_calls or ()] == ["town"]
     result = {"role": "tool", "tool_call_id": called.message.tool_calls[0].id, "content": "noted"}  # type: ignore[index]
     turns = [*QUESTION, answer.model_dump(exclude_none=True), *QUESTION, called.message.model_dump(), result]
     assert client.chat.completions.create(model=model, messages=turns, tools=[TOOL]).choices[0].finish_reason
-    chosen = client.chat.completions.create(**ask, extra_body={"structured_outputs": {"choice": ["a", "b"]}})
+    chosen = client.chat.completions.create(
+        **fields, extra_body={"structured_outputs": {"choice": ["a", "b"]}}
+    )
     assert (chosen.choices[0].message.content in ("a", "b")) == (name != "sglang_router")
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
-    formed = client.chat.completions.create(response_format=wanted, **ask).choices[0].message.content
+    formed = client.chat.completions.create(response_format=wanted, **fields).choices[0].message.content
     assert json.loads(formed or "")["city"] in ("Rome", "Oslo")
     texts = client.completions.create(model=model, prompt=["Rome", "Oslo"], max_tokens=3, logprobs=1)
     assert len(texts.choices) == 2
     with pytest.raises(BadRequestError, match="presence_penalty: is not supported"):
-        client.chat.completions.create(presence_penalty=1, **ask)
+        client.chat.completions.create(presence_penalty=1, **fields)
 
 
 def check_cut_stream(router: Client, model: str, process: subprocess.Popen[str]) -> None:
     """Of two streams the one whose server is killed ends in an error, and the router keeps the other."""
     client = OpenAI(base_url=f"{router.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0)
-    ask: Any = {"model": model, "messages": QUESTION, "stream": True, "max_tokens": 700}
-    streams = [client.chat.completions.create(**ask, extra_body={"ignore_eos": True}) for _ in range(2)]
+    fields: Any = {"model": model, "messages": QUESTION, "stream": True, "max_tokens": 700}
+    streams = [client.chat.completions.create(**fields, extra_body={"ignore_eos": True}) for _ in range(2)]
     for stream in streams:
         next(iter(stream))
     process.kill()

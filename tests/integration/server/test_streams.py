@@ -151,9 +151,9 @@ def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:
 def test_a_stream_is_framed_for_the_clients_version_of_http(
     server: Running, version: str, is_chunked: bool
 ) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
-    whole = server.completion(**asked)["choices"][0]["text"]
-    body = json.dumps({**asked, "stream": True}).encode()
+    sent = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
+    whole = server.completion(**sent)["choices"][0]["text"]
+    body = json.dumps({**sent, "stream": True}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n"

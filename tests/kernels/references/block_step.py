@@ -79,20 +79,20 @@ def pack_reference(
 
 
 def wanted_reference(
-    asked: list[list[int]], num_waits: list[int], opens: list[bool], num_wanted: int
+    demand: list[list[int]], num_waits: list[int], opens: list[bool], num_wanted: int
 ) -> list[list[tuple[int, int]] | None]:
     """(Number of the wanted row, place) of the places that each sequence asks for; None: it waits.
 
-    Those that open a shifted block come first, then those that have waited longest, then in order. `asked`:
+    Those that open a shifted block come first, then those that have waited longest, then in order. `demand`:
     places in ascending order; `num_waits`: passes in a row in which each waited."""
-    found: list[list[tuple[int, int]] | None] = [[] for _ in asked]
+    found: list[list[tuple[int, int]] | None] = [[] for _ in demand]
     first = 0
-    for b in sorted(range(len(asked)), key=lambda b: (not opens[b], -num_waits[b], b)):
-        if asked[b] and first + len(asked[b]) > num_wanted:
+    for b in sorted(range(len(demand)), key=lambda b: (not opens[b], -num_waits[b], b)):
+        if demand[b] and first + len(demand[b]) > num_wanted:
             found[b] = None
         else:
-            found[b] = [(first + number, place) for number, place in enumerate(asked[b])]
-        first += len(asked[b])
+            found[b] = [(first + number, place) for number, place in enumerate(demand[b])]
+        first += len(demand[b])
     return found
 
 

@@ -254,14 +254,14 @@ def stored_slots(kv: SparseKV, number: int, start: int) -> list[int]:
     return [slot for slot in kv.plan.slots_R[own].tolist() if slot < start]
 
 
-def waits_for_room(bench: Bench, asked: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
+def waits_for_room(bench: Bench, demand: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
     """Who waits from here on."""
     if capacity is None:
         return waits
     scheduled = [min(lane.num_scheduled, lane.num_stored_rows) for lane in bench.lanes]
-    found = find_room(asked, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
+    found = find_room(demand, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
     late = [b for b, lane in enumerate(bench.lanes) if lane.num_waits]
-    if sum(scheduled) + sum(asked[b] - scheduled[b] for b in late) <= capacity:
+    if sum(scheduled) + sum(demand[b] - scheduled[b] for b in late) <= capacity:
         assert not any(found[b] for b in late), "none waits twice where those that waited fit"
     return [before or now for before, now in zip(waits, found, strict=True)]
 
@@ -280,8 +280,8 @@ def run_pass(bench: Bench) -> None:
     ]
     fed = [places if lane.is_fed else [] for places, lane in zip(fed, lanes, strict=True)]
     stored = [lane.num_stored_rows for lane in lanes]
-    asked = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
-    waits = waits_for_room(bench, asked, None if capacity is None else capacity.fed, [False] * len(lanes))
+    demand = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
+    waits = waits_for_room(bench, demand, None if capacity is None else capacity.fed, [False] * len(lanes))
     assert view.waits_B.tolist() == waits
     queries: dict[int, list[Rows]] = {number: [] for number in range(len(lanes))}
     for layer in (0, 1):
@@ -299,13 +299,13 @@ def run_pass(bench: Bench) -> None:
         expected(bench, lane, queries[number]) if lane.is_fed and not waits[number] else None
         for number, lane in enumerate(lanes)
     ]
-    asked = [
+    demand = [
         rows + (0 if selection is None else len(selection.kept))
         if not wait
         else min(rows, lane.num_scheduled)
         for rows, selection, wait, lane in zip(stored, selections, waits, lanes, strict=True)
     ]
-    waits = waits_for_room(bench, asked, None if capacity is None else capacity.kept, waits)
+    waits = waits_for_room(bench, demand, None if capacity is None else capacity.kept, waits)
     assert view.waits_B.tolist() == waits
     assert kv.select_rows(2, bench.store(2, kv)) is None
     kv.finish()

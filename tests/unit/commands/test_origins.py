@@ -23,24 +23,24 @@ def front(*words: str, api_key: str | None = "key") -> FrontEnd:
     return FrontEnd(config, arguments, api_key=api_key)
 
 
-def asked(method: str, origin: str, *words: str) -> httpx.Response:
+def answer_to(method: str, origin: str, *words: str) -> httpx.Response:
     """The answer to a page of an origin; the server has a key, which the page does not send."""
     headers = {"origin": origin}
     if method == "OPTIONS":
         headers["access-control-request-method"] = "POST"
         headers["access-control-request-headers"] = "content-type,authorization"
 
-    async def ask() -> httpx.Response:
+    async def send() -> httpx.Response:
         transport = httpx.ASGITransport(front(*words).config.app)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.request(method, CHAT, headers=headers)
 
-    return asyncio.run(ask())
+    return asyncio.run(send())
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:5173", "https://127.0.0.1", "http://[::1]:80"])
 def test_pages_of_this_machine_may(origin: str) -> None:
-    preflight, refused = asked("OPTIONS", origin), asked("POST", origin)
+    preflight, refused = answer_to("OPTIONS", origin), answer_to("POST", origin)
     assert (preflight.status_code, refused.status_code) == (200, 401)
     assert preflight.headers["access-control-allow-headers"] == "content-type,authorization"
     # A page may read why it is refused.
@@ -53,7 +53,7 @@ def test_pages_of_this_machine_may(origin: str) -> None:
     ["https://example.org", "http://localhost.example.org", "http://localhost:1.example.org", "null"],
 )
 def test_pages_of_others_may_not(origin: str) -> None:
-    for response in (asked("OPTIONS", origin), asked("POST", origin)):
+    for response in (answer_to("OPTIONS", origin), answer_to("POST", origin)):
         assert response.status_code in (400, 401)
         assert "access-control-allow-origin" not in response.headers
 
@@ -68,20 +68,20 @@ def test_pages_of_others_may_not(origin: str) -> None:
     ],
 )
 def test_origins_are_an_option(word: str, origin: str, allowed: str | None) -> None:
-    response = asked("OPTIONS", origin, f"allowed_origins={word}")
+    response = answer_to("OPTIONS", origin, f"allowed_origins={word}")
     assert response.headers.get("access-control-allow-origin") == allowed
 
 
 def called(host: str, *words: str, api_key: str | None = None, path: str = "/v1/models/x") -> httpx.Response:
     """The answer to a request whose Host header a client wrote."""
 
-    async def ask() -> httpx.Response:
+    async def send() -> httpx.Response:
         transport = httpx.ASGITransport(front(*words, api_key=api_key).config.app)  # type: ignore[arg-type]
         headers = {"host": host} | ({} if api_key is None else {"authorization": f"Bearer {api_key}"})
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.get(path, headers=headers)
 
-    return asyncio.run(ask())
+    return asyncio.run(send())
 
 
 ADDRESSES = [

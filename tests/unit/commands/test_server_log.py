@@ -54,14 +54,14 @@ def test_a_server_that_is_ready_says_what_it_runs(caplog: pytest.LogCaptureFixtu
 def test_requests_have_a_line_each(is_on: bool, caplog: pytest.LogCaptureFixture) -> None:
     server = front(f"log_requests={is_on}")
 
-    async def ask() -> None:
+    async def fetch() -> None:
         transport = httpx.ASGITransport(server.config.app)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await client.get("/health")
             await client.get("/no%20where%1B")
 
     with caplog.at_level(logging.INFO, "idlm"):
-        asyncio.run(ask())
+        asyncio.run(fetch())
     lines = [line.rpartition(" in ")[0] for line in caplog.messages]
-    asked = ["127.0.0.1 GET /health: 200", "127.0.0.1 GET /no%20where%1B: 404"]
-    assert lines == (asked if is_on else [])
+    expected = ["127.0.0.1 GET /health: 200", "127.0.0.1 GET /no%20where%1B: 404"]
+    assert lines == (expected if is_on else [])

@@ -256,10 +256,10 @@ def test_trap_28_prompts_think_as_the_checkpoints_own_template_says(directory) -
     """Thinking is on by Qwen3's template, where I-DLM's figures were taken, and off by LLaDA2's: the engine
     renders the template's default, and nothing is put in behind it."""
     tokenizer = tokenizer_with(directory, "qwen3")
-    asked = encode_prompt(tokenizer, "so the sum")
-    assert tokenizer.decode(asked) == "<|im_start|>user\nso the sum<|im_end|>\n<|im_start|>assistant\n"
+    sent = encode_prompt(tokenizer, "so the sum")
+    assert tokenizer.decode(sent) == "<|im_start|>user\nso the sum<|im_end|>\n<|im_start|>assistant\n"
     off = encode_messages(tokenizer, [{"role": "user", "content": "so the sum"}], enable_thinking=False)
-    assert tokenizer.decode(off[len(asked) :]) == "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(off[len(sent) :]) == "<think>\n\n</think>\n\n"
     tokenizer.chat_template = LLADA2
     assert tokenizer.decode(encode_prompt(tokenizer, "so the sum")) == (
         "<role>SYSTEM</role>detailed thinking off<|role_end|>"

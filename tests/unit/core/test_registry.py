@@ -84,10 +84,10 @@ def test_a_member_may_look_up_another_while_imported(package: Path) -> None:
 @pytest.mark.parametrize(("value", "is_good"), [("math:sqrt", True), ("math:no_such_thing", False)])
 def test_entry_points_are_loaded(monkeypatch: pytest.MonkeyPatch, value: str, is_good: bool) -> None:
     entry = importlib.metadata.EntryPoint(name="root", value=value, group="idlm.plugs")
-    asked: list[str] = []
+    calls: list[str] = []
 
     def entry_points(*, group: str) -> list[importlib.metadata.EntryPoint]:
-        asked.append(group)
+        calls.append(group)
         return [entry]
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
@@ -98,7 +98,7 @@ def test_entry_points_are_loaded(monkeypatch: pytest.MonkeyPatch, value: str, is
         with pytest.raises(UserError, match="cannot be loaded") as caught:
             registry.names()
         assert caught.value.code == "IDLM-0103"
-    assert asked == ["idlm.plugs"]
+    assert calls == ["idlm.plugs"]
 
 
 def test_nearest_finds_leaves_and_refuses_strangers() -> None:

@@ -253,8 +253,8 @@ def test_an_equal_turn_does_not_hide_one_that_is_left_out(folder: Path) -> None:
 def test_developers_are_the_system_of_a_template_that_does_not_know_them(folder: Path) -> None:
     turns = [[{"role": role, "content": "Be brief."}, QUESTION] for role in ("developer", "system")]
     tokenizer = form_tokenizer(folder, "chatml")
-    asked = [encode_messages(tokenizer, messages) for messages in turns]
-    assert asked[0] == asked[1]
+    encoded = [encode_messages(tokenizer, messages) for messages in turns]
+    assert encoded[0] == encoded[1]
     tokenizer.chat_template = FORMS["chatml"] + "{# developer #}"
     assert "<|im_start|>developer" in tokenizer.decode(encode_messages(tokenizer, turns[0]))
 

@@ -156,13 +156,13 @@ def test_a_client_with_a_slow_conversation_keeps_to_the_other_thread() -> None:
             raise UserError("IDLM-0217", "slow", fix="none") from TimeoutError()
         return [1]
 
-    async def ask(client: str, prompt: str) -> None:
+    async def send(client: str, prompt: str) -> None:
         with contextlib.suppress(UserError):
             await found._encode(functools.partial(encode), [prompt], 1, client)
 
     async def run() -> None:
         for client, prompt in (("a", "slow"), ("a", "fast"), ("b", "fast")):
-            await ask(client, prompt)
+            await send(client, prompt)
 
     asyncio.run(run())
     assert used == ["short", "long", "short"]
@@ -203,14 +203,14 @@ class Process:
     made: ClassVar[list[Process]] = []
 
     def __init__(self, tokenizer: Any) -> None:
-        self.is_started, self.num_asked = False, 0
+        self.is_started, self.num_calls = False, 0
         self.made.append(self)
 
     def is_ready(self) -> bool:
         return self.is_started
 
     def apply(self, text: str) -> str:
-        self.num_asked += 1
+        self.num_calls += 1
         return text
 
     def close(self) -> None: ...
@@ -223,9 +223,9 @@ def test_a_process_that_is_ready_renders_while_another_starts(monkeypatch: pytes
     first, second = Process.made
     second.is_started = True
     assert [found.apply(text) for text in "abc"] == ["a", "b", "c"]
-    assert (first.num_asked, second.num_asked) == (0, 3)
+    assert (first.num_calls, second.num_calls) == (0, 3)
     first.is_started, second.is_started = True, False
-    assert found.apply("d") == "d" and first.num_asked == 1
+    assert found.apply("d") == "d" and first.num_calls == 1
 
 
 @pytest.mark.parametrize(

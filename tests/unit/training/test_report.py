@@ -77,7 +77,7 @@ def test_the_losses_have_a_logarithmic_axis_so_that_the_first_steps_hide_nothing
 def test_a_report_of_no_samples_asks_for_none(
     num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
     monkeypatch.setattr(report, "data_report", lambda *_, **__: SimpleNamespace(lines=list))
     monkeypatch.setattr(report, "estimate_run", lambda *_, **__: None)
     stage = Stage(index=0, stride=2, num_steps=1, clean_weight=0.2)
@@ -89,11 +89,11 @@ def test_a_report_of_no_samples_asks_for_none(
     config = TrainConfig(output_dir=str(tmp_path), report=ReportConfig(num_samples=num_samples))
 
     def sampler(directory: Path, number: int) -> report.SampleReport:
-        asked.append(number)
+        calls.append(number)
         return report.SampleReport(samples=(report.SampleText(prompt="a", response="b"),) * number)
 
     written = report.report_run(config, prepared, sampler, num_gpus=1, seconds=1.0)
-    assert asked == [num_samples] * bool(num_samples)
+    assert calls == [num_samples] * bool(num_samples)
     assert ("Sample generations" in written.read_text()) == bool(num_samples)
 
 

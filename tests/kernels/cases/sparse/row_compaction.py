@@ -115,7 +115,7 @@ def _moved(given: Moved, device: str) -> Moved:
 def check(case: Case) -> None:
     """Equals the reference, row by row."""
     found, rows, drop, room = case.run(), case.rows, case.drop, case.room
-    left, waits, asked = compact_reference(
+    left, waits, demand = compact_reference(
         case.by_sequence,
         kept=set(drop.keep_R.nonzero()[:, 0].tolist()),
         needs_all=drop.needs_all_B.tolist(),
@@ -127,7 +127,7 @@ def check(case: Case) -> None:
         drops_stored=case.drops_stored,
     )
     assert found.waits_B.tolist() == waits
-    assert found.asked_B.tolist() == asked
+    assert found.demand_B.tolist() == demand
     ends = torch.tensor([0] + [len(numbers) for numbers in left]).cumsum(0).clamp(max=case.num_left)
     assert found.rows.cu_rows_B1.tolist() == ends.tolist()
     kept = [row for numbers in left for row in numbers][: case.num_left]
@@ -222,8 +222,8 @@ def check_wanted(seed: int, device: str = "cpu") -> None:
     found = keep_wanted(*moved, size=size, num_head=num_head)
     # Rows of sequences that waited keep their numbers.
     kept = [[-1] * len(each) if waits else each for each, waits in zip(wanted, waited, strict=True)]
-    head, numbers, asked, waits = wanted_reference(kept, order, left, num_head=num_head)
-    assert found.asked_B.tolist() == [*asked, 0]
+    head, numbers, demand, waits = wanted_reference(kept, order, left, num_head=num_head)
+    assert found.demand_B.tolist() == [*demand, 0]
     assert found.waits_B.tolist() == [*(a or b for a, b in zip(waits, waited, strict=True)), True]
     expected = [-1 if number is None else number for number in numbers]
     assert found.numbers_X.tolist() == expected + [-1] * (num_wanted - len(rows))

@@ -30,14 +30,14 @@ def compact_reference(
         num_scheduled = len(before) if scheduled is None else min(len(before), scheduled[b])
         left.append((before[:num_scheduled], before[num_scheduled:] + goes_on))
         needs.append(len(left[-1][1]))
-    asked = [len(first) + len(then) for first, then in left]
+    demand = [len(first) + len(then) for first, then in left]
     if capacity is None or num_waits is None:
-        return [first + then for first, then in left], list(waits), asked
+        return [first + then for first, then in left], list(waits), demand
     waits, taken = list(waits), sum(len(first) for first, _ in left)
     for b in sorted(range(len(rows)), key=lambda b: (-num_waits[b], needs[b], b)):
         taken += needs[b]
         waits[b] = waits[b] or (needs[b] > 0 and taken > capacity)
-    return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits, asked
+    return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits, demand
 
 
 def wanted_reference(
@@ -51,16 +51,16 @@ def wanted_reference(
     wanted row."""
     head: list[tuple[int, int]] = []
     numbers: list[int | None] = []
-    asked, waits = [0] * len(wanted), [False] * len(wanted)
+    demand, waits = [0] * len(wanted), [False] * len(wanted)
     for b in order:
         for row in wanted[b]:
             numbers.append(None)
             if row not in left:
                 continue
-            asked[b] += 1
+            demand[b] += 1
             if num_head is not None and len(head) >= num_head:
                 waits[b] = True
                 continue
             numbers[-1] = len(numbers) - 1 if num_head is None else len(head)
             head.append((left.index(row), len(numbers) - 1))
-    return head, numbers, asked, waits
+    return head, numbers, demand, waits
