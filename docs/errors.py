@@ -125,7 +125,7 @@ def every_code() -> list[Told]:
     paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
     helpers = dict(filter(None, (helper_of(node) for tree in trees for node in tree.body)))
-    return sorted({told for tree in trees for told in raised_in(tree, helpers)})
+    return sorted({found for tree in trees for found in raised_in(tree, helpers)})
 
 
 def cell(text: str) -> str:
@@ -136,14 +136,14 @@ def cell(text: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    told = every_code()
+    found = every_code()
     parts = [HEAD]
     for prefix, title in AREAS.items():
-        codes = sorted({each.code for each in told if each.code[5:7] == prefix})
+        codes = sorted({each.code for each in found if each.code[5:7] == prefix})
         parts.append(f"\n## {title}\n\n| code | message | fix |\n|---|---|---|\n")
         for code in codes:
             shown = f'<a id="{code.lower()}"></a>{code}'
-            ways = dict.fromkeys((cell(each.message), cell(each.fix)) for each in told if each.code == code)
+            ways = dict.fromkeys((cell(each.message), cell(each.fix)) for each in found if each.code == code)
             for message, fix in ways:
                 message = "every problem, by name" if message == GAP else message
                 parts.append(f"| {shown} | {message} | {fix} |\n")

@@ -193,8 +193,8 @@ def copy_text(config: TrainConfig, prepared: Prepared) -> str:
     if zero_stage(config.train):
         needed = needed * num_local_processes() // num_processes()
     available = host_memory()[0]
-    told = f"train.save=async: copies take {size_text(needed)} of {size_text(available)} of host memory"
-    return told if needed <= USABLE_SHARE * available else f"{told}, too much: training waits for saves"
+    note = f"train.save=async: copies take {size_text(needed)} of {size_text(available)} of host memory"
+    return note if needed <= USABLE_SHARE * available else f"{note}, too much: training waits for saves"
 
 
 def train(

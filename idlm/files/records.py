@@ -143,8 +143,8 @@ def search(path: str | None, groups: Sequence[Sequence[str]]) -> Found:
             problem = f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
     found = _without_packed_copies(found, left_out)
     if not found:
-        told = f"; left out: {some_of(sorted(left_out))}" if left_out else ""
-        raise UserError("IDLM-0209", problem + told, fix=fix)
+        note = f"; left out: {some_of(sorted(left_out))}" if left_out else ""
+        raise UserError("IDLM-0209", problem + note, fix=fix)
     return Found(tuple(sorted(found)), tuple(sorted(left_out)))
 
 

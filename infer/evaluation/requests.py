@@ -88,8 +88,8 @@ class EngineRequests:
         """The texts without the beginning that has no room, of which a warning tells."""
         num_cut = sum(len(ids) > num for ids, num in zip(texts, longest, strict=True))
         if num_cut:
-            told = f"{num_cut} of {len(texts)} contexts lose their beginning: max_length="
-            warnings.warn(f"{told}{self.engine.table.max_length} has no room for them", stacklevel=3)
+            note = f"{num_cut} of {len(texts)} contexts lose their beginning: max_length="
+            warnings.warn(f"{note}{self.engine.table.max_length} has no room for them", stacklevel=3)
         return [ids[max(0, len(ids) - num) :] for ids, num in zip(texts, longest, strict=True)]
 
     def _settings(self, number: int, given: Mapping[str, Any]) -> SamplingParams:

@@ -154,8 +154,8 @@ class Wire:
             args = [self.pack(item) for item in error.args]
         except Exception:
             args = []
-        told = {"error": f"{type(error).__name__}: {error}"[:2000], "kinds": kinds, "args": args}
-        return self.reply(None) | told
+        failure = {"error": f"{type(error).__name__}: {error}"[:2000], "kinds": kinds, "args": args}
+        return self.reply(None) | failure
 
     def result(self, reply: Message) -> Any:
         """The value of a reply. Raises the exception that it holds as the nearest class that Python has or
@@ -165,15 +165,15 @@ class Wire:
             return self.unpack(reply.get("value"))
         found = [_library_class(str(name)) for name in reply["kinds"]]
         kinds = [each for each in found if isinstance(each, type) and issubclass(each, Exception)]
-        told = str(reply["error"])[:2000]
+        failure = str(reply["error"])[:2000]
         if not kinds:
-            raise Lost(told)
+            raise Lost(failure)
         try:
             args = [self.unpack(each) for each in reply["args"]]
         except (TypeError, RuntimeError):
-            kinds, args = kinds[-1:], [told]
+            kinds, args = kinds[-1:], [failure]
         error = _made(kinds, args)
-        error.add_note(told)
+        error.add_note(failure)
         raise error
 
     def take_changes(self, reply: Message) -> None:
@@ -350,7 +350,7 @@ def _file_state(file: Any) -> tuple[Any, ...]:
     """All of a file, and the place in it; nothing of a closed one."""
     if file.closed:
         return ()
-    place = file.tell()
+    place = file.send()
     contents = (file.seek(0), file.read())[1]
     return contents, file.seek(place)
 
@@ -370,7 +370,7 @@ def _refill_file(target: Any, file: Any) -> None:
         if _file_state(target)[0] != file.getvalue():
             target.truncate(target.seek(0))
             target.write(file.getvalue())
-        target.seek(file.tell())
+        target.seek(file.send())
 
 
 def serve() -> None:

@@ -88,8 +88,8 @@ def judge(request: dict[str, Any], python: str, source: str) -> dict[str, Any]:
     except wire_format.Lost as error:
         return {"passed": False, "reason": str(error)}
     except BaseException as error:
-        told = getattr(error, "__notes__", None) or [f"{type(error).__name__}: {error}"]
-        return {"passed": False, "reason": told[0][:MAX_REASON]}
+        notes = getattr(error, "__notes__", None) or [f"{type(error).__name__}: {error}"]
+        return {"passed": False, "reason": notes[0][:MAX_REASON]}
     return {"passed": True, "reason": ""}
 
 
@@ -128,21 +128,21 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     with open(wire_format.__file__, encoding="utf-8") as file:
         source = file.read()
-    ready, tell_ready = os.pipe()
-    mapped, tell_mapped = os.pipe()
+    ready, send_ready = os.pipe()
+    mapped, send_mapped = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(ready)
-        os.close(tell_mapped)
-        build(request, source, tell_ready, mapped)
-    os.close(tell_ready)
+        os.close(send_mapped)
+        build(request, source, send_ready, mapped)
+    os.close(send_ready)
     if os.read(ready, 1):
         try:
             namespaces.map_ids(child)
         except OSError as error:
             os.kill(child, signal.SIGKILL)
             report({"refused": error.strerror or str(error)})
-        os.write(tell_mapped, b"x")
+        os.write(send_mapped, b"x")
     os.waitpid(child, 0)
 
 

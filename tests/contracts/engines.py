@@ -159,8 +159,8 @@ def answers_and_margins(
     the same noise on the logits in opposite directions: one of them reverses a tie."""
     own = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if engine.decoder.name == "ar" and all(one.temperature == 0 for one in own):
-        told = [dataclasses.replace(one, logprobs=max(2, one.logprobs or 0)) for one in own]
-        found = engine.generate(prompts, told)
+        shown = [dataclasses.replace(one, logprobs=max(2, one.logprobs or 0)) for one in own]
+        found = engine.generate(prompts, shown)
         return found, [_has_gaps(completion) for completion in found]
     found = engine.generate(prompts, own)
     advance, is_clear = engine.decoder.advance, [True] * len(found)

@@ -231,9 +231,9 @@ def settings_problems(given: Mapping[str, Any], config: TrainConfig) -> Iterator
     if isinstance(stage, bool) or stage not in STAGES:
         yield f"zero_optimization.stage={json.dumps(stage)} is not one of 0, 1, 2, 3"
     for name, key, value in _known(config):
-        told = _value(given, name)
-        if told not in (None, AUTO, value):
-            yield f'{name}={json.dumps(told)} contradicts {key}={value}; write "auto"'
+        stated = _value(given, name)
+        if stated not in (None, AUTO, value):
+            yield f'{name}={json.dumps(stated)} contradicts {key}={value}; write "auto"'
     yield from _replaced(given)
 
 

@@ -204,8 +204,8 @@ def check_model(model: PreTrainedModel, *, attention: str, trains: bool = False)
         gap = float((packed - own).abs().max())
         if not gap <= allowed:
             why = _difference(model, head, ids_BT, own, attention, allowed)
-            told = f"{name} {why} (two packed documents differ by {gap:.3g} from the same documents alone)"
-            raise UserError("IDLM-0505", told, fix=FIX)
+            problem = f"{name} {why} (two packed documents differ by {gap:.3g} from the same documents alone)"
+            raise UserError("IDLM-0505", problem, fix=FIX)
         if trains:
             model.train()
             with _naming(f"{name} does not run in training mode"):

@@ -114,13 +114,13 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
     width = config.get("rotary_dim")
     given: list[tuple[Any, int]] = [(factor, head_dim), (width, 1)]
     widths = {value * unit for value, unit in given if is_number(value)}
-    told = f"partial_rotary_factor={factor!r}, rotary_dim={width!r} of head_dim={head_dim}"
+    both = f"partial_rotary_factor={factor!r}, rotary_dim={width!r} of head_dim={head_dim}"
     if len(widths) != 1:
-        reader.problems.append(f"{told} (give one, or two that agree)")
+        reader.problems.append(f"{both} (give one, or two that agree)")
         return None
     (size,) = widths
     if size % 2 or not 0 < size <= min(head_dim, MAX_HEAD_DIM):
-        reader.problems.append(f"{told} (must come to an even width up to head_dim)")
+        reader.problems.append(f"{both} (must come to an even width up to head_dim)")
         return None
     return None if size == head_dim else int(size)
 

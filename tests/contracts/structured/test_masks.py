@@ -105,8 +105,8 @@ def test_a_follower_is_where_a_fresh_grammar_is(toy: Path, text: str) -> None:
             candidates = [
                 rng.choice(likely) if rng.random() < 0.7 else rng.randrange(VOCAB) for _ in range(9)
             ]
-            told = [len(emitted), *emitted, *[0] * (4 - len(emitted)), *candidates]
-            follower.readback = PassReadback(torch.tensor([told]), 4, 3), 0
+            shown = [len(emitted), *emitted, *[0] * (4 - len(emitted)), *candidates]
+            follower.readback = PassReadback(torch.tensor([shown]), 4, 3), 0
     assert num_drafted > 20
 
 

@@ -351,8 +351,8 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is_queued(
 
 
 def test_records_of_answers_hold_the_constraint() -> None:
-    told = json.loads(json.dumps(of_request({}, SamplingParams(constraint=DIGITS, stop=("a",)))))
-    assert told == {"sampling.constraint": {"kind": "regex", "text": DIGITS.text}, "sampling.stop": ["a"]}
+    shown = json.loads(json.dumps(of_request({}, SamplingParams(constraint=DIGITS, stop=("a",)))))
+    assert shown == {"sampling.constraint": {"kind": "regex", "text": DIGITS.text}, "sampling.stop": ["a"]}
 
 
 def test_checkpoints_decoders_and_installations_that_cannot(

@@ -178,8 +178,8 @@ def test_the_compose_file_runs_the_image_as_it_is_meant() -> None:
 
 def test_the_systemd_unit_of_the_docs_drains() -> None:
     [unit] = re.findall(r"^```ini\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.M | re.S)
-    told = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line and line[0] != "#")
-    program, *arguments = shlex.split(told["ExecStart"])
+    shown = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line and line[0] != "#")
+    program, *arguments = shlex.split(shown["ExecStart"])
     config, _ = read_arguments("serve", ServeConfig, arguments)
     assert program.endswith("/idlm-serve")
-    assert told["KillMode"] == "mixed" and int(told["TimeoutStopSec"]) > config.drain_seconds
+    assert shown["KillMode"] == "mixed" and int(shown["TimeoutStopSec"]) > config.drain_seconds

@@ -28,21 +28,21 @@ def test_a_launcher_is_strict_and_can_be_parsed(script: str) -> None:
 
 @pytest.mark.parametrize("script", ["qwen3_8b.sh", "qwen3_8b_lora.sh", "qwen3_32b.sh"])
 def test_one_node_by_torchrun_which_waits_for_a_save(script: str) -> None:
-    told = dry(script, "model.path=/m", "data.path=/d x.jsonl")
-    words = shlex.split(told)
-    assert "torch.distributed.run --standalone --nproc-per-node 8 -m idlm.train.cli" in told
+    shown = dry(script, "model.path=/m", "data.path=/d x.jsonl")
+    words = shlex.split(shown)
+    assert "torch.distributed.run --standalone --nproc-per-node 8 -m idlm.train.cli" in shown
     assert words[-1].startswith("config=$("), "what is printed can be pasted"
-    assert told.count("idlm.train.freeze") == 1
-    assert f"recipe={script.removesuffix('.sh')} model.path=/m data.path=/d\\ x.jsonl" in told
+    assert shown.count("idlm.train.freeze") == 1
+    assert f"recipe={script.removesuffix('.sh')} model.path=/m data.path=/d\\ x.jsonl" in shown
 
 
 def test_several_nodes(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("a slots=8\nb slots=8\n")
-    told = dry("qwen3_8b_multinode.sh", HOSTFILE=str(hosts), PORT="29501")
-    assert f"--hostfile {hosts} --master_port 29501" in told
-    told = dry("torchrun.sh", NODES="2", RENDEZVOUS="a:29500", CONFIG="/shared/c.yaml")
-    assert "--nnodes 2" in told and "config=/shared/c.yaml" in told
+    shown = dry("qwen3_8b_multinode.sh", HOSTFILE=str(hosts), PORT="29501")
+    assert f"--hostfile {hosts} --master_port 29501" in shown
+    shown = dry("torchrun.sh", NODES="2", RENDEZVOUS="a:29500", CONFIG="/shared/c.yaml")
+    assert "--nnodes 2" in shown and "config=/shared/c.yaml" in shown
     with pytest.raises(subprocess.CalledProcessError):
         dry("torchrun.sh", NODES="2", RENDEZVOUS="a:29500")
     with pytest.raises(subprocess.CalledProcessError):
@@ -56,11 +56,11 @@ def test_variables_of_the_launchers_reach_other_nodes(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$2" = idlm.train.freeze ] && echo "$FROZEN" || cat "$DS_ENV_FILE"\n')
     python.chmod(0o755)
-    told = dry(
+    shown = dry(
         "hosts.sh", DRY="0", PORT="1", PYTHON=str(python), FROZEN=str(tmp_path / "c.yaml"),
         HOME=str(tmp_path), HOSTFILE=str(tmp_path / "hosts.txt"), OMP_NUM_THREADS="3",
     )  # fmt: skip
-    lines = dict(line.split("=", 1) for line in told.splitlines())
+    lines = dict(line.split("=", 1) for line in shown.splitlines())
     assert (lines["OMP_NUM_THREADS"], lines["OMP_WAIT_POLICY"], lines["MINE"]) == ("3", "passive", "1")
     assert {"HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"} <= set(lines)
 
@@ -83,8 +83,8 @@ def test_paths_arrive_as_they_are_written(tmp_path: Path, odd: str) -> None:
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("a slots=8\nb slots=8\n")
     if odd == "a b":
-        told = dry("hosts.sh", given, **settings, HOSTFILE=str(hosts), DRY="0", PORT="1")
-        assert told.splitlines()[-1] == f"config={frozen}"
+        shown = dry("hosts.sh", given, **settings, HOSTFILE=str(hosts), DRY="0", PORT="1")
+        assert shown.splitlines()[-1] == f"config={frozen}"
     else:
         with pytest.raises(subprocess.CalledProcessError, match="status 2") as caught:
             dry("hosts.sh", given, **settings, HOSTFILE=str(hosts), DRY="0", PORT="1")

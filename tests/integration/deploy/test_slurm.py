@@ -104,16 +104,16 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(cluster: Cluster) -> None:
     job = cluster.start()
     cluster.signal_when_started(signal.SIGUSR1)
-    told, _ = job.communicate(timeout=60)
-    assert cluster.lines()[-2:] == ["saved within 840", "scontrol requeue 7"], told
+    shown, _ = job.communicate(timeout=60)
+    assert cluster.lines()[-2:] == ["saved within 840", "scontrol requeue 7"], shown
     assert job.returncode == 1
 
 
 def test_a_run_that_crashes_in_place_of_saving_is_not_requeued(cluster: Cluster) -> None:
     job = cluster.start(CRASHES="1")
     cluster.signal_when_started(signal.SIGUSR1)
-    told, _ = job.communicate(timeout=60)
-    assert "without a new checkpoint: job 7 is not requeued" in told
+    shown, _ = job.communicate(timeout=60)
+    assert "without a new checkpoint: job 7 is not requeued" in shown
     assert "scontrol requeue 7" not in cluster.lines() and job.returncode == 1
 
 
@@ -126,8 +126,8 @@ def test_a_signal_before_the_run_begins_is_not_lost(
     while not marker.exists() and job.poll() is None:
         time.sleep(0.01)
     job.send_signal(number)
-    told, _ = job.communicate(timeout=60)
-    assert "started" not in cluster.lines() and job.returncode == 143, told
+    shown, _ = job.communicate(timeout=60)
+    assert "started" not in cluster.lines() and job.returncode == 143, shown
     assert (cluster.lines()[-1] == "scontrol requeue 7") == is_requeued
 
 
@@ -148,14 +148,14 @@ def test_the_cpus_of_a_task_reach_srun(cluster: Cluster) -> None:
 def test_a_terminated_job_saves_and_is_not_requeued(cluster: Cluster) -> None:
     job = cluster.start(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
     cluster.signal_when_started(signal.SIGTERM)
-    told, _ = job.communicate(timeout=60)
-    assert cluster.lines()[-1] == "saved within 90", told
+    shown, _ = job.communicate(timeout=60)
+    assert cluster.lines()[-1] == "saved within 90", shown
 
 
 def test_a_finished_run_is_not_requeued_and_works_from_any_folder(cluster: Cluster) -> None:
     job = cluster.start(FINISHES="1")
-    told, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, told
+    shown, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, shown
     freeze, port, torchrun = cluster.lines()
     assert freeze == "-m idlm.train.freeze recipe=tiny resume=never"
     assert port.startswith("-c import socket")
@@ -167,23 +167,23 @@ def test_a_finished_run_is_not_requeued_and_works_from_any_folder(cluster: Clust
 
 def test_a_run_that_ends_by_its_own_limit_is_left_to_the_next_job(cluster: Cluster) -> None:
     job = cluster.start(FINISHES="1", STATUS="1")
-    told, _ = job.communicate(timeout=60)
-    assert job.returncode == 1 and "scontrol requeue 7" not in cluster.lines(), told
+    shown, _ = job.communicate(timeout=60)
+    assert job.returncode == 1 and "scontrol requeue 7" not in cluster.lines(), shown
 
 
 def test_a_requeued_job_resumes_despite_resume_never(cluster: Cluster) -> None:
-    told, _ = cluster.start(FINISHES="1", SLURM_RESTART_COUNT="1", PORT="29500").communicate(timeout=60)
+    shown, _ = cluster.start(FINISHES="1", SLURM_RESTART_COUNT="1", PORT="29500").communicate(timeout=60)
     freeze, torchrun = cluster.lines()
-    assert freeze.endswith("recipe=tiny resume=never resume=auto"), told
+    assert freeze.endswith("recipe=tiny resume=never resume=auto"), shown
     assert "--rdzv-endpoint node-1:29500" in torchrun
 
 
 def test_a_dry_run_of_slurm_prints_its_command(cluster: Cluster) -> None:
-    told, _ = cluster.start(DRY="1").communicate(timeout=60)
-    assert told.startswith(
+    shown, _ = cluster.start(DRY="1").communicate(timeout=60)
+    assert shown.startswith(
         f"srun --kill-on-bad-exit=1 {LAUNCH}/slurm_node.sh python -m torch.distributed.run --nnodes 2"
     )
-    assert told.count("idlm.train.freeze") == 1
+    assert shown.count("idlm.train.freeze") == 1
 
 
 def test_torchrun_reads_the_time_that_a_save_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,15 +234,15 @@ def is_key(name: str, help_text: str) -> bool:
 def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     generate(["-h"])
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     wanted = {*GENERATE_OPTION.findall(pages)}
     options = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
     _, engine, sampling = re.split(r"^\| (?:sampling )?option \|", options, flags=re.MULTILINE)
     wanted |= {*table_names(engine)} - {"decoder"}
     wanted |= {f"sampling.{name}" for name in table_names(sampling.partition("\n\n")[0])}
-    assert len(wanted) > 30 and not sorted(name for name in wanted if not is_key(name, told))
+    assert len(wanted) > 30 and not sorted(name for name in wanted if not is_key(name, shown))
     bench = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("| bench option |")[2]
-    told = {field.name for field in dataclasses.fields(BenchConfig)}
-    assert {*table_names(bench.partition("\n\n")[0])} <= told
+    shown = {field.name for field in dataclasses.fields(BenchConfig)}
+    assert {*table_names(bench.partition("\n\n")[0])} <= shown
     train = describe(TrainConfig)
     assert not sorted(name for name in {*TRAIN_OPTION.findall(pages)} if not is_key(name, train))

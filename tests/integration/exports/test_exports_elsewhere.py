@@ -99,8 +99,8 @@ def expect(directory: Path) -> str:
 
 
 def assert_read_alike(directories: list[Path]) -> None:
-    told = run(READER, json.dumps([expect(directory) for directory in directories]))
-    for directory, (gap, has_tokens, has_template) in zip(directories, told, strict=True):
+    shown = run(READER, json.dumps([expect(directory) for directory in directories]))
+    for directory, (gap, has_tokens, has_template) in zip(directories, shown, strict=True):
         assert gap <= 1e-5 and has_tokens and has_template, (directory.name, gap, has_tokens, has_template)
 
 
@@ -150,5 +150,5 @@ def test_a_gated_adapter_is_read_alike_by_peft(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(torch.arange(40)[None]).logits.flatten()[::97]
     AutoTokenizer.from_pretrained(export)
-    told = run(PEFT_READER, str(base), str(export))
-    torch.testing.assert_close(torch.tensor(told), expected, atol=1e-5, rtol=0)
+    shown = run(PEFT_READER, str(base), str(export))
+    torch.testing.assert_close(torch.tensor(shown), expected, atol=1e-5, rtol=0)

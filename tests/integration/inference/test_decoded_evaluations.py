@@ -80,8 +80,8 @@ def test_a_run_that_degrades_ends_and_can_go_on(
     words = DECODED | {"eval.stop_if": "{exact_match: 0.1}"}
     sample = falling(iter((0.9, 0.85, 0.5, 0.35)), strides)
     assert cli.main(arguments(base, tmp_path / "out", **words), sampler=sample) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0553" in told and "step 4: isd_exact_match is 0.350 after 0.500" in told
+    shown = capsys.readouterr().err
+    assert "IDLM-0553" in shown and "step 4: isd_exact_match is 0.350 after 0.500" in shown
     assert strides == [2, 2, 3, 3]
     shares = [record["isd_exact_match"] for record in evaluations(tmp_path / "out")]
     assert shares == [0.9, 0.85, 0.5, 0.35]

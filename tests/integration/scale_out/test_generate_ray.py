@@ -176,8 +176,8 @@ def test_an_engine_that_cannot_be_built_ends_the_job(
     job = [*SAMPLED, f"input={source}", f"output={tmp_path / 'out'}", "rows_per_part=4", "decoder.strides=2"]
     monkeypatch.setattr(generate_ray, "answer_with_ray", Local(keeps_engine=False))
     assert generate(job) == 1
-    told = capsys.readouterr().err
-    assert told.count("strides") == 1 and "0 answers" in told
+    shown = capsys.readouterr().err
+    assert shown.count("strides") == 1 and "0 answers" in shown
 
 
 def test_a_folder_is_read_in_order_and_ids_must_differ(tmp_path: Path) -> None:

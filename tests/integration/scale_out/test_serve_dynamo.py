@@ -119,10 +119,10 @@ def test_an_answer_is_the_engines(runner: asyncio.Runner, backend: Backend) -> N
     assert not any("finish_reason" in part for part in parts) and last["finish_reason"] == done.finish_reason
     assert last["completion_usage"]["total_tokens"] == len(text_ids()) + len(done.token_ids)
     assert done.logprobs is not None
-    told = [logprob for chunk in chunks for logprob in chunk["log_probs"]]
-    assert told == pytest.approx([token.logprob for token in done.logprobs], abs=1e-4)
+    shown = [logprob for chunk in chunks for logprob in chunk["log_probs"]]
+    assert shown == pytest.approx([token.logprob for token in done.logprobs], abs=1e-4)
     tops = [top for chunk in chunks for top in chunk["top_logprobs"]]
-    assert [each["rank"] for each in tops[0]] == [1, 2] and len(tops) == len(told)
+    assert [each["rank"] for each in tops[0]] == [1, 2] and len(tops) == len(shown)
 
 
 def test_stops_are_the_engines(runner: asyncio.Runner, backend: Backend) -> None:
@@ -212,9 +212,9 @@ def test_dynamo_serves_two_workers(tmp_path: Path) -> None:
         client.wait_until(is_up)
         body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 9}
         for _ in range(4):
-            told = client.client.post("/v1/chat/completions", json=body).json()
-            assert told["choices"][0]["message"]["content"] == done.text
-            assert told["usage"]["completion_tokens"] == len(done.token_ids)
+            shown = client.client.post("/v1/chat/completions", json=body).json()
+            assert shown["choices"][0]["message"]["content"] == done.text
+            assert shown["usage"]["completion_tokens"] == len(done.token_ids)
         with client.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]" and len(lines) > 2

@@ -40,7 +40,7 @@ TOOLS = """{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
 
 CALL = '\n{"name": "town", "arguments": {"city": "Rome", "size": 1}}\n'
 ANSWER = ["\n", "<think>", "why", "</think>", "\n\nSo", "<tool_call>", CALL, "</tool_call>", "<|im_end|>"]
-TOOLS_TOLD = (
+TOOLS_GIVEN = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call>{name, arguments}</tool_call>"
     "<|im_end|>\n{% endif %}"
 )
@@ -58,7 +58,7 @@ def caller() -> Path:
     model = save_tagged(
         Path(tempfile.mkdtemp(prefix="serve-test-")) / "qwen-like", words=["why", "\n\nSo", CALL]
     )
-    (model / "chat_template.jinja").write_text(TOOLS_TOLD + CHATML)
+    (model / "chat_template.jinja").write_text(TOOLS_GIVEN + CHATML)
     chain = load_tokenizer(model).encode("".join(ANSWER), add_special_tokens=False)
     assert len(chain) == len(ANSWER)
     return write_chain(model, chain, vocab_size=CALLER_VOCAB)

@@ -67,10 +67,10 @@ def test_a_chat_is_the_engines_answer(client: OpenAI) -> None:
     assert choice.message.role == "assistant"
     assert (choice.message.content, choice.finish_reason) == (done.text, done.finish_reason)
     assert choice.logprobs is not None and choice.logprobs.content is not None and done.logprobs is not None
-    for told, token in zip(choice.logprobs.content, done.logprobs, strict=True):
-        assert told.logprob == pytest.approx(token.logprob, abs=1e-4)
-        assert [each.logprob for each in told.top_logprobs] == pytest.approx([*token.top.values()], abs=1e-4)
-    assert "".join(told.token for told in choice.logprobs.content) == done.text
+    for shown, token in zip(choice.logprobs.content, done.logprobs, strict=True):
+        assert shown.logprob == pytest.approx(token.logprob, abs=1e-4)
+        assert [each.logprob for each in shown.top_logprobs] == pytest.approx([*token.top.values()], abs=1e-4)
+    assert "".join(shown.token for shown in choice.logprobs.content) == done.text
     usage: Any = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (done.num_prompt_tokens, len(done.token_ids))
     assert usage.num_forwards == done.num_forwards
@@ -166,10 +166,10 @@ def test_what_ends_an_answer(server: Running) -> None:
     [stopped] = server.completion(prompt=PROMPT, temperature=0, max_tokens=30, stop=[stop])["choices"]
     assert (stopped["text"], stopped["finish_reason"]) == (done.text[: done.text.index(stop)], "stop")
     last = done.token_ids[3]
-    told = server.completion(
+    shown = server.completion(
         prompt=PROMPT, temperature=0, max_tokens=30, stop_token_ids=[last], return_token_ids=True
     )
-    assert told["choices"][0]["token_ids"] == list(done.token_ids[: done.token_ids.index(last) + 1])
+    assert shown["choices"][0]["token_ids"] == list(done.token_ids[: done.token_ids.index(last) + 1])
     assert server.completion(prompt=PROMPT)["usage"]["completion_tokens"] <= 9, "the server's default"
 
 

@@ -190,8 +190,8 @@ def test_prompt_logprobs_as_vllm_writes_them(server: Running, client: OpenAI) ->
     assert first is None and choice["logprobs"] is None
     for entry, token in zip(entries, done.prompt_logprobs[1:], strict=True):
         assert token is not None
-        told = entry[str(token.token_id)]
-        assert told["logprob"] == pytest.approx(token.logprob, abs=1e-4)
+        shown = entry[str(token.token_id)]
+        assert shown["logprob"] == pytest.approx(token.logprob, abs=1e-4)
         assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
         assert len(entry) == len({token.token_id, *token.top})
     answer: Any = client.chat.completions.create(

@@ -80,8 +80,8 @@ def server() -> Iterator[Running]:
 def test_the_server_describes_itself_before_its_engine_is_ready() -> None:
     """The router asks once, when /health answers; else it calls the model `unknown` for ever."""
     arguments = [f"model={checkpoint()}", "served_model_name=mine"]
-    told = FrontEnd(*read_arguments("serve", ServeConfig, arguments)).service.describe()
-    assert (told["model_path"], told["served_model_name"], told["engine"]) == (
+    shown = FrontEnd(*read_arguments("serve", ServeConfig, arguments)).service.describe()
+    assert (shown["model_path"], shown["served_model_name"], shown["engine"]) == (
         str(checkpoint()),
         "mine",
         None,
@@ -137,19 +137,19 @@ def test_the_size_of_the_kv_cache_is_told_in_labels(server: Running) -> None:
 def test_a_thought_that_a_router_renames_is_the_same() -> None:
     """vllm-router sends `reasoning_content` on as `reasoning`, and leaves out what is null."""
 
-    def told(**fields: str) -> list[dict[str, Any]]:
+    def shown(**fields: str) -> list[dict[str, Any]]:
         message = {"role": "assistant", **fields}
         body = ChatRequest.model_validate({"messages": [*QUESTION, message, *QUESTION]})
         body.check()
         return body.plain_messages()
 
     assert (
-        told(reasoning="why")
-        == told(reasoning_content="why")
-        == told(reasoning="why", reasoning_content="why")
+        shown(reasoning="why")
+        == shown(reasoning_content="why")
+        == shown(reasoning="why", reasoning_content="why")
     )
     with pytest.raises(ApiError, match="differs from reasoning_content"):
-        told(reasoning="why", reasoning_content="why not")
+        shown(reasoning="why", reasoning_content="why not")
 
 
 @contextlib.contextmanager

@@ -173,16 +173,16 @@ def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch:
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE)
     messages = unpacker()
-    told: list[tuple[str, str]] = []
+    shown: list[tuple[str, str]] = []
     num_waiting: list[int] = []
 
     def read_until(end: tuple[str, str]) -> None:
-        while end not in told:
+        while end not in shown:
             messages.feed(ours.recv(RECEIVE_BYTES))
             for message in messages:
                 finished = [read_event(fields) for fields in message.get("events", ())]
-                told.extend(("done", one.request_id) for one in finished if one.figures is not None)
-                told.append((message["type"], message.get("id", "")))
+                shown.extend(("done", one.request_id) for one in finished if one.figures is not None)
+                shown.append((message["type"], message.get("id", "")))
                 if message["type"] == "step":
                     num_waiting.append(Stats(*message["stats"]).num_waiting)
 
@@ -199,15 +199,15 @@ def test_only_their_own_requests_wait_for_grammars(server: Running, monkeypatch:
             for name in ("gone", "alone"):
                 ours.sendall(pack({"type": "abort", "id": name}))
             read_until(("done", "plain"))
-            assert ("refused", "long") in told, "before its grammar is compiled"
-            assert ("added", "slow") not in told
+            assert ("refused", "long") in shown, "before its grammar is compiled"
+            assert ("added", "slow") not in shown
             assert max(num_waiting) == 6
             assert num_waiting[-1] == 2
             assert grammars["0|1"].cancelled()
             trial = SimpleNamespace(is_on_trial=False)
             grammars["yes|no"].set_result(SimpleNamespace(notes=(), cost=trial))
             read_until(("done", "slow"))
-            assert ("added", "slow") in told and ("added", "gone") not in told
+            assert ("added", "slow") in shown and ("added", "gone") not in shown
             assert num_waiting[-1] == 0
         loop.join(PATIENCE)
     assert not loop.is_alive()

@@ -125,8 +125,8 @@ def test_a_full_disk_ends_the_run_at_the_next_step(
     # The step after the failure waits for it: it is seen in that step, not at the next save.
     monkeypatch.setattr(training.IdlmTrainer, "compute_loss", after_save(training.IdlmTrainer.compute_loss))
     assert cli.main(arguments(base, output, **ASYNC | {"train.save_every": 3})) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0301" in told and "checkpoint-3" in told and "No space left" in told
+    shown = capsys.readouterr().err
+    assert "IDLM-0301" in shown and "checkpoint-3" in shown and "No space left" in shown
     assert "save checkpoint-3" in writers
     assert checkpoints(output) == []
     assert metrics_of(output)[-1]["step"] == 4

@@ -41,11 +41,11 @@ def test_a_dry_run_needs_no_weights_but_misses_them(
     }
     given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)
     assert cli.main(given) == 2
-    told = capsys.readouterr()
-    assert "has no weights" in told.err and "1 problem" in told.err
+    printed = capsys.readouterr()
+    assert "has no weights" in printed.err and "1 problem" in printed.err
     for part in ("first spare row", "[[|", "stride 3", "4 x H200", "GPUS=4", "one_node.sh"):
-        assert part in told.out
-    lines = told.out.splitlines()
+        assert part in printed.out
+    lines = printed.out.splitlines()
     assert "dry_run=" not in lines[lines.index("# Launch") + 1]
     assert not (tmp_path / "out").exists()
 
@@ -64,8 +64,8 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         config = json.loads((broken / "config.json").read_text()) | {"intermediate_size": 64}
         (broken / "config.json").write_text(json.dumps(config))
     assert cli.main(arguments(broken, tmp_path / "out", dry_run="true")) == 2
-    told = capsys.readouterr().err
-    assert ("header" if damage == "cut" else "6 of the wrong shape") in told
+    printed = capsys.readouterr().err
+    assert ("header" if damage == "cut" else "6 of the wrong shape") in printed
 
 
 @pytest.mark.sweep_but(1)
@@ -90,17 +90,17 @@ def test_a_dry_run_lists_what_it_cannot_plan_with(
 ) -> None:
     changes = {"dry_run": "true", key: value}
     assert cli.main(arguments(base, tmp_path / "out", **changes)) == 2
-    told = capsys.readouterr()
-    assert "IDLM-0550" in told.err and key in told.err and told.err.count("\n  - ") == 1
-    assert "Traceback" not in told.err and "# Configuration" in told.out and "# Launch" in told.out
+    printed = capsys.readouterr()
+    assert "IDLM-0550" in printed.err and key in printed.err and printed.err.count("\n  - ") == 1
+    assert "Traceback" not in printed.err and "# Configuration" in printed.out and "# Launch" in printed.out
 
 
 def test_a_dry_run_names_a_missing_checkpoint_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments(tmp_path / "nowhere", tmp_path / "out", dry_run="true")) == 2
-    told = capsys.readouterr().err
-    assert "found 1 problem" in told and told.count("nowhere") == 1
+    printed = capsys.readouterr().err
+    assert "found 1 problem" in printed and printed.count("nowhere") == 1
 
 
 def test_a_disk_too_small_for_the_plan_is_refused_before_training(
@@ -125,12 +125,12 @@ def test_a_dry_run_lists_a_problem_once_and_of_the_configuration_what_differs(
     assert cli.main(given) == 2
     captured = capsys.readouterr()
     assert (captured.out + captured.err).count("has no weights") == 1
-    told = titles(captured.out)
-    assert told[-1] == "Configuration"
+    printed = titles(captured.out)
+    assert printed[-1] == "Configuration"
     shown = captured.out.split("# Configuration")[1]
     assert f"output_dir={tmp_path / 'out'}" in shown and "train.save_every=4" in shown
     assert "weight_decay=" not in shown and "dry_run=" not in shown, "what is as it was is folded"
-    assert "Plan for the CPU of this machine" in told and "Time on the CPU of this machine" in told
+    assert "Plan for the CPU of this machine" in printed and "Time on the CPU of this machine" in printed
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_dry_run_lists_all_problems_at_once(
     monkeypatch.setitem(vars(sys.modules["idlm.train.planning.dry_run"])["DEVICE_BYTES"], "H200", 1000)
     changes = {"dry_run": "true", "plan.gpu": "H200", "train.warmup": 2}
     assert cli.main(arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)) == 2
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for part in (
         "4 problems",
         "train.warmup=2",
@@ -178,4 +178,4 @@ def test_a_dry_run_lists_all_problems_at_once(
         "lower train.save_total_limit",
         "a H200 has",
     ):
-        assert part in told
+        assert part in printed

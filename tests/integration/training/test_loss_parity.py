@@ -80,7 +80,7 @@ def reference(texts: list[tuple[str, str]], *, balance: str) -> list[tuple[float
         BASE, attn_implementation="sdpa", dtype=torch.float32
     ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    told, previous = [], None
+    shown, previous = [], None
     for step, (stride, fixed) in enumerate(STAGES):
         sums, count = [torch.zeros(()), torch.zeros(())], 0
         for prompt, response in texts:
@@ -101,8 +101,8 @@ def reference(texts: list[tuple[str, str]], *, balance: str) -> list[tuple[float
         (mask_loss + s * clean_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        told.append((float(mask_loss.detach()), float(clean_loss.detach()), s))
-    return told
+        shown.append((float(mask_loss.detach()), float(clean_loss.detach()), s))
+    return shown
 
 
 def schedule(step: int) -> float:

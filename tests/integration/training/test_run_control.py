@@ -184,8 +184,8 @@ def test_tracking_that_cannot_start_is_refused_before_training(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert cli.main(arguments(base, tmp_path / "out", **{"wandb.mode": "offline"})) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0551" in told and "pip install wandb" in told
+    shown = capsys.readouterr().err
+    assert "IDLM-0551" in shown and "pip install wandb" in shown
 
 
 def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> None:
@@ -240,8 +240,8 @@ def test_a_file_of_the_run_that_cannot_be_written_is_named(
     monkeypatch.setattr(Path, "write_text", lambda self, text, **_: open_text(full, self, text))
     changes = WATCHED | {"train.stages": "[{stride: 2, steps: 2}]"}
     assert cli.main(arguments(base, tmp_path / "out", **changes), sampler=nothing) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0301" in told and name.split(".")[0] in told and "File too large" in told
+    shown = capsys.readouterr().err
+    assert "IDLM-0301" in shown and name.split(".")[0] in shown and "File too large" in shown
 
 
 def open_text(opened: Any, path: Path, text: str) -> None:

@@ -49,9 +49,9 @@ def test_a_finished_run_is_reported_and_not_repeated(
     before = files_of(output)
     monkeypatch.setattr(pipeline, "prepare", refused)
     assert cli.main(arguments(base, output, **CHANGES), sampler=refused) == 0
-    told = capsys.readouterr().out
-    assert f"finished 2 steps, and its checkpoint in {output} is intact" in told
-    assert f"report: {output / 'report.md'}" in told
+    shown = capsys.readouterr().out
+    assert f"finished 2 steps, and its checkpoint in {output} is intact" in shown
+    assert f"report: {output / 'report.md'}" in shown
     assert files_of(output) == before
 
 

@@ -58,10 +58,10 @@ def test_a_run_resumes_bitwise_and_exports_what_it_means(tmp_path: Path) -> None
 @pytest.mark.sweep
 def test_a_dry_run_marks_the_grid_and_the_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*arguments(tmp_path / "out"), "dry_run=true"]) == 0
-    told = capsys.readouterr().out
-    assert "[[" in told
-    assert "<eos>]]" in told
-    assert "stride 4" in told
+    shown = capsys.readouterr().out
+    assert "[[" in shown
+    assert "<eos>]]" in shown
+    assert "stride 4" in shown
 
 
 def test_what_block_diffusion_has_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +70,6 @@ def test_what_block_diffusion_has_not_is_refused(tmp_path: Path, capsys: pytest.
         "adapter": "{rank: 4}",
     }
     assert cli.main(arguments(tmp_path / "out", **wrong)) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    shown = " ".join(capsys.readouterr().err.split())
     for expected in ("has no clean loss", "takes no gated adapter"):
-        assert expected in told
+        assert expected in shown

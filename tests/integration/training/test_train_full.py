@@ -65,17 +65,17 @@ def test_a_dry_run_shows_the_canvas_and_its_targets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*arguments(tmp_path / "out"), "dry_run=true"]) == 0
-    told = capsys.readouterr().out
-    assert "canvas:" in told
-    assert "<eos>]]" in told
+    shown = capsys.readouterr().out
+    assert "canvas:" in shown
+    assert "<eos>]]" in shown
 
 
 def test_what_full_diffusion_has_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {"train.stages": "[{stride: 4, steps: 2}]", "adapter": "{rank: 4}", "train.max_padding": -1}
     assert cli.main(arguments(tmp_path / "out", **wrong)) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    shown = " ".join(capsys.readouterr().err.split())
     for expected in ("has no strides", "takes no gated adapter", "train.max_padding=-1 must be at least 0"):
-        assert expected in told
+        assert expected in shown
     assert cli.main(arguments(tmp_path / "out", objective="ar")) == 2
     assert "the objective does not pad answers" in " ".join(capsys.readouterr().err.split())
 

@@ -108,9 +108,9 @@ def test_the_command_line_finds_a_base_that_has_moved(
         generate(given)
     capsys.readouterr()
     assert generate([*given, f"base={moved}", "device=cpu"]) == 0
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     assert generate([f"model={base}", *given[1:], "decoder=ar", "device=cpu"]) == 0
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().out == shown
 
 
 def test_a_stopped_run_resumes_bitwise(finished: Path, base: Path, tmp_path: Path) -> None:
@@ -180,14 +180,14 @@ def test_what_an_adapter_cannot_do_is_refused(
         "train.stages": "[{stride: 2, steps: 1, clean_weight: auto}, {stride: 3, steps: 1, clean_weight: 1}]",
     }
     assert cli.main(lora_arguments(base, tmp_path / "out", **changes)) == 2
-    told = capsys.readouterr().err
+    shown = capsys.readouterr().err
     for part in (
         "merging W + BA would change the clean rows",
         "adapter.rank=0",
         "stages[0].clean_weight='auto'",
         "stages[1].clean_weight=1",
     ):
-        assert part in told
+        assert part in shown
     assert cli.main([*arguments(base, tmp_path / "out"), "export.merge=true"]) == 2
     assert "no adapter to merge" in capsys.readouterr().err
     assert cli.main(lora_arguments(base, tmp_path / "out", **{"adapter.gated": "false"})) == 2

@@ -157,9 +157,9 @@ def test_a_stopped_run_resumes_bitwise(
         assert cli.main(arguments(base, output)) == 130
     assert not (output / "config.json").exists(), "an unfinished run must not look like a checkpoint"
     verify(output / "run" / "checkpoint-6")
-    told = capsys.readouterr().out
-    assert "step 6" in told
-    assert told.rstrip().endswith("resume=auto")
+    shown = capsys.readouterr().out
+    assert "step 6" in shown
+    assert shown.rstrip().endswith("resume=auto")
     assert cli.main([*arguments(base, output), "resume=auto"]) == 0
     assert metrics_of(output) == metrics_of(finished)
     assert_same_weights(finished / "model.safetensors", output / "model.safetensors")
@@ -304,9 +304,9 @@ def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(
     monkeypatch.setattr(BodyAndHead, "terms", poisoned)
     halves = {"train.batch_size": 1, "train.accumulation": 2}
     assert cli.main(arguments(base, tmp_path / "out", **halves)) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0503" in told
-    assert "[11]" in told, "the data item of step 6 that went bad"
+    shown = capsys.readouterr().err
+    assert "IDLM-0503" in shown
+    assert "[11]" in shown, "the data item of step 6 that went bad"
     for name, value in seen["model"].named_parameters():
         assert torch.equal(value, seen["weights"][name]), "the optimizer was not reached"
     verify(tmp_path / "out" / "run" / "checkpoint-4")
@@ -333,9 +333,9 @@ def test_another_configuration_may_not_continue_a_run(
     finished: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments(base, finished, **{"train.learning_rate": 0.001})) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0507" in told
-    assert "learning_rate: 0.003 -> 0.001" in told
+    shown = capsys.readouterr().err
+    assert "IDLM-0507" in shown
+    assert "learning_rate: 0.003 -> 0.001" in shown
     elsewhere = finished.parent / "checkpoint-3"
     elsewhere.mkdir()
     assert cli.main(arguments(base, finished, resume=elsewhere)) == 2
@@ -351,9 +351,9 @@ def test_a_dry_run_leaves_no_trace(base: Path, tmp_path: Path, capsys: pytest.Ca
 def test_all_mistakes_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"train.batch_size": 0, "data.source": "tsk", "train.stages": "[{stride: 1, steps: 2}]"}
     assert cli.main(arguments(tmp_path / "nowhere", tmp_path / "out", **changes)) == 2
-    told = capsys.readouterr().err
+    shown = capsys.readouterr().err
     for part in ("nowhere", "train.batch_size=0", "data.source='tsk'", "stages[0].stride=1"):
-        assert part in told
+        assert part in shown
     assert not (tmp_path / "out").exists()
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "recipes" / "launch"
 
 
-def told_by(*parts: str) -> dict[str, Any]:
+def reported_by(*parts: str) -> dict[str, Any]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="idlm-zero-", dir=memory)
     try:
@@ -36,12 +36,12 @@ def told_by(*parts: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def parity() -> dict[str, Any]:
-    return told_by("parity")["parity"]
+    return reported_by("parity")["parity"]
 
 
 @pytest.fixture(scope="module")
 def sweeps() -> dict[str, Any]:
-    return told_by("deaths", "stages", "adapters", "watchdog")
+    return reported_by("deaths", "stages", "adapters", "watchdog")
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def deaths(sweeps: dict[str, Any]) -> dict[str, Any]:
     return sweeps["deaths"]
 
 
-def losses(told: dict[str, Any]) -> list[list[float]]:
-    return [[value for key, value in record.items() if key.endswith("_loss")] for record in told["losses"]]
+def losses(results: dict[str, Any]) -> list[list[float]]:
+    return [[value for key, value in record.items() if key.endswith("_loss")] for record in results["losses"]]
 
 
-def norms(told: dict[str, Any]) -> list[float]:
+def norms(results: dict[str, Any]) -> list[float]:
     """Gradient norms of the steps: AdamW would hide gradients that are scaled."""
-    return [record["gradient_norm"] for record in told["losses"]]
+    return [record["gradient_norm"] for record in results["losses"]]
 
 
 @pytest.mark.sweep
@@ -81,10 +81,10 @@ def test_every_item_is_trained_once_and_in_order(parity: dict[str, Any]) -> None
         "plain": [(0, 0), (1, 0)],
     }
     for world, places in shares.items():
-        told = parity[world]["items"]
+        results = parity[world]["items"]
         keys = [f"step {step} rank {r} micro-batch {m}" for step in range(1, 6) for r, m in places]
-        assert [item for key in keys for item in told[key]] == list(range(10))
-        assert not parity[world]["clashes"] and len(told) == 10
+        assert [item for key in keys for item in results[key]] == list(range(10))
+        assert not parity[world]["clashes"] and len(results) == 10
 
 
 @pytest.mark.sweep
@@ -96,10 +96,10 @@ def test_a_rank_killed_while_saving_loses_nothing(deaths: dict[str, Any]) -> Non
 
 @pytest.mark.sweep
 def test_ranks_save_and_end_when_their_launcher_is_killed(deaths: dict[str, Any]) -> None:
-    told = deaths["orphans"]
-    assert not told["left"] and told["num_checkpoints"] == 1, told["log"]
-    assert told["log"].count("has ended: this rank saves and ends") >= 1
-    assert "stopped and saved at step" in told["log"]
+    results = deaths["orphans"]
+    assert not results["left"] and results["num_checkpoints"] == 1, results["log"]
+    assert results["log"].count("has ended: this rank saves and ends") >= 1
+    assert "stopped and saved at step" in results["log"]
 
 
 @pytest.mark.sweep
@@ -114,8 +114,8 @@ def test_every_stage_is_published(parity: dict[str, Any]) -> None:
         assert not parity[world]["left"], "no staging directory is left behind"
 
 
-def check_resharded(told: dict[str, Any], expected: list[list[float]], *, tolerance: float) -> None:
-    for way, run in told.items():
+def check_resharded(results: dict[str, Any], expected: list[list[float]], *, tolerance: float) -> None:
+    for way, run in results.items():
         assert set(run["status"].values()) == {0}, (way, run["log"])
         assert "resharded" not in run["left"], "its own checkpoint replaces the resharded one"
         found = losses(run)

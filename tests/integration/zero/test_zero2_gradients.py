@@ -26,7 +26,7 @@ STEPS, MICRO_BATCHES = 4, 3
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("steps")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(PROCESSES), "-m", "tests.integration.zero.zero2_gradient_steps"]
@@ -41,8 +41,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["zero2", "averaged", "clipped", "overlapped"])
-def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(told: dict[str, Any], name: str) -> None:
-    run = told[name]
+def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(results: dict[str, Any], name: str) -> None:
+    run = results[name]
     assert {"_add_to_grad_partition_buffer", "check_overflow", "get_grad_norm_direct"} <= set(run["replaced"])
     assert run["num_sums"] == 2 * STEPS
     padding = [value for rank in run["padding"] for value in rank]
@@ -58,9 +58,9 @@ def test_sums_are_equal_bit_for_bit_and_norms_to_1e_6(told: dict[str, Any], name
         assert run["sums"] and run["given"] and run["weights"] == [True] * STEPS
 
 
-def test_sums_that_end_later_are_waited_for(told: dict[str, Any]) -> None:
-    run = told["overlapped"]
-    assert "enter_backward" in run["replaced"] and "enter_backward" not in told["float32"]["replaced"]
+def test_sums_that_end_later_are_waited_for(results: dict[str, Any]) -> None:
+    run = results["overlapped"]
+    assert "enter_backward" in run["replaced"] and "enter_backward" not in results["float32"]["replaced"]
     # Before the optimizer, or when the next backward pass starts: once for each micro-batch.
     assert DEVICE == "cuda" or run["waits"] == STEPS * MICRO_BATCHES
     assert DEVICE == "cuda" or run["starts"] == list(range(STEPS * MICRO_BATCHES))
@@ -68,16 +68,18 @@ def test_sums_that_end_later_are_waited_for(told: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(PROCESSES & (PROCESSES - 1) != 0, reason="only powers of two divide without rounding")
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_added_gradients_are_the_averaged_ones_of_a_loss_times_ranks(told: dict[str, Any], name: str) -> None:
-    assert told[name]["is_averaged"] and told[name]["has_its_norms"]
+def test_added_gradients_are_the_averaged_ones_of_a_loss_times_ranks(
+    results: dict[str, Any], name: str
+) -> None:
+    assert results[name]["is_averaged"] and results[name]["has_its_norms"]
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(told: dict[str, Any]) -> None:
-    run = told["infinite"]
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(results: dict[str, Any]) -> None:
+    run = results["infinite"]
     assert run["overflows"] == [[False, True, False, False]] * 2
     assert run["norms"][1][1] == math.inf and run["stands_still"]
 
 
 @pytest.mark.parametrize("name", ["zero1", "offload", "float32"])
-def test_other_optimizers_keep_their_own(told: dict[str, Any], name: str) -> None:
-    assert told[name]["replaced"] == [] and all(told[name]["weights"])
+def test_other_optimizers_keep_their_own(results: dict[str, Any], name: str) -> None:
+    assert results[name]["replaced"] == [] and all(results[name]["weights"])

@@ -166,12 +166,12 @@ def main() -> int:
         # Bitwise equality needs kernels with a fixed order of sums.
         fix_order_of_sums()
     deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", verbose=False)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     kept: dict[str, Any] = {}
     for name, case in CASES.items():
         own, ours = (steps_of(case, device, width, shortens=shortens) for shortens in (False, True))
         kept[name] = ours
-        told[name] = {
+        results[name] = {
             "replaced": ours["replaced"],
             "num_sums": len(ours["sums"]),
             "waits": ours["waits"],
@@ -187,10 +187,10 @@ def main() -> int:
         }
     for name in ("zero1", "zero2"):
         averaged = kept["averaged" if name == "zero2" else f"{name}_averaged"]
-        told[name]["is_averaged"] = is_equal(kept[name]["given"], averaged["given"])
-        told[name]["has_its_norms"] = kept[name]["norms"] == averaged["norms"]
+        results[name]["is_averaged"] = is_equal(kept[name]["given"], averaged["given"])
+        results[name]["has_its_norms"] = kept[name]["norms"] == averaged["norms"]
     if dist.get_rank() == 0:
-        (folder / "told.json").write_text(json.dumps(told))
+        (folder / "told.json").write_text(json.dumps(results))
     dist.barrier()
     return 0
 

@@ -130,12 +130,12 @@ def _reshard(folder: Path, base: Path, run: Path, two: worlds.World) -> dict[str
     """Runs that go on with another number of processes: `run` from two to one, a new one from one to two."""
     lone = worlds.World.__new__(worlds.World)
     lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
-    told: dict[str, Any] = {"two to one": _go_on(lone, run)}
+    results: dict[str, Any] = {"two to one": _go_on(lone, run)}
     run = folder / f"{two.folder.name}-to-two"
     pids = lone.start(run, crashes.CrashPlan(rank=0, step=worlds.STAGE_END, point=1))
     crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
-    told["one to two"] = _go_on(two, run)
-    return told
+    results["one to two"] = _go_on(two, run)
+    return results
 
 
 def _go_on(world: worlds.World, run: Path) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _refused(folder: Path, base: Path, run: Path, **changes: Any) -> str:
 
 def stages(folder: Path, base: Path) -> dict[str, Any]:
     """Every ZeRO stage with two processes: train, die, resume, export; bfloat16 and offload too."""
-    told: dict[str, Any] = {"one": worlds.World(folder / "one", base, 1).expected}
+    results: dict[str, Any] = {"one": worlds.World(folder / "one", base, 1).expected}
     cases: dict[str, dict[str, Any]] = {
         "zero1": {"train.zero_stage": 1} | ASYNC,
         "zero3": {"train.zero_stage": 3} | ASYNC,
@@ -171,19 +171,19 @@ def stages(folder: Path, base: Path) -> dict[str, Any]:
         crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
         shutil.copytree(run, folder / name / "to-one")
         world.finish(run, name)
-        told[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
+        results[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
         if name == "zero3":
-            told[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
-        told[name]["complaints"] = world.tally.complaints
+            results[name]["floats_left"] = floats_left(folder, base, zero_stage=3)
+        results[name]["complaints"] = world.tally.complaints
         if name in ("zero3", "bf16"):
-            told[name]["resharded"] = _reshard(folder, base, folder / name / "to-one", world)
-    return told
+            results[name]["resharded"] = _reshard(folder, base, folder / name / "to-one", world)
+    return results
 
 
 def watchdog(folder: Path, base: Path) -> dict[str, Any]:
     """One rank of two is killed, and in another run stopped; the other has to end by itself."""
     watchdogs.SILENT_SECONDS = 15.0
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         world = worlds.World.__new__(worlds.World)
         world.base, world.world_size = base, 2
@@ -197,14 +197,14 @@ def watchdog(folder: Path, base: Path) -> dict[str, Any]:
         os.kill(pids[1], number)
         start = time.monotonic()
         _, raw = os.waitpid(pids[0], 0)
-        told[name] = {
+        results[name] = {
             "status": os.waitstatus_to_exitcode(raw),
             "seconds": time.monotonic() - start,
             "log": world.log(run),
             "pid": pids[1],
         }
         crashes.wait([pids[1]], seconds=5)
-    return told
+    return results
 
 
 def adapters(folder: Path, base: Path) -> dict[str, Any]:
@@ -250,15 +250,15 @@ PARTS = {
 
 
 def main() -> int:
-    folder, told = Path(sys.argv[1]), {}
+    folder, results = Path(sys.argv[1]), {}
     worlds.import_everything()
     base = folder / "base"
     base.mkdir()
     worlds.make_base(base)
     for name in sys.argv[2:]:
         (folder / name).mkdir()
-        told[name] = PARTS[name](folder / name, base)
-    (folder / "told.json").write_text(json.dumps(told))
+        results[name] = PARTS[name](folder / name, base)
+    (folder / "told.json").write_text(json.dumps(results))
     return 0
 
 

@@ -160,9 +160,9 @@ def test_the_dry_run_answers_as_the_run(name: str, bases: Mapping[str, Path], tm
     assert run is not None and problems is not None
     assert words in f"{run.message} {run.fix}"
     # The dry run indents the lines of a message.
-    told = " ".join(problems.split())
-    assert " ".join(run.message.split()) in told and " ".join(run.fix.split()) in told
-    assert "found 1 problem" in told
+    shown = " ".join(problems.split())
+    assert " ".join(run.message.split()) in shown and " ".join(run.fix.split()) in shown
+    assert "found 1 problem" in shown
 
 
 @pytest.mark.sweep

@@ -179,11 +179,11 @@ def test_none_means_no_accelerators() -> None:
 
 
 def test_help_explains_the_options_of_plug_ins() -> None:
-    told = describe_plugins()
+    shown = describe_plugins()
     for words in (
         "`k`: slots before the block",
         "`alpha`: the number of masks",
         "`strategy`: which masks",
         "`stride`",
     ):
-        assert words in told
+        assert words in shown

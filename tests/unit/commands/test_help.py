@@ -106,9 +106,9 @@ def test_help_begins_with_what_a_newcomer_needs(name: str, capsys: pytest.Captur
 def test_help_of_training_describes_each_recipe_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--help"]) == 0
     text = capsys.readouterr().out
-    told = text[text.index("\nRecipes:") : text.index("\nExamples:")].strip().splitlines()[1:]
-    assert [line.split()[0] for line in told] == recipes()
-    assert all(30 < len(line) < 140 for line in told)
+    shown = text[text.index("\nRecipes:") : text.index("\nExamples:")].strip().splitlines()[1:]
+    assert [line.split()[0] for line in shown] == recipes()
+    assert all(30 < len(line) < 140 for line in shown)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

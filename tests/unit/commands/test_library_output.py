@@ -18,7 +18,7 @@ BARRIER = "barrier(): using the device under current context. You can specify `d
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What our handler writes; with the handler of a library on its logger, as DeepSpeed has one."""
     ours, library, text = get_logger(), logging.getLogger("DeepSpeed"), io.StringIO()
     handler, own = logging.StreamHandler(text), logging.StreamHandler(text)
@@ -34,7 +34,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     ours.setLevel(level)
 
 
-def test_a_library_logs_through_our_handler_once(told: io.StringIO) -> None:
+def test_a_library_logs_through_our_handler_once(shown: io.StringIO) -> None:
     library = logging.getLogger("DeepSpeed")
     library.warning(
         "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."
@@ -44,28 +44,28 @@ def test_a_library_logs_through_our_handler_once(told: io.StringIO) -> None:
     )
     library.warning("%d parameters have no gradient", 3)
     library.error("the optimizer failed")
-    assert told.getvalue().splitlines() == ["3 parameters have no gradient", "the optimizer failed"]
+    assert shown.getvalue().splitlines() == ["3 parameters have no gradient", "the optimizer failed"]
     get_logger().setLevel(logging.DEBUG)
     library.warning("Setting ds_accelerator to cuda (auto detect)")
-    assert "Setting ds_accelerator" in told.getvalue()
+    assert "Setting ds_accelerator" in shown.getvalue()
 
 
-def test_prints_are_kept_for_debugging(told: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_are_kept_for_debugging(shown: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
     def prepare(value: int, *, other: int) -> int:
         print("begin bf16_optimizer\nMA 0.28 GB         Max_MA 0.28 GB")
         print("an error", file=sys.stderr)
         return value + other
 
     assert printing_to_log(prepare)(1, other=2) == 3
-    assert told.getvalue() == "" and capsys.readouterr() == ("", "an error\n")
+    assert shown.getvalue() == "" and capsys.readouterr() == ("", "an error\n")
     get_logger().setLevel(logging.DEBUG)
     printing_to_log(prepare)(1, other=2)
-    assert told.getvalue().splitlines() == ["begin bf16_optimizer", "MA 0.28 GB         Max_MA 0.28 GB"]
+    assert shown.getvalue().splitlines() == ["begin bf16_optimizer", "MA 0.28 GB         Max_MA 0.28 GB"]
     with pytest.raises(TypeError):
         printing_to_log(prepare)(1)
 
 
-def test_routine_warnings_are_left_out_and_no_others(told: io.StringIO) -> None:
+def test_routine_warnings_are_left_out_and_no_others(shown: io.StringIO) -> None:
     with warnings.catch_warnings(record=True) as seen:
         for text in (
             BARRIER,

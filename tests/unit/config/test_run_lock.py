@@ -20,8 +20,8 @@ def test_a_second_run_in_one_output_dir_is_refused_and_names_the_first(tmp_path:
     with exclusive_output(str(output)):
         link.symlink_to(output)
         for name in (output, link, output / ".." / "out"):
-            told = f"IDLM-0525.*process {os.getpid()} on {socket.gethostname()}, started 2"
-            with pytest.raises(UserError, match=told), exclusive_output(str(name)):
+            shown = f"IDLM-0525.*process {os.getpid()} on {socket.gethostname()}, started 2"
+            with pytest.raises(UserError, match=shown), exclusive_output(str(name)):
                 pytest.fail("two runs have it")
         with exclusive_output(str(tmp_path / "other")):
             pass

@@ -137,8 +137,10 @@ def refused(*overrides: str) -> str:
 
 
 def test_a_file_for_the_generated_task_is_refused_before_a_run_trains_without_it() -> None:
-    told = refused("recipe=tiny", "data.source=task", "data.path=my.jsonl", "eval.path=/e.jsonl")
-    assert "2 problems" in told and "data.path=my.jsonl has no effect" in told and "data.source=jsonl" in told
+    shown = refused("recipe=tiny", "data.source=task", "data.path=my.jsonl", "eval.path=/e.jsonl")
+    assert (
+        "2 problems" in shown and "data.path=my.jsonl has no effect" in shown and "data.source=jsonl" in shown
+    )
 
 
 @pytest.mark.parametrize("name", recipes())

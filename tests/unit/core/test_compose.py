@@ -256,7 +256,7 @@ def test_broken_files_of_conf_are_user_errors(conf: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "told"),
+    ("content", "code", "shown"),
     [
         ("output_dir: ${oops", "IDLM-0106", "${oops"),
         ("output_dir: ${no.such}", "IDLM-0106", "no.such"),
@@ -269,11 +269,11 @@ def test_broken_files_of_conf_are_user_errors(conf: Path) -> None:
     ],
 )
 def test_wrong_content_of_a_recipe_is_a_user_error(
-    conf: Path, tmp_path: Path, content: str, code: str, told: str
+    conf: Path, tmp_path: Path, content: str, code: str, shown: str
 ) -> None:
     (tmp_path / "ring.yaml").write_text("defaults: [mine]\n")
     (tmp_path / "mine.yaml").write_text(f"{content}\n")
-    assert told in refused(conf, f"recipe={tmp_path}/mine.yaml", code=code)
+    assert shown in refused(conf, f"recipe={tmp_path}/mine.yaml", code=code)
 
 
 def test_help_lists_every_key_with_default_and_text() -> None:

@@ -53,7 +53,7 @@ def test_line_11_every_family_has_a_released_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "shown"),
     [
         ({"expert_capacity": 1.25}, "expert_capacity=1.25 (must be an integer >= "),
         ({"expert_capacity": 1}, "expert_capacity=1 (must be an integer >= "),
@@ -64,10 +64,10 @@ def test_line_11_every_family_has_a_released_model() -> None:
     ],
 )
 def test_line_11_impossible_numbers_of_llada22_are_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM", **changes)
-    refused(tmp_path, "IDLM-0604", told)
+    refused(tmp_path, "IDLM-0604", shown)
 
 
 def test_line_11_llada20_uni_is_refused_by_name(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_line_11_keys_that_are_off_or_speak_of_something_else_pass(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "shown"),
     [
         (
             {"text_config": {"hidden_size": 4, "layers": [{"num_experts": 8}]}},
@@ -108,10 +108,10 @@ def test_line_11_keys_that_are_off_or_speak_of_something_else_pass(tmp_path: Pat
     ],
 )
 def test_keys_of_nested_sections_and_in_camel_case_are_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "Qwen3ForCausalLM", **changes)
-    refused(tmp_path, "IDLM-0618", told)
+    refused(tmp_path, "IDLM-0618", shown)
 
 
 def test_nested_sections_that_say_nothing_of_the_arithmetic_pass(tmp_path: Path) -> None:

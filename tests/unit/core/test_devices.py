@@ -26,9 +26,9 @@ def _training(target: Path) -> list[str]:
 def test_training_is_refused_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "run"
     assert main(_training(target)) == 2
-    told = capsys.readouterr().err
-    assert "IDLM-0418: train.device='cuda'" in told
-    assert "train.device=auto" in told
+    shown = capsys.readouterr().err
+    assert "IDLM-0418: train.device='cuda'" in shown
+    assert "train.device=auto" in shown
     assert not target.exists()
 
 

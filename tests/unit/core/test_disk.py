@@ -25,7 +25,7 @@ def save(target: Path) -> None:
         (staging / "model.bin").write_bytes(b"x" * 2**20)
 
 
-def told_of(target: Path, error: Exception) -> str:
+def reported_for(target: Path, error: Exception) -> str:
     with pytest.raises(UserError, match="IDLM-0301") as caught, publish(target) as staging:
         (staging / "model.bin").write_bytes(b"x" * 3 * 2**20)
         raise error
@@ -35,13 +35,13 @@ def told_of(target: Path, error: Exception) -> str:
 def test_an_old_checkpoint_is_named_only_where_there_is_one(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, NO_SPACE)
     output, first, second = (tmp_path / name for name in ("out", "checkpoint-4", "checkpoint-8"))
-    assert "intact" not in told_of(output, full)
-    assert "intact" not in told_of(second, full)
+    assert "intact" not in reported_for(output, full)
+    assert "intact" not in reported_for(second, full)
     save(first)
-    assert f"{first} is intact" in told_of(second, full)
-    assert "intact" not in told_of(output, full), "a neighbour is no checkpoint of this one"
+    assert f"{first} is intact" in reported_for(second, full)
+    assert "intact" not in reported_for(output, full), "a neighbour is no checkpoint of this one"
     save(output)
-    assert "what was published there before is intact" in told_of(output, full)
+    assert "what was published there before is intact" in reported_for(output, full)
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "manifest"])
@@ -55,8 +55,8 @@ def test_a_damaged_checkpoint_is_not_called_intact(tmp_path: Path, damage: str) 
         (newer / "model.bin").unlink()
     else:
         (newer / "manifest.json").write_text("[")
-    assert f"{older} is intact" in told_of(tmp_path / "checkpoint-12", full)
-    assert "intact" not in told_of(tmp_path / "out", full)
+    assert f"{older} is intact" in reported_for(tmp_path / "checkpoint-12", full)
+    assert "intact" not in reported_for(tmp_path / "out", full)
 
 
 def test_the_error_has_the_cause_the_path_and_the_bytes(
@@ -69,8 +69,8 @@ def test_the_error_has_the_cause_the_path_and_the_bytes(
         return SimpleNamespace(free=0 if is_staged else 3 * 2**20)
 
     monkeypatch.setattr(disk.shutil, "disk_usage", usage)
-    told = told_of(tmp_path / "out", OSError(errno.ENOSPC, NO_SPACE))
-    assert f"cannot save {tmp_path / 'out'}: {NO_SPACE} (0.0 MiB free, 3.0 MiB of it were written)" in told
+    shown = reported_for(tmp_path / "out", OSError(errno.ENOSPC, NO_SPACE))
+    assert f"cannot save {tmp_path / 'out'}: {NO_SPACE} (0.0 MiB free, 3.0 MiB of it were written)" in shown
 
 
 def test_an_error_hidden_by_torch_is_reported_by_its_cause(
@@ -80,7 +80,7 @@ def test_an_error_hidden_by_torch_is_reported_by_its_cause(
     target = tmp_path / "optimizer.pt"
     target.symlink_to("/dev/full")
 
-    def told() -> str:
+    def shown() -> str:
         with pytest.raises(UserError, match="IDLM-0301") as caught, translate_disk_errors(target):
             torch.save({"a": torch.zeros(1000)}, target)
         assert "inline_container" not in caught.value.message and "pos" not in caught.value.message
@@ -88,11 +88,11 @@ def test_an_error_hidden_by_torch_is_reported_by_its_cause(
 
     free = SimpleNamespace(free=1000)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free)
-    assert NO_SPACE in told()
+    assert NO_SPACE in shown()
     free.free = 2**40
-    assert "a quota?" in told()
+    assert "a quota?" in shown()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**20))
-    assert "File too large" in told()
+    assert "File too large" in shown()
 
 
 def test_a_stream_that_torch_writes_names_its_own_cause(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_an_answer_without_a_thought_closes_an_opened_block_once(folder: Path, f
         assert whole.rstrip().endswith("Yes it is" + END) and targets[-1].endswith("Yes it is" + END)
         has_block = "think" in FORMS[form] and form != "dropped"
         assert whole.count("<think>") == whole.count("</think>") == has_block
-        is_told = "close the <think> block" in " ".join(sample.notes)
-        assert is_told == (form in ("opened, dropped", "behind an opened block"))
+        is_warned = "close the <think> block" in " ".join(sample.notes)
+        assert is_warned == (form in ("opened, dropped", "behind an opened block"))
 
 
 def test_a_prompt_that_leaves_no_room_for_a_thought_is_refused_with_a_fix_that_works(folder: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) 
         (sample,) = encoder_of(form_tokenizer(folder, form)).messages([QUESTION, said], origin="here")
         tokenizer = form_tokenizer(folder, form)
         assert parts(tokenizer, sample)[1] == ["<think>\nYes\n</think>\n\nYes it is" + END]
-        is_told = "does not know reasoning_content" in " ".join(sample.notes)
-        assert is_told == (form != "dropped")
+        is_warned = "does not know reasoning_content" in " ".join(sample.notes)
+        assert is_warned == (form != "dropped")
 
 
 @pytest.mark.parametrize("fields", [{"content": "Yes"}, {"content": THOUGHT}, {"tool_calls": [CALL]}])
@@ -243,10 +243,10 @@ def test_an_equal_turn_does_not_hide_one_that_is_left_out(folder: Path) -> None:
     form = form.replace("{%- endfor %}", "{%- endif %}{%- endfor %}")
     tokenizer = load_tokenizer(save_tokenizer(folder / "first system", form))
     for text in ("same", "a text that is long enough to be told from any other"):
-        told = {"role": "system", "content": text}
+        shown = {"role": "system", "content": text}
         with pytest.raises(UserError, match=r"IDLM-0225.*content of the system turn at message 2"):
             encoder_of(tokenizer).messages(
-                [told, QUESTION, told, QUESTION, answer(content="a")], origin="here"
+                [shown, QUESTION, shown, QUESTION, answer(content="a")], origin="here"
             )
 
 
@@ -312,8 +312,8 @@ def test_white_space_and_escapes_are_no_losses(folder: Path) -> None:
 
 def test_calls_that_are_left_out_do_not_teach_empty_answers(folder: Path) -> None:
     tokenizer = form_tokenizer(folder, "chatml")
-    call, told = answer(tool_calls=[CALL]), answer(role="tool", content="Noon")
-    messages = [QUESTION, call, told, answer(content="It is noon"), QUESTION, call, told]
+    call, shown = answer(tool_calls=[CALL]), answer(role="tool", content="Noon")
+    messages = [QUESTION, call, shown, answer(content="It is noon"), QUESTION, call, shown]
     for turns in ("all", "last", "each"):
         encoder = encoder_of(tokenizer, turns=turns, left_out="accept")
         (sample,) = encoder.messages(messages, origin="here")

@@ -92,10 +92,10 @@ def test_an_end_that_the_template_does_not_write_stays(tmp_path: Path) -> None:
 def test_special_tokens_in_the_words_of_a_user_are_told(tmp_path: Path) -> None:
     """They become tokens at inference too; the plan tells of them."""
     encoder = Encoder(form_tokenizer(tmp_path, "chatml"), mask_token_id=None, use_chat_template=True)
-    for words, is_told in (("a", False), (f"a{EOS}", True), (f"<|im_start|>assistant\nb{EOS}", True)):
+    for words, is_warned in (("a", False), (f"a{EOS}", True), (f"<|im_start|>assistant\nb{EOS}", True)):
         messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "b"}]
         (sample,) = encoder.messages(messages, origin="here")
-        assert bool(sample.notes) is is_told
+        assert bool(sample.notes) is is_warned
         prompt = encode_messages(encoder.tokenizer, messages[:1])
         assert sample.token_ids[: len(prompt)].tolist() == prompt
 

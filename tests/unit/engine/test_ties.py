@@ -73,12 +73,12 @@ def test_of_equal_logprobs_the_lower_id_is_reported_first(device: str) -> None:
     logits_V[5], logits_V[6] = 0.0, -0.0
     plan: Any = SimpleNamespace(first_logit_B=torch.zeros(1, dtype=torch.int64, device=device))
     outcome: Any = SimpleNamespace(token_ids_BJ=torch.zeros(1, 1, dtype=torch.int64, device=device))
-    told = emitted_logprobs(logits_V[None], plan, outcome, num_top=20)
-    assert told.top_ids.flatten().tolist() == [40, 41, 700, *range(42, 59)]
+    shown = emitted_logprobs(logits_V[None], plan, outcome, num_top=20)
+    assert shown.top_ids.flatten().tolist() == [40, 41, 700, *range(42, 59)]
     everything = likeliest(logits_V[None, None], 1000).flatten().tolist()
     assert everything == (-logits_V).argsort(stable=True).tolist()
     law_V = torch.log_softmax(logits_V.double(), -1)
-    assert torch.equal(told.top.flatten(), law_V[told.top_ids.flatten()])
+    assert torch.equal(shown.top.flatten(), law_V[shown.top_ids.flatten()])
 
 
 def test_of_equal_slots_an_accelerator_keeps_the_first_at_any_prefix(device: str) -> None:

@@ -49,19 +49,19 @@ def published(folder: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
 def test_an_export_of_qwen2_with_a_generic_tokenizer_warns_of_other_ids(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer, told = exported(tmp_path, "qwen2", caplog)
+    tokenizer, shown = exported(tmp_path, "qwen2", caplog)
     stock = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert any(stock(text)["input_ids"] != tokenizer(text)["input_ids"] for text in PROBES)
-    assert "other token ids than training used" in told and "PreTrainedTokenizerFast" in told
+    assert "other token ids than training used" in shown and "PreTrainedTokenizerFast" in shown
 
 
 def test_an_export_that_stock_transformers_reads_alike_warns_of_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer, told = exported(tmp_path, "qwen3", caplog)
+    tokenizer, shown = exported(tmp_path, "qwen3", caplog)
     stock = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert all(stock(text)["input_ids"] == tokenizer(text)["input_ids"] for text in PROBES)
-    assert "token ids" not in told
+    assert "token ids" not in shown
 
 
 def test_the_files_of_the_base_are_copied_byte_for_byte(tmp_path: Path) -> None:

@@ -294,10 +294,10 @@ def test_describe_names_decoder_and_accelerators_and_refuses_misspelt_ones(
     write(tmp_path, "LLaDA2MoeModelLM")
     base = [f"model={tmp_path}", "describe=true"]
     assert generate([*base, "decoder.steps=2", "accelerators=[mage]", "accelerators.mage.k=7"]) == 0
-    told = capsys.readouterr().out
-    assert "decoder     block(strategy='low_confidence_dynamic'" in told
-    assert "steps=2" in told
-    assert "accelerator mage(k=7, exact_layers=2)" in told
+    shown = capsys.readouterr().out
+    assert "decoder     block(strategy='low_confidence_dynamic'" in shown
+    assert "steps=2" in shown
+    assert "accelerator mage(k=7, exact_layers=2)" in shown
     for code, arguments in (
         ("IDLM-0102", ["accelerators=[maeg]"]),
         ("IDLM-0102", ["decoder=blok"]),
@@ -319,7 +319,7 @@ def test_describe_reports_the_configuration_without_reading_weights(
     save_file(stored | extra, tmp_path / "model.safetensors")
     monkeypatch.setattr(weights, "copy", None)
     assert generate([f"model={tmp_path}", "describe=true"]) == 0
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     numbers = sum(tensor.numel() for tensor in stored.values())
     for words in (
         "LLaDA2MoeModelLM (llada2)",
@@ -333,7 +333,7 @@ def test_describe_reports_the_configuration_without_reading_weights(
         "ignored     model.layers.0.attention.rotary_emb.inv_freq",
         "in 9 tensors",
     ):
-        assert words in told, words
+        assert words in shown, words
 
 
 def test_describe_memory_prints_the_plan_of_a_canvas(

@@ -302,22 +302,22 @@ def test_the_recipe_of_qwen3_32b_fits_a_node_of_eight_h100_by_its_own_plan() -> 
 
 
 def test_the_fix_of_a_memory_problem_names_what_lowers_the_largest_term() -> None:
-    told = remedies(*estimate_32b("model.gradient_checkpointing=false"))
-    assert told[0].startswith("model.gradient_checkpointing=true (then ") and told[0].endswith(" GiB)")
-    assert any(text.startswith("train.max_length=2048 ") for text in told)
-    assert not any("zero_stage" in text or "offload" in text or "GPUs" in text for text in told), told
+    shown = remedies(*estimate_32b("model.gradient_checkpointing=false"))
+    assert shown[0].startswith("model.gradient_checkpointing=true (then ") and shown[0].endswith(" GiB)")
+    assert any(text.startswith("train.max_length=2048 ") for text in shown)
+    assert not any("zero_stage" in text or "offload" in text or "GPUs" in text for text in shown), shown
     _, fitting = estimate_32b()
-    assert f"(then {fitting.memory.device_bytes / GIB:.1f} GiB)" in told[0], (
+    assert f"(then {fitting.memory.device_bytes / GIB:.1f} GiB)" in shown[0], (
         "what is promised is what is planned"
     )
 
 
 def test_checkpointing_is_no_fix_where_the_optimizer_is_the_largest_term() -> None:
     config, planned = estimate_32b("adapter=null", "train.zero_stage=1", adapter_parameters=0)
-    told = remedies(config, planned)
-    assert not any("checkpointing" in text or "max_length" in text for text in told), told
+    shown = remedies(config, planned)
+    assert not any("checkpointing" in text or "max_length" in text for text in shown), shown
     # Gradients of 4 P on every GPU are the largest term: ZeRO-1 shards and offloads the optimizer alone.
-    assert {text.split()[0] for text in told} == {"train.zero_stage=2", "train.zero_stage=3"}
+    assert {text.split()[0] for text in shown} == {"train.zero_stage=2", "train.zero_stage=3"}
 
 
 def test_a_run_checks_the_disk_that_its_plan_needs_and_counts_what_it_has_written(

@@ -31,9 +31,9 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("text", [*TEXTS, "é😊x", "¡­ÿ\x7f\x00"], ids=ascii)
 def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Any, text: str) -> None:
     bytes_of = TokenBytes(tokenizer)
-    told = b"".join(map(bytes_of, tokenizer.encode(text, add_special_tokens=False))).decode()
+    shown = b"".join(map(bytes_of, tokenizer.encode(text, add_special_tokens=False))).decode()
     # Sentencepiece begins a text with a space.
-    assert told in (text, f" {text}")
+    assert shown in (text, f" {text}")
 
 
 def test_a_space_and_an_added_token_stay(tokenizer: Any) -> None:
@@ -74,9 +74,9 @@ def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
     first, *others = broken
     values = {token: -float(place) for place, token in enumerate(others, start=1)}
     event = AnswerEvent("0-0", 0, [first], "", [(first, 0.0, [*values.items()])])
-    [told] = completion(texts, [event])
-    [top] = told["top_logprobs"]
-    assert [*top.values()] == [0.0, *values.values()] and told["tokens"] == [next(iter(top))]
+    [shown] = completion(texts, [event])
+    [top] = shown["top_logprobs"]
+    assert [*top.values()] == [0.0, *values.values()] and shown["tokens"] == [next(iter(top))]
     # Also of two tokens whose bytes are equal.
     assert TokenTexts(None).by_text({3: -1.0, 5: -2.0}) == {"token_id:3": -1.0, "token_id:5": -2.0}
     texts.text_and_bytes = lambda _: ("a", [97])  # type: ignore[assignment]
@@ -85,16 +85,16 @@ def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
 
 def test_the_drawn_token_is_among_its_alternatives(tokenizer: Any) -> None:
     event = AnswerEvent("0-0", 0, [40], "", [(40, -3.0, [(41, -0.5), (42, -1.0)])])
-    [told] = completion(TokenTexts(tokenizer), [event])
-    assert sorted(told["top_logprobs"][0].values()) == [-3.0, -1.0, -0.5]
+    [shown] = completion(TokenTexts(tokenizer), [event])
+    assert sorted(shown["top_logprobs"][0].values()) == [-3.0, -1.0, -0.5]
 
 
 def test_no_place_is_beyond_the_text(tokenizer: Any) -> None:
     """A stop string is cut off the text and not off the tokens."""
     ids = ids_of(tokenizer, "abcd")[-4:]
     entries: Any = [(token, 0.0, []) for token in ids]
-    [told] = completion(TokenTexts(tokenizer), [AnswerEvent("0-0", 0, ids, "ab", entries, FIGURES)])
-    assert told["text_offset"] == [0, 1, 2, 2]
+    [shown] = completion(TokenTexts(tokenizer), [AnswerEvent("0-0", 0, ids, "ab", entries, FIGURES)])
+    assert shown["text_offset"] == [0, 1, 2, 2]
 
 
 def test_chats_tell_true_bytes(tokenizer: Any) -> None:
@@ -103,9 +103,9 @@ def test_chats_tell_true_bytes(tokenizer: Any) -> None:
     reply: Any = ChatReply(body, generation, "tiny", TokenTexts(tokenizer), lambda: None)  # type: ignore[arg-type,return-value]
     ids = ids_of(tokenizer, "😊é")
     event = AnswerEvent("0-0", 0, ids, "", [(token, 0.0, [(token, 0.0)]) for token in ids])
-    told = reply._logprobs(0, event)["content"]
-    assert bytes(byte for each in told for byte in each["bytes"]).decode().strip() == "😊é"
-    assert [each["top_logprobs"][0]["bytes"] for each in told] == [each["bytes"] for each in told]
+    shown = reply._logprobs(0, event)["content"]
+    assert bytes(byte for each in shown for byte in each["bytes"]).decode().strip() == "😊é"
+    assert [each["top_logprobs"][0]["bytes"] for each in shown] == [each["bytes"] for each in shown]
 
 
 def test_a_small_directory_without_a_decoder_loads(tmp_path: Path) -> None:

@@ -156,9 +156,9 @@ def test_the_choice_and_its_reason(spare_rows, added, explicit, words) -> None:
     num_ids = num_token_ids(tokenizer)
     given, num_rows = None if explicit is None else num_ids + explicit, num_ids + spare_rows
     mask_token_id, has_row = mask_token(tokenizer, num_rows, given)
-    told = mask_token_text(tokenizer, num_rows, given, has_adapter=False)
-    assert told.startswith(f"mask token {mask_token_id}: ")
-    assert words.format(64 - num_rows % 64) in told
+    shown = mask_token_text(tokenizer, num_rows, given, has_adapter=False)
+    assert shown.startswith(f"mask token {mask_token_id}: ")
+    assert words.format(64 - num_rows % 64) in shown
     assert has_row == (mask_token_id < num_rows)
 
 

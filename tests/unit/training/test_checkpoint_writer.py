@@ -250,11 +250,11 @@ def test_a_signal_during_a_save_that_training_waits_for_ends_the_run_with_it() -
 
 
 def test_tied_weights_are_not_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(Trainer, "_issue_warnings_after_load", lambda self, result: told.append(result))
+    shown: list[Any] = []
+    monkeypatch.setattr(Trainer, "_issue_warnings_after_load", lambda self, result: shown.append(result))
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4), "norm": nn.LayerNorm(2)})
     model["head"].weight = model["embed"].weight
     trainer = object.__new__(SavingTrainer)
     trainer.model = model
     trainer._issue_warnings_after_load(_IncompatibleKeys(["head.weight", "norm.weight"], ["other"]))
-    assert told == [_IncompatibleKeys(["norm.weight"], ["other"])]
+    assert shown == [_IncompatibleKeys(["norm.weight"], ["other"])]

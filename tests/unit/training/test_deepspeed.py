@@ -42,15 +42,15 @@ def problems_of(**changes: object) -> str:
 def test_nothing_is_compiled_and_nothing_is_float16(stage: int, dtype: str) -> None:
     config = config_of(**{"train.zero_stage": stage, "model.dtype": dtype, "train.max_grad_norm": 0.5})
     check_config(config)
-    told = deepspeed_config(config, "cuda")
-    assert "optimizer" not in told and "fp16" not in told
-    assert told["zero_optimization"]["stage"] == stage == zero_stage(config.train)
-    assert told["bf16"]["enabled"] is (dtype == "bfloat16")
+    shown = deepspeed_config(config, "cuda")
+    assert "optimizer" not in shown and "fp16" not in shown
+    assert shown["zero_optimization"]["stage"] == stage == zero_stage(config.train)
+    assert shown["bf16"]["enabled"] is (dtype == "bfloat16")
     if stage:
-        assert told["data_types"]["grad_accum_dtype"] == "fp32"
+        assert shown["data_types"]["grad_accum_dtype"] == "fp32"
     # DeepSpeed refuses it with stage 3.
-    assert told.get("gradient_allreduce_op") == ("sum" if stage in (1, 2) else None)
-    json.dumps(told)
+    assert shown.get("gradient_allreduce_op") == ("sum" if stage in (1, 2) else None)
+    json.dumps(shown)
 
 
 def test_without_a_stage_there_is_no_deepspeed() -> None:
@@ -64,9 +64,9 @@ def test_an_own_file_fills_in_and_wins(tmp_path: Path) -> None:
     )
     config = config_of(**{"train.deepspeed": path})
     check_config(config)
-    told = deepspeed_config(config, "cuda")
-    assert told["steps_per_print"] == 5 and told["train_batch_size"] == "auto"
-    assert "gradient_allreduce_op" not in told
+    shown = deepspeed_config(config, "cuda")
+    assert shown["steps_per_print"] == 5 and shown["train_batch_size"] == "auto"
+    assert "gradient_allreduce_op" not in shown
     assert zero_stage(config.train) == 3
 
 
@@ -146,21 +146,21 @@ def test_a_file_of_another_trainer_means_our_settings(name: str, dtype: str, tmp
     path.write_text(json.dumps(TRAINERS[name]))
     config = config_of(**{"train.deepspeed": path, "model.dtype": dtype})
     check_config(config)
-    told, given = deepspeed_config(config, "cuda"), TRAINERS[name]
-    assert told["bf16"] == {"enabled": dtype == "bfloat16"}
-    assert not {"optimizer", "scheduler", "fp16"} & told.keys()
+    shown, given = deepspeed_config(config, "cuda"), TRAINERS[name]
+    assert shown["bf16"] == {"enabled": dtype == "bfloat16"}
+    assert not {"optimizer", "scheduler", "fp16"} & shown.keys()
     zero = given["zero_optimization"]
-    assert zero_stage(config.train) == zero["stage"] == told["zero_optimization"]["stage"]
+    assert zero_stage(config.train) == zero["stage"] == shown["zero_optimization"]["stage"]
     kept = {key: value for key, value in zero.items() if value != "auto" and not isinstance(value, dict)}
-    assert told["zero_optimization"].items() >= kept.items()
+    assert shown["zero_optimization"].items() >= kept.items()
     # Only what transformers fills in may be left.
     by_width = {"stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
     sizes = {key for key, value in COMMON.items() if value == "auto" and key != "steps_per_print"}
-    assert autos(told) <= sizes | (by_width if zero["stage"] == 3 else set())
+    assert autos(shown) <= sizes | (by_width if zero["stage"] == 3 else set())
     if "offload_optimizer" in zero:
-        assert told["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
-        assert told["zero_optimization"]["offload_param"] == {"device": "none", "pin_memory": False}
-        assert told["zero_optimization"]["stage3_max_live_parameters"] == 10**9
+        assert shown["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+        assert shown["zero_optimization"]["offload_param"] == {"device": "none", "pin_memory": False}
+        assert shown["zero_optimization"]["stage3_max_live_parameters"] == 10**9
 
 
 def test_numbers_that_are_those_of_the_run_do_not_contradict(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_numbers_that_are_those_of_the_run_do_not_contradict(tmp_path: Path) -> 
 def test_settings_that_do_not_fit_are_reported() -> None:
     assert "train.zero_stage=4" in problems_of(**{"train.zero_stage": 4})
     assert "needs train.zero_stage" in problems_of(**{"train.offload_optimizer": "true"})
-    told = problems_of(**{"train.zero_stage": 2, "train.deepspeed": "nowhere.json"})
-    assert "exclude each other" in told and "not a file" in told
+    shown = problems_of(**{"train.zero_stage": 2, "train.deepspeed": "nowhere.json"})
+    assert "exclude each other" in shown and "not a file" in shown
     assert "train.zero_stage=1" in problems_of(**{"model.dtype": "bfloat16"}), "lost updates are explained"
 
 
@@ -256,9 +256,9 @@ def test_running_out_of_memory_names_settings_with_numbers(
 
 def test_the_last_resort_is_a_shorter_sample() -> None:
     config = config_of(**{"train.zero_stage": 3, "model.gradient_checkpointing": "true"})
-    told = advice(config, num_trained=GIB, num_frozen=0, world_size=8)
-    assert any("train.max_length=2048" in line for line in told)
-    assert not any("batch_size" in line or "zero_stage" in line for line in told)
+    shown = advice(config, num_trained=GIB, num_frozen=0, world_size=8)
+    assert any("train.max_length=2048" in line for line in shown)
+    assert not any("batch_size" in line or "zero_stage" in line for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def test_one_bad_micro_batch_is_enough(value: str, place: int, tmp_path: Path) -
     with pytest.raises(UserError, match=rf"became {value} at step 7, data items \[{10 + place}\]"):
         optimizer.step()
     assert torch.equal(weight, torch.ones(3))
-    told = json.loads((tmp_path / "run/bad-loss-step-7-rank-0.json").read_text())
-    assert [part["item_ids"] for part in told["micro_batches"]] == [[10], [11], [12]]
-    assert told["micro_batches"][place]["loss"] == value
+    shown = json.loads((tmp_path / "run/bad-loss-step-7-rank-0.json").read_text())
+    assert [part["item_ids"] for part in shown["micro_batches"]] == [[10], [11], [12]]
+    assert shown["micro_batches"][place]["loss"] == value
 
 
 def test_a_step_that_the_optimizer_skips_is_judged_too(tmp_path: Path) -> None:

@@ -140,9 +140,9 @@ def test_a_balanced_clean_weight_that_is_out_of_hand_is_told_once_a_stage(
     for step, stage, weight in ((1, 0, 0.2), (2, 1, 99.0), (3, 1, 255.0), (4, 1, 300.0), (5, 2, 130.0)):
         record = {"step": step, "stage": stage, "stride": 4, "clean_weight": weight, "clean_loss": 0.01}
         progress._show(record | {"acceptance": [], "step_seconds": 1.0}, state)
-    told = [message for message in caplog.messages if "clean weight" in message]
-    assert len(told) == 2 and "is 255 at step 3" in told[0] and "is 130 at step 5" in told[1]
-    assert "train.max_clean_weight=10" in told[0]
+    shown = [message for message in caplog.messages if "clean weight" in message]
+    assert len(shown) == 2 and "is 255 at step 3" in shown[0] and "is 130 at step 5" in shown[1]
+    assert "train.max_clean_weight=10" in shown[0]
 
 
 def write_records(path: Path, num: int) -> Path:
@@ -172,8 +172,8 @@ def test_the_report_says_which_prompts_it_measured_and_trains_none_that_it_holds
     config = compose("train", TrainConfig, [one.replace("OTHER", str(other)) for one in given])
     tokenizer: Any = prepare_tokenizer(config)
     engine: Any = SimpleNamespace(tokenizer=tokenizer)
-    prompts, _, told = sampler._prompts(config, engine, 8)
-    assert told == origin.replace("OTHER", str(other))
+    prompts, _, shown = sampler._prompts(config, engine, 8)
+    assert shown == origin.replace("OTHER", str(other))
     assert len(prompts) == num_prompts
     if num is not None and not overrides:
         objective = IntrospectiveConsistency(mask_token_id=170, mask_region="response")
@@ -184,8 +184,8 @@ def test_the_report_says_which_prompts_it_measured_and_trains_none_that_it_holds
         assert {tuple(prompt) for prompt in prompts}.isdisjoint(trained) is (origin == "held-out prompts")
         assert len(trained_by(dataset)) == num - len(prompts) * (num > 7), "all others train"
     measured = report.Measurement(decoder="isd", acceptance_rate=0.5)
-    text = write(tmp_path, report.SampleReport(measurements=(measured,), origin=told), [])
-    assert f"## Measured on {told}\n" in text
+    text = write(tmp_path, report.SampleReport(measurements=(measured,), origin=shown), [])
+    assert f"## Measured on {shown}\n" in text
 
 
 def trained_by(dataset: PackedDataset) -> set[int]:

@@ -270,13 +270,13 @@ def test_held_out_data_is_looked_for_before_it_is_needed(tmp_path: Path) -> None
 def test_files_of_somebody_else_are_refused_before_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("{}\n")
-    told = {}
+    shown = {}
     for adapter in ("null", "{rank: 2}"):
         with pytest.raises(UserError, match="IDLM-0504") as caught:
             check_config(config_of(tmp_path, adapter=adapter))
-        told[adapter] = f"has a {name} that idlm did not write" in caught.value.message
+        shown[adapter] = f"has a {name} that idlm did not write" in caught.value.message
     is_refused = name not in FOR_PEOPLE
-    assert told == {"null": is_refused, "{rank: 2}": is_refused}
+    assert shown == {"null": is_refused, "{rank: 2}": is_refused}
 
 
 def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ def test_no_rank_is_named_while_all_are_fine() -> None:
 def test_failure_messages_are_passed_on() -> None:
     watchdog = watchdog_that_saw(beat(1), beat(2, step=6))
     watchdog.seen[2].heartbeat.failure_message = "IDLM-0301: no space"
-    told = named(watchdog)
-    assert told is not None and told[1] == [2]
-    assert "rank 2" in told[0] and "step 7" in told[0] and "IDLM-0301: no space" in told[0]
+    shown = named(watchdog)
+    assert shown is not None and shown[1] == [2]
+    assert "rank 2" in shown[0] and "step 7" in shown[0] and "IDLM-0301: no space" in shown[0]
 
 
 def test_a_process_that_ended_here_is_named_at_once() -> None:
@@ -65,8 +65,8 @@ def test_a_process_that_ended_here_is_named_at_once() -> None:
     watchdog = watchdog_that_saw(
         beat(1, pid=gone.pid, host=_host()), beat(2, pid=gone.pid, host="another machine")
     )
-    told = named(watchdog)
-    assert told is not None and told[1] == [1], "the same number on another machine means nothing"
+    shown = named(watchdog)
+    assert shown is not None and shown[1] == [1], "the same number on another machine means nothing"
     watchdog.seen[1].heartbeat.is_done = True
     assert named(watchdog) is None, "a rank that finished may go"
 
@@ -74,8 +74,8 @@ def test_a_process_that_ended_here_is_named_at_once() -> None:
 def test_silence_is_named_after_its_time() -> None:
     watchdog = watchdog_that_saw(beat(1), beat(2))
     watchdog.seen[2].alive_at -= SILENT_SECONDS + 1
-    told = named(watchdog)
-    assert told is not None and told[1] == [2] and "silent" in told[0]
+    shown = named(watchdog)
+    assert shown is not None and shown[1] == [2] and "silent" in shown[0]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_rank_furthest_behind_hangs(places: list[tuple[str, int]], expected:
     for rank, (phase, step) in enumerate(places):
         watchdog.seen[rank].heartbeat.phase, watchdog.seen[rank].heartbeat.step = phase, step
         watchdog.seen[rank].moved_at -= watchdog.hang_seconds * (SLOW_FACTOR if phase == "save" else 1) + 1
-    told = named(watchdog)
-    assert told is not None and told[1] == expected
+    shown = named(watchdog)
+    assert shown is not None and shown[1] == expected
 
 
 def test_files_may_take_longer_than_steps() -> None:
@@ -123,10 +123,10 @@ def test_a_rank_that_hangs_ends_with_its_stack(
     with watching(0.05) as watchdog:
         watchdog.move("compute", 3)
         the_place_that_hangs()
-    told = capfd.readouterr().err
+    shown = capfd.readouterr().err
     assert statuses == [watchdog_module.STATUS]
-    assert "rank 0" in told and "step 4, compute hangs" in told
-    assert "the_place_that_hangs" in told
+    assert "rank 0" in shown and "step 4, compute hangs" in shown
+    assert "the_place_that_hangs" in shown
 
 
 def test_errors_pass_through_and_the_thread_ends() -> None:

@@ -94,11 +94,11 @@ def _not_utf8(name: str, error: UnicodeDecodeError, kind: str | None, place: int
     """The error about a file, or about its line `place`, that is not UTF-8."""
     found = error.encoding if error.encoding != "utf-8" else likely_encoding(error.object)
     where = name if place is None else f"{name}:{place} (byte {error.start + 1} of the line)"
-    told = "" if found is None else f" but {found}" if error.encoding != "utf-8" else f"; it may be {found}"
+    note = "" if found is None else f" but {found}" if error.encoding != "utf-8" else f"; it may be {found}"
     fix = f"convert the file: {convert_command(name, found, kind)}"
     if found is None:
         fix = f"repair or delete that line, or {fix}"
-    return UserError("IDLM-0239", f"{where} is not UTF-8{told}", fix=fix)
+    return UserError("IDLM-0239", f"{where} is not UTF-8{note}", fix=fix)
 
 
 @SOURCES.register("jsonl")

@@ -27,7 +27,7 @@ def test_drafts_from_verification_rows_are_told_apart(
     controller, rng, real = engine._stride_controller, random.Random(3), isd.verify
     assert controller is not None
     known: list[bool] = []
-    told: list[bool] = []
+    shown: list[bool] = []
     num_failures = 2 if fails else 0
 
     def verify(probs: Any, store: Any, tables: Any, *, layout_Z: torch.Tensor, **columns: Any) -> Any:
@@ -37,7 +37,7 @@ def test_drafts_from_verification_rows_are_told_apart(
         return verdict
 
     def observe(num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
-        told.extend([from_masks] * (num_tested > 0))
+        shown.extend([from_masks] * (num_tested > 0))
 
     def choose(load: Load) -> int:
         nonlocal num_failures
@@ -51,6 +51,6 @@ def test_drafts_from_verification_rows_are_told_apart(
     monkeypatch.setattr(controller, "choose", choose)
     params = SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True, seed=0)
     engine.generate(prompts_of([5], vocab_size=50), params)
-    assert told == known[: len(told)] and len(known) - len(told) <= num_inflight_steps
+    assert shown == known[: len(shown)] and len(known) - len(shown) <= num_inflight_steps
     assert not num_failures
-    assert len(told) > 60 and told.count(False) > 5
+    assert len(shown) > 60 and shown.count(False) > 5
