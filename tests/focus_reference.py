@@ -170,7 +170,7 @@ def note(
     state.is_new = False
 
 
-def find_room(demand: list[int], scheduled: list[int], num_waits: list[int], capacity: int) -> list[bool]:
+def assign_rows(demand: list[int], scheduled: list[int], num_waits: list[int], capacity: int) -> list[bool]:
     """Which sequences wait. Each asked for rows, the first `scheduled` of which have room in any case; for
     the others they come in the order of waiting, then those with few, until one finds too little.
     """

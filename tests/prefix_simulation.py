@@ -131,11 +131,11 @@ class Simulation:
 
     def add(self, prompt_ids: list[int], *, seed: int, num_samples: int = 1) -> None:
         """Queue samples of a prompt."""
-        room = self.world.num_pages * self.world.page_size - self.world.width
+        capacity = self.world.num_pages * self.world.page_size - self.world.width
         for index in range(num_samples):
             stop_ids = frozenset({STOP_ID} if self.rng.random() < 0.5 else ())
             params = SamplingParams(max_tokens=self.rng.randint(1, MAX_ANSWER), seed=seed, n=num_samples)
-            max_length = min(len(prompt_ids) + params.max_tokens, self.max_length, room)
+            max_length = min(len(prompt_ids) + params.max_tokens, self.max_length, capacity)
             request = Request(
                 request_id=f"r{len(self.finished)}-{len(self.active)}",
                 index=index,

@@ -117,8 +117,8 @@ class Recall(GeneratedTask[Records]):
     def draw(self, rng: Random) -> Records:
         config, random = self.config, rng.random
         context = int(_between(config.min_context, config.max_context, random()))
-        room = (context - _FRAME_TOKENS - _QUESTION_TOKENS * config.asked) // _RECORD_TOKENS
-        most = min(config.max_records, room)
+        capacity = (context - _FRAME_TOKENS - _QUESTION_TOKENS * config.asked) // _RECORD_TOKENS
+        most = min(config.max_records, capacity)
         num = config.min_records + int(random() * (most - config.min_records + 1))
         values = tuple(VALUES[int(random() * len(VALUES))] for _ in range(num))
         numbers = list(range(num))

@@ -171,9 +171,9 @@ def _problems_of_cache(config: FullConfig) -> list[str]:
 
 def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_length: int) -> None:
     """UserError IDLM-0470 for an answer that the options cannot divide, or that has no room."""
-    room, size = max(0, max_length - num_prompt), config.block_length or max_tokens
-    if max_tokens > room:
-        fits = room // size * size if config.block_length else room
+    capacity, size = max(0, max_length - num_prompt), config.block_length or max_tokens
+    if max_tokens > capacity:
+        fits = capacity // size * size if config.block_length else capacity
         raise UserError(
             "IDLM-0470",
             f"the canvas of {num_prompt} prompt tokens and max_tokens={max_tokens} is longer than "

@@ -58,11 +58,15 @@ class EngineRequests:
         removed (arXiv 2604.11035, H.4). An answer that fails is empty. A context that leaves no room for an
         answer of this length loses its beginning, with a warning."""
         params = [self._settings(number, given) for number, (_, given) in enumerate(requests)]
-        rooms = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
+        capacities = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
         contexts = [self.encode(context) for context, _ in requests]
         # An answer that may be as long as everything has the room that its context leaves.
         contexts = self._cut(
-            contexts, [room if room > 0 else len(ids) for room, ids in zip(rooms, contexts, strict=True)]
+            contexts,
+            [
+                capacity if capacity > 0 else len(ids)
+                for capacity, ids in zip(capacities, contexts, strict=True)
+            ],
         )
         lines = [self._line(number, *each) for number, each in enumerate(zip(contexts, params, strict=True))]
         done = list(self._run(lines))

@@ -134,10 +134,10 @@ class SparseKV:
         [I], None for all."""
         if kept is None:
             return None
-        plan, view, num_left, room = self.plan, self.view, len(self._origin_R), None
+        plan, view, num_left, limit = self.plan, self.view, len(self._origin_R), None
         if capacity is not None:
             assert view.active.num_waits_B is not None
-            room = RowCapacity(capacity=capacity, num_waits_B=view.active.num_waits_B)
+            limit = RowCapacity(capacity=capacity, num_waits_B=view.active.num_waits_B)
             num_left = min(num_left, capacity)
         rows = PackedRows(**row_columns(plan), mapping_R=self.slot_mapping_R, origin_R=self._origin_R)
         drop = Drop(
@@ -149,7 +149,7 @@ class SparseKV:
             scheduled_B=view.active.num_scheduled_B,
         )
         sizes = {"num_left": num_left, "num_origins": len(view.plan.slots_R)}
-        left = compact_rows(rows, drop, **sizes, room=room, drops_stored=kept.drops_stored)
+        left = compact_rows(rows, drop, **sizes, limit=limit, drops_stored=kept.drops_stored)
         if view.active.is_exact:
             left = left.cut(max(1, int(left.rows.cu_rows_B1[-1])))
         self.slot_mapping_R, self._origin_R = left.rows.mapping_R, left.rows.origin_R

@@ -26,7 +26,7 @@ def first_open(blocks, lane, known, m_b, SHAPE: tl.constexpr):
 
 @triton.jit
 def sequence_rows(
-    lanes, blocks, columns, B, R, SHAPE: tl.constexpr, HAS_ROOM: tl.constexpr, BLOCK_B: tl.constexpr
+    lanes, blocks, columns, B, R, SHAPE: tl.constexpr, LIMITED: tl.constexpr, BLOCK_B: tl.constexpr
 ):
     """Per sequence: whether it advances, wants to decode and denoises; the number of known tokens that it
     stores; the first place that it computes of its active block; its first slot and its number of rows."""
@@ -45,10 +45,10 @@ def sequence_rows(
     denoises = wants
     if not SHAPE.fuses or SHAPE.shifted:
         denoises = wants & (feed == 0)
-    elif HAS_ROOM:
+    elif LIMITED:
         uncounted = tl.where(m_b, tl.maximum(feed - num_counted, 0), 0)
-        room = R - B * SHAPE.size - tl.sum(tl.where(m_b, tl.minimum(feed, num_counted), 0), 0)
-        denoises = wants & ((uncounted == 0) | (tl.cumsum(uncounted, 0) <= room))
+        num_free = R - B * SHAPE.size - tl.sum(tl.where(m_b, tl.minimum(feed, num_counted), 0), 0)
+        denoises = wants & ((uncounted == 0) | (tl.cumsum(uncounted, 0) <= num_free))
     first = feed * 0
     num = first + SHAPE.size
     if SHAPE.reuses:
@@ -76,7 +76,7 @@ def pack_blocks_kernel(
     X,
     L,
     SHAPE: tl.constexpr,
-    HAS_ROOM: tl.constexpr,
+    LIMITED: tl.constexpr,
     EDITS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,7 +86,7 @@ def pack_blocks_kernel(
     cu_rows_B1, ints_IB, bools_IB, rows_IR, is_mask_R, wanted_IX, number_BW, is_maskable_BW = out
     b = tl.arange(0, BLOCK_B)
     advances, wants, denoises, feed, first, first_slot, count = sequence_rows(
-        lanes, blocks, columns, B, R, SHAPE, HAS_ROOM, BLOCK_B
+        lanes, blocks, columns, B, R, SHAPE, LIMITED, BLOCK_B
     )
     end = tl.cumsum(count, 0)
     num_blocks = tl.cdiv(R, BLOCK)

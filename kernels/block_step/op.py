@@ -52,7 +52,7 @@ def pack_blocks(
     exactly those that are needed, which the host waits for. `num_wanted`: capacity for wanted rows, of which
     one block and a first place of each sequence have some in any case; None: for all places. `edits`: decided
     places want rows as well. No pass is empty, even if the device finds all its sequences complete."""
-    rows, num_sequences, has_room = None, len(lanes_B), num_rows is not None
+    rows, num_sequences, is_limited = None, len(lanes_B), num_rows is not None
     if num_rows is None or not runs_kernels(lanes_B):
         rows = due_rows(
             *(lanes, blocks, shape),
@@ -81,7 +81,7 @@ def pack_blocks(
         )
     columns_B = (lanes_B, num_feed_B, samples_B)
     sizes = num_rows, num_wanted
-    return _launched(lanes, blocks, shape, steps_Z, columns_B, sizes, has_room=has_room, edits=edits)
+    return _launched(lanes, blocks, shape, steps_Z, columns_B, sizes, is_limited=is_limited, edits=edits)
 
 
 def _launched(
@@ -92,11 +92,11 @@ def _launched(
     columns_B: tuple[Tensor, Tensor, Tensor],
     sizes: tuple[int, int],
     *,
-    has_room: bool,
+    is_limited: bool,
     edits: bool,
 ) -> PackedBlocks:
     """One launch. `columns_B`: lanes, tokens to feed, and whether the sequence decodes; `sizes`: rows of the
-    pass and wanted rows. `has_room`: these are bounds."""
+    pass and wanted rows. `is_limited`: these are bounds."""
     import triton
 
     from idlm.kernels.block_step.kernel import pack_blocks_kernel
@@ -118,7 +118,7 @@ def _launched(
         *(lanes, blocks, steps_Z, columns_B, out),
         *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1]),
         SHAPE=shape,
-        HAS_ROOM=has_room,
+        LIMITED=is_limited,
         EDITS=edits,
         BLOCK_B=triton.next_power_of_2(num_sequences),
         BLOCK=BLOCK,

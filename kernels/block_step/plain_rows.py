@@ -17,7 +17,7 @@ from idlm.kernels.block_step.types import (
     PackedBlocks,
     WantedPlaces,
 )
-from idlm.kernels.row_compaction import take_room
+from idlm.kernels.row_compaction import allot
 from idlm.kernels.step_rows import Lanes
 
 OPENS = 1 << 40
@@ -167,7 +167,7 @@ def _with_capacity(
 
     `predicting_X`: the row that predicts each place, [B * W]."""
     num_B = is_due_BW.sum(dim=1)
-    ends_B, waits_B = take_room(num_B, priority_B, num_wanted)
+    ends_B, waits_B = allot(num_B, priority_B, num_wanted)
     number_BW = (ends_B - num_B)[:, None] + is_due_BW.cumsum(dim=1) - 1
     number_BW = torch.where(is_due_BW & ~waits_B[:, None], number_BW, -1)
     # Places without a row go to one more, which is cut off; padding is row 0, place 0.

@@ -187,9 +187,9 @@ def item_kernel(
         wanted = tl.maximum(tl.minimum(share, splits), 1)
         parts = 1 + splits - num_splits(walks // wanted, SPLIT_BLOCKS, OCTAVE)
         parts = tl.where(has_rows & (wanted > 1), parts, 0)
-        has_room = tl.cumsum(parts, 0) <= max_parts
-        counts = tl.where(has_rows, tl.where(has_room, wanted, 1), 0)
-        parts = tl.where(has_room, parts, 0)
+        fits = tl.cumsum(parts, 0) <= max_parts
+        counts = tl.where(has_rows, tl.where(fits, wanted, 1), 0)
+        parts = tl.where(fits, parts, 0)
     last_items = tl.cumsum(counts, 0)
     tile = tl.sum((last_items <= item).to(tl.int32), 0)
     index = item - tl.max(tl.where(last_items <= item, last_items, 0), 0)

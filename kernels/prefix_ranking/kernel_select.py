@@ -151,14 +151,14 @@ def _interval(scores, ids, num, group_bits, count, most, low, high, TILE: tl.con
 
 
 @triton.jit
-def _taken(target, room, scores, ids, num, group_bits, count, low, high, need, TILE: tl.constexpr):
+def _taken(target, num_free, scores, ids, num, group_bits, count, low, high, need, TILE: tl.constexpr):
     """Store the candidates above an interval and the first `need` of those in it; returns their number, which
-    may be above the `room` that there is for them."""
+    may be above the `num_free` that there is for them."""
     num_above, num_in = 0, 0
     for tile in range(tl.cdiv(num << group_bits, TILE)):
         o_place, b_key, m_valid = _candidates(scores, ids, tile, num, group_bits, count, TILE)
         num_above, num_in = _store_taken(
-            target, room, o_place, b_key, m_valid, (low, high), need, (num_above, num_in)
+            target, num_free, o_place, b_key, m_valid, (low, high), need, (num_above, num_in)
         )
     return num_above + tl.minimum(num_in, need)
 

@@ -37,18 +37,18 @@ def compact_rows(
     *,
     num_left: int,
     num_origins: int,
-    room: RowCapacity | None = None,
+    limit: RowCapacity | None = None,
     drops_stored: bool = False,
 ) -> Compacted:
     """Pack the rows that go on into `num_left` rows, in order; the others are padding, which is row 0 with
     mapping -1, origin `num_origins` and no mask.
 
-    With `room`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
+    With `limit`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
     all rows that are left; what does not fit is cut off. `drops_stored`: `drop.keep_R` is read at the last W
     rows before a block, too."""
     if not runs_kernels(rows.slots_R):
         sizes = {"num_left": num_left, "num_origins": num_origins}
-        return plain.compact_rows(rows, drop, **sizes, room=room, drops_stored=drops_stored)
+        return plain.compact_rows(rows, drop, **sizes, limit=limit, drops_stored=drops_stored)
     import triton
 
     from idlm.kernels.row_compaction.kernel import count_kernel, place_kernel
@@ -64,16 +64,16 @@ def compact_rows(
     is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
     options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size), "DROPS_STORED": drops_stored}
     count_kernel[(1,)](
-        *(rows, drop, None if room is None else room.num_waits_B),
+        *(rows, drop, None if limit is None else limit.num_waits_B),
         (cu_rows_B1, num_before_B, demand_B, waits_B),
-        *(num_sequences, num_left, 0 if room is None else room.capacity),
+        *(num_sequences, num_left, 0 if limit is None else limit.capacity),
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
         **options,
         num_warps=8,
     )
     place_kernel[(num_sequences + triton.cdiv(num_left, PADDING_BLOCK),)](
         *(rows, drop),
-        (cu_rows_B1, num_before_B, None if room is None else waits_B, rows_BW),
+        (cu_rows_B1, num_before_B, None if limit is None else waits_B, rows_BW),
         *(ints_JI, is_mask_I, num_sequences, num_left, num_origins),
         BLOCK=PADDING_BLOCK,
         **options,

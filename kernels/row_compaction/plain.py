@@ -16,7 +16,7 @@ def compact_rows(
     *,
     num_left: int,
     num_origins: int,
-    room: RowCapacity | None,
+    limit: RowCapacity | None,
     drops_stored: bool,
 ) -> Compacted:
     """See `op.compact_rows`."""
@@ -33,17 +33,17 @@ def compact_rows(
         first_B = rows.cu_rows_B1[1:] - (drop.rows_BW >= 0).sum(dim=1) - drop.rows_BW.shape[1]
         keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
     demand_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
-    if room is not None:
+    if limit is not None:
         is_scheduled_R = ~is_block_R & keep_R
         if drop.scheduled_B is not None:
             counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
             number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
             is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
         scheduled_B = torch.zeros_like(demand_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
-        left = room.capacity - scheduled_B.sum()
+        left = limit.capacity - scheduled_B.sum()
         needs_B = demand_B - scheduled_B
-        priority_B = room.num_waits_B * (num_rows + 1) - needs_B
-        waits_B = waits_B | take_room(needs_B, priority_B, left)[1]
+        priority_B = limit.num_waits_B * (num_rows + 1) - needs_B
+        waits_B = waits_B | allot(needs_B, priority_B, left)[1]
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
     numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows
@@ -144,7 +144,7 @@ def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) 
     return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
 
 
-def take_room(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
+def allot(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
     """Where the rows of each sequence end if sequences take room for `needs_B` rows each, those of the
     highest priority first, then in order; and which find none (bool): one that does not and all after it."""
     order_B = priority_B.argsort(descending=True, stable=True)

@@ -34,7 +34,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found[: sum(counts)] == [row for rows, *_ in expected for row in rows]
     assert not any(row[-1] for row in found[sum(counts) :])
-    expected = with_room(case, plan, sequences, expected)
+    expected = within_limit(case, plan, sequences, expected)
     assert plan.num_feed_B.tolist() == [num_feed for _, num_feed, *_ in expected]
     assert plan.samples_B.tolist() == [samples for *_, samples, _ in expected]
     assert [torch.nonzero(row)[:, 0].tolist() for row in plan.active.is_maskable_BW] == [
@@ -70,7 +70,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
 Due = list[tuple[list[Row], int, bool, list[int]]]
 
 
-def with_room(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int, bool]], due: Due) -> Due:
+def within_limit(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int, bool]], due: Due) -> Due:
     """Check the wanted rows; returns what is due of sequences that do not wait."""
     shape, wanted = case.decoder.shape, deciding(plan).wanted
     opens = [shape.shifted and samples and num_feed > 0 for _, num_feed, samples, _ in due]

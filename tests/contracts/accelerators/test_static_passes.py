@@ -145,13 +145,13 @@ def test_batches_static_shapes_and_waiting_change_no_answer(
     assert expected != answers_alone("exact", kind), "the toy must matter, or nothing was tested"
     for way in WAYS:
         with monkeypatch.context() as patch:
-            watch, has_room = Watch(patch), "first_half" not in stack or "graphs" not in way
-            force(patch, None if has_room else TIGHT)
+            watch, fits = Watch(patch), "first_half" not in stack or "graphs" not in way
+            force(patch, None if fits else TIGHT)
             engine = engine_of(directories, kind, accelerators=stack, **way)
             assert engine.settings.graphs == way.get("graphs", engine.settings.graphs)
             assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
         assert_idle(engine)
-        assert (sum(watch.num_waiting) == 0) == has_room, f"{way=}"
+        assert (sum(watch.num_waiting) == 0) == fits, f"{way=}"
         if "first_half" in stack:
             assert any(after < before for before, after in watch.widths), "no pass became narrower"
         if "num_pages" in way:

@@ -100,9 +100,9 @@ class Case:
     def plan(self) -> StepPlan:
         """The pass, planned by kernels or plain torch."""
         lanes, num_counted, decodes = zip(*self.sequences, strict=True)
-        room = self.rng.choice([0, 0, 1, 4]) * self.size
+        spare = self.rng.choice([0, 0, 1, 4]) * self.size
         self.num_rows = (
-            None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(num_counted) + room
+            None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(num_counted) + spare
         )
         batch = Batch(
             lanes_B=torch.tensor(lanes, device=self.device),

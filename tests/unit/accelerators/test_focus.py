@@ -21,8 +21,8 @@ from tests.focus_reference import (
     FocusRules,
     Rows,
     Selection,
+    assign_rows,
     fed_places,
-    find_room,
     note,
     select,
 )
@@ -254,12 +254,12 @@ def stored_slots(kv: SparseKV, number: int, start: int) -> list[int]:
     return [slot for slot in kv.plan.slots_R[own].tolist() if slot < start]
 
 
-def waits_for_room(bench: Bench, demand: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
+def waits_for_rows(bench: Bench, demand: list[int], capacity: int | None, waits: list[bool]) -> list[bool]:
     """Who waits from here on."""
     if capacity is None:
         return waits
     scheduled = [min(lane.num_scheduled, lane.num_stored_rows) for lane in bench.lanes]
-    found = find_room(demand, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
+    found = assign_rows(demand, scheduled, [lane.num_waits for lane in bench.lanes], capacity)
     late = [b for b, lane in enumerate(bench.lanes) if lane.num_waits]
     if sum(scheduled) + sum(demand[b] - scheduled[b] for b in late) <= capacity:
         assert not any(found[b] for b in late), "none waits twice where those that waited fit"
@@ -281,7 +281,7 @@ def run_pass(bench: Bench) -> None:
     fed = [places if lane.is_fed else [] for places, lane in zip(fed, lanes, strict=True)]
     stored = [lane.num_stored_rows for lane in lanes]
     demand = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
-    waits = waits_for_room(bench, demand, None if capacity is None else capacity.fed, [False] * len(lanes))
+    waits = waits_for_rows(bench, demand, None if capacity is None else capacity.fed, [False] * len(lanes))
     assert view.waits_B.tolist() == waits
     queries: dict[int, list[Rows]] = {number: [] for number in range(len(lanes))}
     for layer in (0, 1):
@@ -305,7 +305,7 @@ def run_pass(bench: Bench) -> None:
         else min(rows, lane.num_scheduled)
         for rows, selection, wait, lane in zip(stored, selections, waits, lanes, strict=True)
     ]
-    waits = waits_for_room(bench, demand, None if capacity is None else capacity.kept, waits)
+    waits = waits_for_rows(bench, demand, None if capacity is None else capacity.kept, waits)
     assert view.waits_B.tolist() == waits
     assert kv.select_rows(2, bench.store(2, kv)) is None
     kv.finish()

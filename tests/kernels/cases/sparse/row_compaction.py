@@ -33,7 +33,7 @@ class Case:
 
     rows: PackedRows
     drop: Drop
-    room: RowCapacity | None
+    limit: RowCapacity | None
     drops_stored: bool
     num_left: int
     num_origins: int
@@ -41,7 +41,7 @@ class Case:
 
     def run(self) -> Compacted:
         """By the op."""
-        options = {"room": self.room, "drops_stored": self.drops_stored}
+        options = {"room": self.limit, "drops_stored": self.drops_stored}
         return compact_rows(
             self.rows, self.drop, num_left=self.num_left, num_origins=self.num_origins, **options
         )
@@ -87,20 +87,20 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         scheduled_B=scheduled_B if rng.random() < 0.7 else None,
     )
     drops_stored = rng.random() < 0.4
-    room = None
+    limit = None
     num_scheduled = sum(
         len(before) if drop.scheduled_B is None else min(len(before), int(drop.scheduled_B[b]))
         for b, (before, _) in enumerate(by_sequence)
     )
     if rng.random() < 0.6:
-        room = RowCapacity(
+        limit = RowCapacity(
             capacity=num_scheduled + rng.randrange(2 * size, max(2, num_sequences) * size + 1),
             num_waits_B=ints(3, num_sequences),
         )
     return Case(
         rows=_moved(rows, device),
         drop=_moved(drop, device),
-        room=None if room is None else _moved(room, device),
+        limit=None if limit is None else _moved(limit, device),
         drops_stored=drops_stored,
         num_left=max(1, rng.choice([num_rows, num_fed, num_fed // 2 if rng.random() < 0.3 else num_rows])),
         num_origins=5000,
@@ -114,15 +114,15 @@ def _moved(given: Moved, device: str) -> Moved:
 
 def check(case: Case) -> None:
     """Equals the reference, row by row."""
-    found, rows, drop, room = case.run(), case.rows, case.drop, case.room
+    found, rows, drop, limit = case.run(), case.rows, case.drop, case.limit
     left, waits, demand = compact_reference(
         case.by_sequence,
         kept=set(drop.keep_R.nonzero()[:, 0].tolist()),
         needs_all=drop.needs_all_B.tolist(),
         waits=drop.waits_B.tolist(),
         scheduled=None if drop.scheduled_B is None else drop.scheduled_B.tolist(),
-        num_waits=None if room is None else room.num_waits_B.tolist(),
-        capacity=None if room is None else room.capacity,
+        num_waits=None if limit is None else limit.num_waits_B.tolist(),
+        capacity=None if limit is None else limit.capacity,
         size=drop.rows_BW.shape[1],
         drops_stored=case.drops_stored,
     )
