@@ -58,15 +58,12 @@ class EngineRequests:
         removed (arXiv 2604.11035, H.4). An answer that fails is empty. A context that leaves no room for an
         answer of this length loses its beginning, with a warning."""
         params = [self._settings(number, given) for number, (_, given) in enumerate(requests)]
-        capacities = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
+        limits = [self.engine.table.max_length - (each.max_tokens or 0) for each in params]
         contexts = [self.encode(context) for context, _ in requests]
         # An answer that may be as long as everything has the room that its context leaves.
         contexts = self._cut(
             contexts,
-            [
-                capacity if capacity > 0 else len(ids)
-                for capacity, ids in zip(capacities, contexts, strict=True)
-            ],
+            [limit if limit > 0 else len(ids) for limit, ids in zip(limits, contexts, strict=True)],
         )
         lines = [self._line(number, *each) for number, each in enumerate(zip(contexts, params, strict=True))]
         done = list(self._run(lines))

@@ -153,11 +153,9 @@ class Service:
         """Queue prompts. An answer that can be shorter than `max_tokens` says so."""
         generation = await self.client.generate(prompts, params, turn)
         context = self.info.max_length
-        capacity = context - max(map(len, prompts))
-        if params.max_tokens is not None and params.max_tokens > capacity:
-            said = (
-                f"max_tokens={params.max_tokens}, but the context of {context} tokens has room for {capacity}"
-            )
+        limit = context - max(map(len, prompts))
+        if params.max_tokens is not None and params.max_tokens > limit:
+            said = f"max_tokens={params.max_tokens}, but the context of {context} tokens has room for {limit}"
             generation.notes = [*generation.notes, said]
         return generation
 

@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
 READER = """
 import json, sys, torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
-told = []
+found = []
 for path in json.loads(sys.argv[1]):
     expected = torch.load(f"{path}.pt")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -57,8 +57,8 @@ for path in json.loads(sys.argv[1]):
         gap = float((model(expected["ids"]).logits - expected["logits"]).abs().max())
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = [tokenizer(text)["input_ids"] for text in expected["texts"]]
-    told.append([gap, ids == expected["tokens"], tokenizer.chat_template == expected["template"]])
-print(json.dumps([transformers.__version__, told]))
+    found.append([gap, ids == expected["tokens"], tokenizer.chat_template == expected["template"]])
+print(json.dumps([transformers.__version__, found]))
 """
 PEFT_READER = """
 import json, sys, torch, transformers

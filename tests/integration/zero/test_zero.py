@@ -29,7 +29,7 @@ def reported_by(*parts: str) -> dict[str, Any]:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
-        return json.loads((Path(folder) / "told.json").read_text())
+        return json.loads((Path(folder) / "results.json").read_text())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

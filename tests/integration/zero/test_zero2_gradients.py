@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads((folder / "told.json").read_text())
+    return json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["zero2", "averaged", "clipped", "overlapped"])

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N -m tests.integration.zero.zero2_gradient_steps FOLDER DEVICE WIDTH
 
-Rank 0 writes what it found to FOLDER/told.json.
+Rank 0 writes what it found to FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main() -> int:
         results[name]["is_averaged"] = is_equal(kept[name]["given"], averaged["given"])
         results[name]["has_its_norms"] = kept[name]["norms"] == averaged["norms"]
     if dist.get_rank() == 0:
-        (folder / "told.json").write_text(json.dumps(results))
+        (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
     return 0
 

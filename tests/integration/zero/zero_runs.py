@@ -258,7 +258,7 @@ def main() -> int:
     for name in sys.argv[2:]:
         (folder / name).mkdir()
         results[name] = PARTS[name](folder / name, base)
-    (folder / "told.json").write_text(json.dumps(results))
+    (folder / "results.json").write_text(json.dumps(results))
     return 0
 
 
