@@ -99,13 +99,13 @@ class SlowBlocks:
         import transformers
 
         cache, length = transformers.DynamicCache(), self.held[0][0].shape[2]
-        places = torch.arange(first, first + len(ids))
-        others = [place for place in range(length) if place not in places]
+        indices = torch.arange(first, first + len(ids))
+        others = [index for index in range(length) if index not in indices]
         for number, (keys, values) in enumerate(self.held):
             cache.update(keys[:, :, others], values[:, :, others], number)
         output = self.model(
             input_ids=torch.tensor([ids]),
-            position_ids=places[None],
+            position_ids=indices[None],
             attention_mask=torch.zeros(1, 1, len(ids), length),
             past_key_values=cache,
             use_cache=True,
@@ -122,7 +122,7 @@ class SlowBlocks:
         rules, size = self.rules, self.rules.size
         number = len(known) // size
         start = number * size
-        prompt_places = range(len(known) - start)
+        prompt_offsets = range(len(known) - start)
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
             row = self._logits(known)[-1]
@@ -132,20 +132,20 @@ class SlowBlocks:
         self.whole_part = -1
         while None in work or rules.edit is not None:
             rows = self._rows_of(known[:start], work)
-            masked = {place: row for place, row in rows.items() if work[place] is None}
+            masked = {index: row for index, row in rows.items() if work[index] is None}
             edits: dict[int, int | None] = {}
             if rules.edit is not None:
-                others = rows.keys() - masked.keys() - set(prompt_places)
-                said = {place: self._edit(rows[place], work[place], sampling) for place in others}
-                edits = {place: token for place, token in said.items() if token != work[place]}
+                others = rows.keys() - masked.keys() - set(prompt_offsets)
+                said = {index: self._edit(rows[index], work[index], sampling) for index in others}
+                edits = {index: token for index, token in said.items() if token != work[index]}
             began_clean = None not in work
             decided = {} if began_clean else self._decide(masked, sampling, number, num_passes)
-            for place, token in decided.items():
-                work[place] = token
-            for place, token in (decided | edits).items():
+            for index, token in decided.items():
+                work[index] = token
+            for index, token in (decided | edits).items():
                 if token is not None:
-                    self.logprobs[start + place] = math.log(softmax(rows[place])[token])
-            work = [edits.get(place, token) for place, token in enumerate(work)]
+                    self.logprobs[start + index] = math.log(softmax(rows[index])[token])
+            work = [edits.get(index, token) for index, token in enumerate(work)]
             self.num_edits += len(edits)
             num_passes += 1
             num_clean += began_clean
@@ -170,24 +170,24 @@ class SlowBlocks:
         self.num_rows += len(ids)
         logits = self._logits(before + ids)[start:] if is_whole else self._part_logits(ids, start + first)
         # The row before the first one is of no use: there, a shifted place is never masked.
-        places = range(first + 1, last) if rules.shifted else range(first, last)
-        return dict(zip(places, logits, strict=False))
+        indices = range(first + 1, last) if rules.shifted else range(first, last)
+        return dict(zip(indices, logits, strict=False))
 
     def _decide(
         self, rows: dict[int, list[float]], sampling: Sampling, number: int, num_passes: int
     ) -> dict[int, int]:
         """Of the masks that there are logits for, the tokens of those that the strategy takes."""
         step = (number << 16) + 1 + num_passes
-        numbers = {place: uniform(sampling.seed, 0, step, place) for place in rows}
+        numbers = {index: uniform(sampling.seed, 0, step, index) for index in rows}
         scores, certain = {}, set()
-        for place, row in rows.items():
+        for index, row in rows.items():
             law, own = law_of(row, sampling), softmax(row)
             judge = own if sampling.temperature == 0 else law
-            scores[place] = judge[invert(law, numbers[place])]
+            scores[index] = judge[invert(law, numbers[index])]
             if self.rules.strategy == "entropy_bounded":
-                scores[place] = -sum(p * math.log(p) for p in own if p > 0)
-            elif sampling.temperature > 0 and scores[place] == 1:
-                certain.add(place)
+                scores[index] = -sum(p * math.log(p) for p in own if p > 0)
+            elif sampling.temperature > 0 and scores[index] == 1:
+                certain.add(index)
             if not self.allows_ties:
                 assert_clear_filters(row, sampling)
 
@@ -198,7 +198,7 @@ class SlowBlocks:
         if not self.allows_ties and self.rules.strategy != "sequential":
             # A law of one token has probability 1 on every device: of such ties, the left place is first.
             clear_choice(choose, scores, exact=certain)
-        return {place: self._draw(rows[place], sampling, numbers[place]) for place in chosen}
+        return {index: self._draw(rows[index], sampling, numbers[index]) for index in chosen}
 
     def _draw(self, row: list[float], sampling: Sampling, number: float) -> int:
         """The token that a random number draws."""
@@ -222,27 +222,27 @@ class SlowBlocks:
     def _choose(self, scores: dict[int, float], step: int) -> list[int]:
         """Places by their scores: entropies where the strategy looks at these, confidences elsewhere."""
         rules = self.rules
-        places = sorted(scores)
+        indices = sorted(scores)
         if rules.part is not None:
-            places = [place for place in places if place // rules.part == places[0] // rules.part]
+            indices = [index for index in indices if index // rules.part == indices[0] // rules.part]
         steps = rules.steps or rules.size
-        quota = min(rules.size // steps + (step < rules.size % steps), len(places))
-        by_confidence = sorted(places, key=lambda place: -scores[place])
+        quota = min(rules.size // steps + (step < rules.size % steps), len(indices))
+        by_confidence = sorted(indices, key=lambda index: -scores[index])
         if rules.strategy == "sequential":
-            return places[:quota]
+            return indices[:quota]
         if rules.strategy == "low_confidence_static":
             return by_confidence[:quota]
         if rules.strategy == "low_confidence_dynamic":
-            sure = [place for place in places if scores[place] > rules.threshold]
+            sure = [index for index in indices if scores[index] > rules.threshold]
             return sure if len(sure) >= quota else by_confidence[:quota]
         assert rules.strategy == "entropy_bounded"
         chosen: list[int] = []
         total = 0.0
-        for place in sorted(places, key=lambda place: scores[place]):
-            total += scores[place]
+        for index in sorted(indices, key=lambda index: scores[index]):
+            total += scores[index]
             if chosen and total >= rules.entropy_bound:
                 break
-            chosen.append(place)
+            chosen.append(index)
         return chosen
 
 

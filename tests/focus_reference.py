@@ -71,9 +71,9 @@ class Selection:
     deltas: dict[int, float]
 
 
-def fed_places(state: BlockState, rules: FocusRules) -> list[int]:
+def fed_positions(state: BlockState, rules: FocusRules) -> list[int]:
     """Section 4.3: frozen tokens are not computed again."""
-    return [place for place in range(rules.size) if place not in state.frozen]
+    return [offset for offset in range(rules.size) if offset not in state.frozen]
 
 
 def importance(queries: Rows, keys: Rows, scale: float) -> dict[int, float]:
@@ -81,8 +81,8 @@ def importance(queries: Rows, keys: Rows, scale: float) -> dict[int, float]:
     queries and heads.
     """
     columns = sorted(keys)
-    q_INH = torch.stack([queries[place] for place in sorted(queries)]).double()
-    k_JKH = torch.stack([keys[place] for place in columns]).double()
+    q_INH = torch.stack([queries[offset] for offset in sorted(queries)]).double()
+    k_JKH = torch.stack([keys[offset] for offset in columns]).double()
     k_JNH = k_JKH.repeat_interleave(q_INH.shape[1] // k_JKH.shape[1], dim=1)
     scores_INJ = torch.einsum("inh,jnh->inj", q_INH, k_JNH) * scale
     pooled = [scores_INJ[..., max(0, n - 1) : n + 2].amax(-1) for n in range(len(columns))]
@@ -98,9 +98,9 @@ def budget(
     if rules.mean == "request":
         sum_decoded, num_passes = sum_decoded + state.earlier[0], num_passes + state.earlier[1]
     average = max(1.0, sum_decoded / num_passes) if num_passes else 1.0
-    centre = sum(deltas[place] for place in masked) / len(masked)
-    spread = math.sqrt(sum((deltas[place] - centre) ** 2 for place in masked) / len(masked))
-    num_strong = sum(deltas[place] >= centre + spread for place in masked)
+    centre = sum(deltas[offset] for offset in masked) / len(masked)
+    spread = math.sqrt(sum((deltas[offset] - centre) ** 2 for offset in masked) / len(masked))
+    num_strong = sum(deltas[offset] >= centre + spread for offset in masked)
     return min(rules.size, max(math.ceil(rules.alpha * average), num_strong)), centre + spread
 
 
@@ -115,19 +115,19 @@ def select(
     """Equation 3 and section 4.2. `layers`: queries and keys of layers 0 and 1, of all that is fed (and, of
     keys, of what is frozen); only masks that `may_be_decided` in this pass are candidates.
     """
-    fed = fed_places(state, rules)
+    fed = fed_positions(state, rules)
     assert set(may_be_decided) <= set(masked) <= set(fed)
     found = []
     for queries, keys in layers:
         chosen = masked if rules.over == "masked" else list(range(rules.size))
         found.append(
             importance(
-                {place: queries[place] for place in chosen if place in fed},
-                {place: keys[place] for place in chosen},
+                {offset: queries[offset] for offset in chosen if offset in fed},
+                {offset: keys[offset] for offset in chosen},
                 scale,
             )
         )
-    deltas = {place: found[1][place] - found[0][place] for place in masked}
+    deltas = {offset: found[1][offset] - found[0][offset] for offset in masked}
 
     def choose(deltas: dict[int, float]) -> tuple[int, set[int] | None]:
         """The budget, and the best masks where not all go on."""
@@ -136,14 +136,14 @@ def select(
         is_needed = is_needed or (rules.published and state.is_new)
         if is_needed or len(masked) <= number:
             return number, None
-        return number, set(sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number])
+        return number, set(sorted(may_be_decided, key=lambda offset: (-deltas[offset], offset))[:number])
 
     number, best = clear_choice(choose, deltas, margin=rules.margin)
     if best is None:
         return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
-    kept = {place for place in fed if place not in masked} | set(best)
-    kept |= {place - 1 for place in best if place - 1 in masked}
-    kept |= {place for place in masked if place < max(kept) and place not in state.processed}
+    kept = {offset for offset in fed if offset not in masked} | set(best)
+    kept |= {offset - 1 for offset in best if offset - 1 in masked}
+    kept |= {offset for offset in masked if offset < max(kept) and offset not in state.processed}
     return Selection(
         kept=tuple(sorted(kept)),
         budget=number,
@@ -158,11 +158,11 @@ def note(
     """After a pass with these masks: a token that was decoded by then, as was its right neighbour, has now
     been computed once more. The last token of a block has no neighbour to wait for.
     """
-    for place in fed_places(state, rules):
-        is_ready = place == rules.size - 1 or place + 1 not in masked or rules.stability == "plain"
-        if rules.stability != "off" and place not in masked and is_ready:
-            assert place in selection.kept
-            state.frozen.add(place)
+    for offset in fed_positions(state, rules):
+        is_ready = offset == rules.size - 1 or offset + 1 not in masked or rules.stability == "plain"
+        if rules.stability != "off" and offset not in masked and is_ready:
+            assert offset in selection.kept
+            state.frozen.add(offset)
     state.processed |= set(selection.kept)
     if not (rules.published and state.is_new):
         state.num_passes += 1
@@ -240,10 +240,10 @@ class SlowFocus(SlowBlocks):
         """Store a block without masks, but for places whose keys and values stay; returns the last row's
         logits.
         """
-        places = [place for place in range(self.rules.size) if place not in stays]
-        hidden = self._embed([tokens[place] for place in places])
+        offsets = [offset for offset in range(self.rules.size) if offset not in stays]
+        hidden = self._embed([tokens[offset] for offset in offsets])
         for layer in range(len(self.model.model.layers)):
-            hidden = self._layer(layer, hidden, places, start, limit=self.rules.size)
+            hidden = self._layer(layer, hidden, offsets, start, limit=self.rules.size)
         return self._head(hidden)[-1]
 
     def _denoise(
@@ -262,23 +262,23 @@ class SlowFocus(SlowBlocks):
             if len(self.passes) in self.losses:
                 # Keys and values of blocks before are computed again, the same.
                 first, state, work = len(self.passes), BlockState(is_new=True), list(empty)
-                for layer, place in itertools.product(range(len(self.model.model.layers)), range(size)):
-                    self.keys.pop((layer, start + place), None)
-                    self.values.pop((layer, start + place), None)
-            masked = [place for place in range(size) if work[place] is None]
+                for layer, offset in itertools.product(range(len(self.model.model.layers)), range(size)):
+                    self.keys.pop((layer, start + offset), None)
+                    self.values.pop((layer, start + offset), None)
+            masked = [offset for offset in range(size) if work[offset] is None]
             part = rules.part or size
-            decidable = [place for place in masked if place // part == masked[0] // part]
-            fed = fed_places(state, self.focus)
+            decidable = [offset for offset in masked if offset // part == masked[0] // part]
+            fed = fed_positions(state, self.focus)
             logits, selection = self._thinned(work, fed, masked, decidable, start, state)
-            rows = {place + rules.shifted: row for place, row in logits.items()}
+            rows = {offset + rules.shifted: row for offset, row in logits.items()}
             decided = self._decide(
                 {p: rows[p] for p in decidable if p in rows}, sampling, number, len(self.passes) - first
             )
-            for place, token in decided.items():
-                work[place] = token
+            for offset, token in decided.items():
+                work[offset] = token
             note(state, masked, selection, len(decided), self.focus)
             layers = range(len(self.model.model.layers))
-            inside = [(layer, place) for layer in layers for place in range(size)]
+            inside = [(layer, offset) for layer in layers for offset in range(size)]
             self.passes.append(
                 Pass(
                     number=number,
@@ -303,7 +303,7 @@ class SlowFocus(SlowBlocks):
         state: BlockState,
     ) -> tuple[dict[int, list[float]], Selection]:
         """Algorithm 1: logits by place of the rows that are left, and which those are."""
-        tokens = [self.rules.mask if work[place] is None else work[place] for place in fed]
+        tokens = [self.rules.mask if work[offset] is None else work[offset] for offset in fed]
         hidden = self._embed(tokens)
         queries0 = self._store(0, hidden, fed, start)
         hidden = self._rest(0, hidden, queries0, start, limit=self.rules.size)
@@ -311,13 +311,13 @@ class SlowFocus(SlowBlocks):
         layers = tuple(
             (
                 dict(zip(fed, queries, strict=True)),
-                {place: self.keys[number, start + place] for place in range(self.rules.size)},
+                {offset: self.keys[number, start + offset] for offset in range(self.rules.size)},
             )
             for number, queries in enumerate((queries0, queries1))
         )
         scale = self.head_dim**-0.5
         selection = select(state, masked, decidable, layers, scale, self.focus)  # type: ignore[arg-type]
-        left = [fed.index(place) for place in selection.kept]
+        left = [fed.index(offset) for offset in selection.kept]
         hidden = self._rest(1, hidden[left], queries1[left], start, limit=selection.limit)
         for number in range(2, len(self.model.model.layers)):
             hidden = self._layer(number, hidden, list(selection.kept), start, limit=selection.limit)
@@ -333,26 +333,26 @@ class SlowFocus(SlowBlocks):
         rows: list[list[float]] = logits.tolist()
         return rows
 
-    def _layer(self, number: int, hidden: Tensor, places: list[int], start: int, *, limit: int) -> Tensor:
-        queries = self._store(number, hidden, places, start)
+    def _layer(self, number: int, hidden: Tensor, offsets: list[int], start: int, *, limit: int) -> Tensor:
+        queries = self._store(number, hidden, offsets, start)
         return self._rest(number, hidden, queries, start, limit=limit)
 
-    def _store(self, number: int, hidden: Tensor, places: list[int], start: int) -> Tensor:
+    def _store(self, number: int, hidden: Tensor, offsets: list[int], start: int) -> Tensor:
         """Queries [rows, N, H] of a layer; its keys and values are stored."""
         layer = self.model.model.layers[number]
         block, normed = layer.self_attn, layer.input_layernorm(hidden)
         q, k, v = (
-            projection(normed).view(len(places), -1, self.head_dim)
+            projection(normed).view(len(offsets), -1, self.head_dim)
             for projection in (block.q_proj, block.k_proj, block.v_proj)
         )
         if hasattr(block, "q_norm"):
             q, k = block.q_norm(q), block.k_norm(k)
-        positions = torch.tensor([[start + place for place in places]])
+        positions = torch.tensor([[start + offset for offset in offsets]])
         cos, sin = (table[0][:, None] for table in self.model.model.rotary_emb(hidden[None], positions))
         q, k = (x * cos + _turned(x) * sin for x in (q, k))
-        for row, place in enumerate(places):
-            self.keys[number, start + place] = k[row].clone()
-            self.values[number, start + place] = v[row].clone()
+        for row, offset in enumerate(offsets):
+            self.keys[number, start + offset] = k[row].clone()
+            self.values[number, start + offset] = v[row].clone()
         queries: Tensor = q
         return queries
 

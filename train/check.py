@@ -126,9 +126,9 @@ def _path_problems(config: TrainConfig) -> list[str]:
         if path is not None and not path.strip()
     ]
     target = Path(config.output_dir).absolute()
-    place = next(path for path in (target, *target.parents) if path.exists())
-    if not place.is_dir():
-        problems.append(f"output_dir={config.output_dir}: {place} is a file")
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not existing.is_dir():
+        problems.append(f"output_dir={config.output_dir}: {existing} is a file")
     foreign = foreign_files(target, PUBLISHED_FILES)
     return problems + [
         f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
@@ -143,7 +143,7 @@ def _not_finite(values: Any, key: str = "") -> list[str]:
     if isinstance(values, dict):
         items = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
     elif isinstance(values, list):
-        items = [(f"{key}[{place}]", value) for place, value in enumerate(values)]
+        items = [(f"{key}[{existing}]", value) for existing, value in enumerate(values)]
     else:
         return []
     return [line for name, value in items for line in _not_finite(value, name)]
@@ -266,10 +266,10 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
     problems: list[str] = []
     owners: dict[Path, str] = {}
-    places = [
+    paths = [
         ("data" if not data.sources else f"data.sources[{i}]", one) for i, one in enumerate(data.parts())
     ]
-    given = [(f"{key}.path", one.path, one.source) for key, one in places]
+    given = [(f"{key}.path", one.path, one.source) for key, one in paths]
     for key, path, source in [*given, ("eval.path", held_out, data.source)]:
         if source in SUFFIXES and path is not None and path.strip():
             try:

@@ -62,7 +62,7 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
         engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
         prompts, judge, origin = _prompts(config, engine, num_samples)
         done = engine.generate(prompts, params)
-        verdicts = [judge(place, completion.text) for place, completion in enumerate(done)]
+        verdicts = [judge(index, completion.text) for index, completion in enumerate(done)]
         measurements.append(_measure(decoder, done, verdicts))
         if not texts:
             shown = [p if isinstance(p, str) else engine.tokenizer.decode(p) for p in prompts]
@@ -79,7 +79,7 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
 def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None], str]:
-    """Return the prompts, a judge `(place, answer) -> verdict or None`, and what the prompts are."""
+    """Return the prompts, a judge `(index, answer) -> verdict or None`, and what the prompts are."""
     separate = separate_data(config)
     data = config.data if separate is None else separate
     encoder = make_encoder(data, engine.tokenizer, None, date=run_date(config))
@@ -89,14 +89,14 @@ def _prompts(
     if separate is None:
         flags = held_out_flags(config.eval, source, seed=data.seed)
         origin = TRAINED if flags is None else HELD_OUT
-    places = (
+    indices = (
         range(num_samples)[: source.num_samples] if flags is None else np.flatnonzero(flags)[:num_samples]
     )
     if isinstance(source, JudgedSource):
-        return [source.question(place) for place in places], source.verdict, origin
-    samples = [source.sample(int(place)) for place in places]
+        return [source.question(index) for index in indices], source.verdict, origin
+    samples = [source.sample(int(index)) for index in indices]
     prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
-    return prompts, lambda place, answer: None, origin
+    return prompts, lambda index, answer: None, origin
 
 
 def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:

@@ -30,7 +30,7 @@ from benchmarks.models import slot_bytes, weights_of
 from benchmarks.stream import Rates
 from idlm.infer.models.loader import LoadedModel
 from idlm.kernels.block_eviction import Candidates
-from idlm.kernels.block_eviction.plain import select_places
+from idlm.kernels.block_eviction.plain import select_positions
 
 FULL, FOCUS = "full", "focus"
 
@@ -128,7 +128,7 @@ class BlockRules:
             mean_decoded_B=(decoded_L.double() / max(1, self.num_passes)).clamp(min=1.0),
         )
         nothing_LPW = torch.zeros_like(deltas_LW)[:, None]
-        return select_places(nothing_LPW, deltas_LW[:, None], candidates, alpha=self.rules.alpha).kept_BW
+        return select_positions(nothing_LPW, deltas_LW[:, None], candidates, alpha=self.rules.alpha).kept_BW
 
     def finish(self, kept_LW: Tensor, decided_LW: Tensor) -> None:
         is_decided_LW = ~self.is_mask_LW

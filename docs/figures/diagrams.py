@@ -45,8 +45,8 @@ def one_pass(theme: Theme) -> Figure:
             mark = {"yes": "\u2713", "no": "\u2717", "new": "+", "next": ""}[verdict]
             axes.text(at(column) + 20, y + 9, mark, ha="center", va="center", fontsize=9, color=line)
             arrow(axes, (at(column - 1) + 8, y + 84 - 18), (at(column) - 8, y + 18), theme.muted)
-    for place in range(4, 8):
-        arrow(axes, (at(place), 221 - 18), (at(place), 125 + 18), theme.muted)
+    for index in range(4, 8):
+        arrow(axes, (at(index), 221 - 18), (at(index), 125 + 18), theme.muted)
     for y, text in (
         (305, "pass 1 is fed"),
         (221, "pass 1 says"),

@@ -139,9 +139,9 @@ def arrow(
 
 
 @contextmanager
-def panel(figure: Figure, theme: Theme, place: tuple[float, float, float, float]) -> Iterator[Axes]:
+def panel(figure: Figure, theme: Theme, box: tuple[float, float, float, float]) -> Iterator[Axes]:
     """Axes of a chart with a quiet grid and no frame."""
-    axes = figure.add_axes(place)
+    axes = figure.add_axes(box)
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

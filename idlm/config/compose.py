@@ -183,8 +183,8 @@ def _recipe_layers(path: Path, conf_dir: Path, *above: Path) -> list[dict[str, A
         if name == SELF:
             layers.append(_located(content, conf_dir))
             continue
-        places = [folder / f"{name}.yaml" for folder in (path.parent, conf_dir / RECIPE)]
-        found = next((place for place in places if place.is_file() and place not in known), None)
+        files = [folder / f"{name}.yaml" for folder in (path.parent, conf_dir / RECIPE)]
+        found = next((index for file in files if file.is_file() and file not in known), None)
         if found is None:
             raise UserError(
                 "IDLM-0105",

@@ -51,11 +51,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1,
+    """One record, or the error it gave; `file` is an index into `Reader.names`, `number` counts from 1,
     `unread` names columns that were not loaded."""
 
     file: int
-    place: int
+    number: int
     value: dict[str, Any] | UserError
     unread: tuple[str, ...] = ()
 
@@ -168,12 +168,12 @@ def _below(folder: Path, left_out: list[str]) -> list[Path]:
         raise error
 
     for root, folders, names in os.walk(folder, followlinks=True, onerror=fail):
-        place = os.path.realpath(root)
-        if place in visited:
+        number = os.path.realpath(root)
+        if number in visited:
             # A link back to a folder above would be followed for ever.
             folders.clear()
             continue
-        visited.add(place)
+        visited.add(number)
         left_out += [shown(Path(root, name)) + "/" for name in folders if is_hidden(name)]
         left_out += [shown(Path(root, name)) for name in names if is_hidden(name)]
         folders[:] = sorted(name for name in folders if not is_hidden(name))
@@ -218,9 +218,9 @@ def _without_packed_copies(files: Sequence[Path], left_out: list[str]) -> list[P
     return [file for file in files if file not in copies]
 
 
-def is_saved(place: Path) -> bool:
+def is_saved(number: Path) -> bool:
     """Return whether `datasets` wrote what is there: the folder of `save_to_disk`, or a file of Arrow."""
-    return place.suffix == ".arrow" or any((place / name).is_file() for name in SAVED_DATASET)
+    return number.suffix == ".arrow" or any((number / name).is_file() for name in SAVED_DATASET)
 
 
 def source_of(path: str) -> str:

@@ -140,9 +140,9 @@ class Recall(GeneratedTask[Records]):
         parts = [_FILLER[int(random() * len(_FILLER))] for _ in range(num)]
         # One more word in some sentences gives the context its exact length.
         parts[:rest] = [re.sub(r"^( \w+)", r"\1 now", part) for part in parts[:rest]]
-        places = sorted(int(random() * (num + 1)) for _ in keys)
+        indices = sorted(int(random() * (num + 1)) for _ in keys)
         for idx in reversed(range(len(keys))):
-            parts.insert(places[idx], f" {keys[idx]}{problem.values[idx]}.")
+            parts.insert(indices[idx], f" {keys[idx]}{problem.values[idx]}.")
         pairs = "".join(f" {keys[idx]} {problem.values[idx]}" for idx in problem.asked)
         question = _question([keys[idx] for idx in problem.asked])
         return TaskSample(prompt="".join(parts) + question, response=f":{pairs}.")

@@ -58,8 +58,8 @@ def left_out(
     renders the same roles and fields with words that do neither; `known` keeps the numbers of the pieces that
     vanish from each such form."""
     pieces = _pieces(messages, tools)
-    places, everywhere = {turn: Rendering(text) for turn, text in answers.items()}, Rendering(whole)
-    lost = [not places.get(piece.turn, everywhere).has(piece.text) for piece in pieces]
+    renderings, everywhere = {turn: Rendering(text) for turn, text in answers.items()}, Rendering(whole)
+    lost = [not renderings.get(piece.turn, everywhere).has(piece.text) for piece in pieces]
     times = Counter(piece.text for piece in pieces)
     doubtful = [
         number
@@ -140,11 +140,11 @@ def _changed_content(message: Message, content: str, turn: int, replace: Replace
         return replace(TurnText(turn, role, "content", content))
     thought = thought_of({"content": content})
     parts = TAGS.split(content)
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.strip() and part not in (OPEN, CLOSE):
             is_thought = thought is not None and part == thought.text
             word = replace(TurnText(turn, role, "content", part, is_thought=is_thought))
-            parts[place] = part.replace(part.strip(), word)
+            parts[index] = part.replace(part.strip(), word)
     return "".join(parts)
 
 

@@ -48,7 +48,7 @@ class SplitTokens:
         self._no_parts = str.maketrans(dict.fromkeys(breaking, _NO_PART))
         # No text can hold a mark, because it is not known before.
         key = secrets.token_hex(16)
-        self._marks = {token: f"\uf8ff{key}-{place}\uf8ff" for place, token in enumerate(self._tokens)}
+        self._marks = {token: f"\uf8ff{key}-{index}\uf8ff" for index, token in enumerate(self._tokens)}
         self._backend: Any = None
         self._ids: dict[int, int] = {}
 

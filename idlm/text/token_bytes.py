@@ -46,7 +46,7 @@ class TokenBytes:
         return plain_text(self._tokenizer, [token_id]).encode()
 
 
-class TokenPlaces:
+class TokenOffsets:
     """Counts the characters of a text before each of its tokens; tokens of one character begin where it does.
     `keeps_hidden`: the text has special tokens too, as a prompt may."""
 
@@ -55,17 +55,17 @@ class TokenPlaces:
         self._num_chars = start
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        places = []
+        positions = []
         for token_id in token_ids:
-            places.append(self._num_chars)
+            positions.append(self._num_chars)
             if self._detokenizer is not None:
                 self._num_chars += len(self._detokenizer.push([token_id]))
-        return places
+        return positions
 
 
-def prompt_places(tokenizer: Any, prompt: str | list[int], token_ids: list[int]) -> list[int]:
+def prompt_offsets(tokenizer: Any, prompt: str | list[int], token_ids: list[int]) -> list[int]:
     """The places of a prompt's tokens in it; what the tokenizer has put in front of a text is not there."""
     prefix = [] if tokenizer is None or not isinstance(prompt, str) else added_prefix(tokenizer)
     num_before = len(prefix) if token_ids[: len(prefix)] == prefix else 0
-    places = TokenPlaces(tokenizer, keeps_hidden=True)
-    return [0] * num_before + places.push(token_ids[num_before:])
+    positions = TokenOffsets(tokenizer, keeps_hidden=True)
+    return [0] * num_before + positions.push(token_ids[num_before:])

@@ -93,8 +93,8 @@ class Template:
                     return opened
         before, _ = self.around(history)
         header, prefill = split_prefill(self.opener())
-        place = before.rfind(header) if header else -1
-        return before if place < 0 else before[: place + len(header)] + prefill
+        index = before.rfind(header) if header else -1
+        return before if index < 0 else before[: index + len(header)] + prefill
 
     def turn(self, messages: Sequence[Message], *, closed: str | None = None) -> Turn:
         """Return the two parts of the last of `messages`, which is the assistant's; `closed` is their text,

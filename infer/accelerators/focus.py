@@ -31,9 +31,9 @@ from idlm.kernels.block_eviction import (
     begin_blocks,
     block_importance,
     finish_blocks,
-    select_places,
+    select_positions,
 )
-from idlm.kernels.row_compaction import spread_places
+from idlm.kernels.row_compaction import spread_index
 
 LAST_LAYER = 1
 """The last layer whose attention is measured; rows are dropped after its queries and keys."""
@@ -104,7 +104,7 @@ class FocusPass(RowsPass):
         selected = self._select(self._first_BPW, found_BPW)
         self.budget_B = selected.budget_B
         starts_B, num_rows = view.active.starts_B, len(q_RNH)
-        keep_R, limits_R = spread_places(selected.kept_BW, selected.ends_B, starts_B, view.rows_BW, num_rows)
+        keep_R, limits_R = spread_index(selected.kept_BW, selected.ends_B, starts_B, view.rows_BW, num_rows)
         return RowSelection(keep_R=keep_R, limits_R=limits_R)
 
     def finish(self) -> None:
@@ -147,7 +147,7 @@ class FocusPass(RowsPass):
             processed_ZW=self._memory.processed_ZW,
             mean_decoded_B=self._started.mean_decoded_B,
         )
-        return select_places(
+        return select_positions(
             first_BPW,
             second_BPW,
             candidates,

@@ -62,7 +62,7 @@ class PrefixPass(KVPass):
         self._copies = len(view.plan.slots_R) > KEPT_ROWS
         self._rows: list[tuple[tuple[Tensor, Tensor, Tensor], Tensor]] = []
         """Of each layer that is not copied yet: queries and sums of all rows, and the rows of blocks."""
-        self._places: list[Tensor] = []
+        self._positions: list[Tensor] = []
         """Queries [L, X, N, H] and both sums [L, X, N] by place, as far as layers are copied."""
         self._num_copied = 0
 
@@ -74,7 +74,7 @@ class PrefixPass(KVPass):
     def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock:
         """Keep the queries, and return where attention leaves their sums."""
         if self._copies:
-            self._copy_places()
+            self._copy_positions()
         highest_RN, totals_RN = q_RNH.new_empty(2, *q_RNH.shape[:2], dtype=torch.float32)
         self._rows.append(((q_RNH, highest_RN, totals_RN), self.view.rows_BW))
         return BeforeBlock(highest_RN=highest_RN, totals_RN=totals_RN)
@@ -109,18 +109,18 @@ class PrefixPass(KVPass):
         if not self._copies and all(rows_BW is last_BW for _, rows_BW in self._rows):
             layers = zip(*(kept for kept, _ in self._rows), strict=True)
             return [torch.stack(each) for each in layers], last_BW
-        self._copy_places()
-        places_BW = torch.arange(last_BW.numel(), device=last_BW.device).view_as(last_BW)
-        return self._places, torch.where(last_BW >= 0, places_BW, PassView.NOT_FED)
+        self._copy_positions()
+        positions_BW = torch.arange(last_BW.numel(), device=last_BW.device).view_as(last_BW)
+        return self._positions, torch.where(last_BW >= 0, positions_BW, PassView.NOT_FED)
 
-    def _copy_places(self) -> None:
+    def _copy_positions(self) -> None:
         """Copy what the layers left of the rows of blocks, and forget the others."""
         for kept, rows_BW in self._rows:
             rows_X = rows_BW.clamp(min=0).flatten()
-            if not self._places:
+            if not self._positions:
                 shape = len(self._sets.slots_LZKC), len(rows_X)
-                self._places = [each.new_empty(*shape, *each.shape[1:]) for each in kept]
-            gather_rows(rows_X, kept, out=[each[self._num_copied] for each in self._places])
+                self._positions = [each.new_empty(*shape, *each.shape[1:]) for each in kept]
+            gather_rows(rows_X, kept, out=[each[self._num_copied] for each in self._positions])
             self._num_copied += 1
         self._rows.clear()
 
@@ -151,15 +151,15 @@ class PrefixAccelerator(KVAccelerator, ABC):
         spec, num_layers = self.spec, self.spec.num_layers - self.config.exact_layers
         assert spec.block_size is not None
         head_bytes, sum_bytes = spec.head_dim * spec.dtype.itemsize, 2 * 4 * spec.num_heads
-        place_bytes = spec.num_heads * head_bytes + sum_bytes
+        index_bytes = spec.num_heads * head_bytes + sum_bytes
         # A row in place holds the fused product.
-        row_bytes = place_bytes + 2 * spec.num_kv_heads * head_bytes
-        kept = num_layers * min(spec.max_rows, KEPT_ROWS) * (row_bytes + place_bytes)
+        row_bytes = index_bytes + 2 * spec.num_kv_heads * head_bytes
+        kept = num_layers * min(spec.max_rows, KEPT_ROWS) * (row_bytes + index_bytes)
         if spec.max_rows > KEPT_ROWS:
             # Of a copied layer the product is held during the next one. A pass is padded to at most half as
             # many sequences again.
-            num_places = min(spec.max_rows, 3 * spec.num_lanes * spec.block_size // 2)
-            kept = max(kept, num_layers * num_places * place_bytes + spec.max_rows * row_bytes)
+            num_positions = min(spec.max_rows, 3 * spec.num_lanes * spec.block_size // 2)
+            kept = max(kept, num_layers * num_positions * index_bytes + spec.max_rows * row_bytes)
         lists = self._slot_bytes() * min(self.config.k, spec.max_slots)
         shares = workspace_bytes(num_layers, spec.num_lanes, spec.num_kv_heads, spec.max_slots)
         return kept + lists + shares

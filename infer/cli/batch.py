@@ -86,7 +86,7 @@ def _reader(config: GenerateConfig) -> Reader:
             carry_keys=config.carry_keys,
         )
     elif config.prompt:
-        source = partial(text_prompts, config.prompt, config.sampling, place="prompt")
+        source = partial(text_prompts, config.prompt, config.sampling, location="prompt")
     else:
         # None: the command was started with standard input closed.
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
@@ -97,12 +97,12 @@ def _reader(config: GenerateConfig) -> Reader:
                 "there is no prompt",
                 fix="give -p TEXT or input=FILE; idlm-chat is for conversations",
             )
-        source = partial(text_prompts, [text], config.sampling, place="stdin")
+        source = partial(text_prompts, [text], config.sampling, location="stdin")
 
     def read() -> Iterator[PromptLine]:
         for line in with_system(source(), config.system):
             if config.output is None:
-                check_printed(line.params, place=f"{line.place}: ")
+                check_printed(line.params, location=f"{line.location}: ")
             yield line
 
     check_prompts(read(), source=config.input)
@@ -302,7 +302,7 @@ class AnswerRun:
 
     def _add(self, line: PromptLine) -> None:
         request_id = f"{self._num_lines}:{line.request_id}"
-        with _placed(line), uninterrupted():
+        with _located(line), uninterrupted():
             self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
             self._num_lines += 1
             self._order.extend((line, (request_id, index)) for index in range(line.params.n))
@@ -313,18 +313,18 @@ def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:
     line that the engine refuses."""
     num_answers = 0
     for line in lines:
-        with _placed(line):
+        with _located(line):
             engine.check_request(line.request_id, encode_line(engine, line), line.params)
         num_answers += line.params.n
     return num_answers
 
 
 @contextmanager
-def _placed(line: PromptLine) -> Iterator[None]:
+def _located(line: PromptLine) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(error.code, f"{line.place}: {error.message}", fix=error.fix) from error
+        raise UserError(error.code, f"{line.location}: {error.message}", fix=error.fix) from error
 
 
 def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:

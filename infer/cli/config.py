@@ -184,27 +184,27 @@ def check_paths(config: EngineSettings) -> None:
         raise UserError("IDLM-0438", "no model given", fix=f"give model=PATH, a checkpoint directory{other}")
 
 
-def check_printed(params: SamplingParams, *, place: str = "") -> None:
+def check_printed(params: SamplingParams, *, location: str = "") -> None:
     """Raise UserError IDLM-0489 for what text that is printed does not show."""
     scored = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
     if scored:
         raise UserError(
             "IDLM-0489",
-            f"{place}sampling.{scored[0]}={getattr(params, scored[0])}, and text that is printed has none",
+            f"{location}sampling.{scored[0]}={getattr(params, scored[0])}, and text that is printed has none",
             fix=f"give output=FILE, whose records have {scored[0]}, or leave it out",
         )
 
 
-def check_text(place: str, text: str) -> None:
+def check_text(location: str, text: str) -> None:
     """Raise UserError IDLM-0436 for an empty prompt, and for unpaired surrogates, which neither a tokenizer
     nor a file accepts."""
     if not text:
-        raise UserError("IDLM-0436", f"{place}: prompt is empty", fix="give at least one token")
+        raise UserError("IDLM-0436", f"{location}: prompt is empty", fix="give at least one token")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            "IDLM-0436", f"{place}: not valid text at {text[error.start : error.end]!r}", fix="give UTF-8"
+            "IDLM-0436", f"{location}: not valid text at {text[error.start : error.end]!r}", fix="give UTF-8"
         ) from error
 
 

@@ -23,23 +23,23 @@ KEYS = (*SHAPES, "id", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One request: a prompt (text, token ids or a conversation), its id and its settings. `place`
+    """One request: a prompt (text, token ids or a conversation), its id and its settings. `location`
     (`file:line`) begins every error message about it. `carried` holds keys that are only copied to the output
     record."""
 
-    place: str
+    location: str
     request_id: str
     prompt: str | list[int] | list[dict[str, str]]
     params: SamplingParams
     carried: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, place: str) -> Iterator[PromptLine]:
+def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, location: str) -> Iterator[PromptLine]:
     """Yield requests of plain texts with the ids 0, 1, 2, ..."""
     for number, text in enumerate(texts):
-        where = place if len(texts) == 1 else f"{place} {number + 1}"
+        where = location if len(texts) == 1 else f"{location} {number + 1}"
         check_text(where, text)
-        yield PromptLine(place=where, request_id=str(number), prompt=text, params=sampling)
+        yield PromptLine(location=where, request_id=str(number), prompt=text, params=sampling)
 
 
 def read_prompts(
@@ -78,14 +78,14 @@ def read_lines(
     """Yield the requests of lines of a file, of which `first` is the number of the first one; see
     `read_prompts`."""
     for number, value in json_lines(lines, first=first, hook=_without_repeated_keys):
-        place = f"{path}:{number}"
-        record = _record(place, value)
-        carried = _carried(place, record, carry_keys=carry_keys)
+        location = f"{path}:{number}"
+        record = _record(location, value)
+        carried = _carried(location, record, carry_keys=carry_keys)
         yield PromptLine(
-            place=place,
-            request_id=_request_id(place, record.get("id", number)),
-            prompt=_prompt(place, record, drop_last_turn=drop_last_turn),
-            params=_params(place, record.get("sampling", {}), sampling),
+            location=location,
+            request_id=_request_id(location, record.get("id", number)),
+            prompt=_prompt(location, record, drop_last_turn=drop_last_turn),
+            params=_params(location, record.get("sampling", {}), sampling),
             carried=carried,
         )
 
@@ -94,30 +94,30 @@ def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> 
     """Read all requests, to find a mistake in the last line of a file before a model is loaded. UserError
     IDLM-0430 if the file `source` has none, IDLM-0465 for two lines with one id; the id of a line without one
     is its number."""
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for line in lines:
-        first = places.setdefault(line.request_id, line.place)
-        if first != line.place:
+        first = locations.setdefault(line.request_id, line.location)
+        if first != line.location:
             raise UserError(
                 "IDLM-0465",
-                f"{line.place}: id {line.request_id!r} is also the id of {first}",
+                f"{line.location}: id {line.request_id!r} is also the id of {first}",
                 fix="give every line its own id; the id of a line without one is its number",
             )
-    if not places:
+    if not locations:
         raise UserError("IDLM-0430", f"input={source!r} has no lines", fix="give a file of JSON lines")
 
 
-def _record(place: str, record: Any) -> dict[str, Any]:
+def _record(where: str, record: Any) -> dict[str, Any]:
     """The value of a line, checked. UserError IDLM-0432 for the error of reading it."""
     if isinstance(record, Exception):
         raise UserError(
             "IDLM-0432",
-            f"{place} is not valid JSON: {json_problem(record)}",
+            f"{where} is not valid JSON: {json_problem(record)}",
             fix="one JSON object per line, in UTF-8; plain text is piped in (< FILE), without input=",
         ) from record
     if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
-        raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
-    check_text(place, json.dumps(record, ensure_ascii=False))
+        raise UserError("IDLM-0433", f"{where} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
+    check_text(where, json.dumps(record, ensure_ascii=False))
     return record
 
 
@@ -130,38 +130,38 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _carried(place: str, record: dict[str, Any], *, carry_keys: bool) -> dict[str, Any]:
+def _carried(location: str, record: dict[str, Any], *, carry_keys: bool) -> dict[str, Any]:
     """The unknown keys; UserError IDLM-0434 unless `carry_keys`, or if the output record uses one."""
     carried = {key: value for key, value in record.items() if key not in KEYS}
     for key in () if carry_keys else carried:
         raise UserError(
             "IDLM-0434",
-            f"{place}: unknown key {key!r}{did_you_mean(key, KEYS)}",
+            f"{location}: unknown key {key!r}{did_you_mean(key, KEYS)}",
             fix=f"use {KEYS}; carry_keys=true carries other keys through to the output records",
         )
     for key in (key for key in carried if key in RECORD_KEYS):
         raise UserError(
             "IDLM-0434",
-            f"{place}: key {key!r} cannot be carried: an output record has its own",
+            f"{location}: key {key!r} cannot be carried: an output record has its own",
             fix="give it another name",
         )
     return carried
 
 
-def _request_id(place: str, given: Any) -> str:
+def _request_id(location: str, given: Any) -> str:
     if isinstance(given, bool) or not isinstance(given, str | int):
         raise UserError(
-            "IDLM-0436", f"{place}: id is {given!r}", fix="give a text or a whole number, or leave it out"
+            "IDLM-0436", f"{location}: id is {given!r}", fix="give a text or a whole number, or leave it out"
         )
     return str(given)
 
 
-def _prompt(place: str, record: dict[str, Any], *, drop_last_turn: bool) -> Any:
+def _prompt(location: str, record: dict[str, Any], *, drop_last_turn: bool) -> Any:
     """The prompt of a line; of a conversation, the turns for the assistant to answer. UserError IDLM-0436 for
     one that is answered already."""
     shape = next(key for key in SHAPES if key in record)
     prompt = record[shape]
-    _check_prompt(place, shape, prompt)
+    _check_prompt(location, shape, prompt)
     if shape != "messages":
         return prompt
     num_open = len(prompt)
@@ -175,13 +175,13 @@ def _prompt(place: str, record: dict[str, Any], *, drop_last_turn: bool) -> Any:
         )
         raise UserError(
             "IDLM-0436",
-            f"{place}: messages {what}",
+            f"{location}: messages {what}",
             fix="end them in a turn of the user, or give drop_last_turn=true to answer that turn anew",
         )
     return prompt[:num_open]
 
 
-def _check_prompt(place: str, shape: str, prompt: Any) -> None:
+def _check_prompt(location: str, shape: str, prompt: Any) -> None:
     kind = str if shape == "prompt" else list
     problem = fix = ""
     if not isinstance(prompt, kind):
@@ -196,14 +196,14 @@ def _check_prompt(place: str, shape: str, prompt: Any) -> None:
         problem = f"hold {bad[0]!r}" if bad else ""
         fix = 'write {"role": "user", "content": "..."}, both texts'
     if problem:
-        raise UserError("IDLM-0436", f"{place}: {shape} {problem}", fix=fix)
+        raise UserError("IDLM-0436", f"{location}: {shape} {problem}", fix=fix)
 
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _params(place: str, changes: Any, sampling: SamplingParams) -> SamplingParams:
+def _params(location: str, changes: Any, sampling: SamplingParams) -> SamplingParams:
     known = tuple(SamplingParams.__dataclass_fields__)
     problem, fix = "", f"use {known}"
     if not isinstance(changes, dict):
@@ -215,11 +215,11 @@ def _params(place: str, changes: Any, sampling: SamplingParams) -> SamplingParam
             elif key in ("stop", "stop_token_ids") and not isinstance(value, list):
                 problem, fix = f"{key}={value!r} must be a list", f'write {{"{key}": [...]}}'
     if problem:
-        raise UserError("IDLM-0435", f"{place}: {problem}", fix=fix)
+        raise UserError("IDLM-0435", f"{location}: {problem}", fix=fix)
     try:
         return dataclasses.replace(sampling, **changes)
     except UserError as error:
-        raise UserError(error.code, f"{place}: {error.message}", fix=error.fix) from error
+        raise UserError(error.code, f"{location}: {error.message}", fix=error.fix) from error
 
 
 SYSTEM_ROLES = ("system", "developer")
@@ -239,7 +239,7 @@ def _with_system(line: PromptLine, system: str) -> PromptLine:
     if not messages:
         raise UserError(
             "IDLM-0458",
-            f"{line.place}: system= cannot precede prompt_ids, which are a whole prompt",
+            f"{line.location}: system= cannot precede prompt_ids, which are a whole prompt",
             fix="give the line as prompt or messages, or leave system= out",
         )
     has_own = messages[0]["role"] in SYSTEM_ROLES

@@ -70,7 +70,7 @@ class ResumeState:
 class _Expected:
     """What the records of one line of the input must say. It keeps a hash of the prompt, to save memory."""
 
-    place: str
+    location: str
     num_samples: int
     prompt_hash: int
     run_config: RunConfig
@@ -90,7 +90,7 @@ def find_resume_state(
         made = config_of(line)
         # Most lines have the settings of the one before: store them once.
         shared = shared if shared == made else made
-        expected[line.request_id] = _Expected(line.place, line.params.n, _hash(line.prompt), shared)
+        expected[line.request_id] = _Expected(line.location, line.params.n, _hash(line.prompt), shared)
     broken: list[int] = []
     found: dict[str, dict[int, int]] = {}
     failed: set[str] = set()
@@ -130,7 +130,7 @@ def _check_record(source: Path, record: dict[str, Any], line: _Expected | None, 
         change = change if made else "made by an older version, which did not record its settings"
         raise UserError(
             "IDLM-0463",
-            f"{line.place}: its answer in {str(source)!r} was {change}",
+            f"{line.location}: its answer in {str(source)!r} was {change}",
             fix=f"resume with the settings it was made with, give another output=, or delete {source}",
         )
 

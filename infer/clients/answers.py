@@ -70,7 +70,7 @@ class EngineAnswerer:
 
 class ServerAnswerer:
     def __init__(self, server: Server) -> None:
-        self._server, self.name = server, f"{server.model} at {server.place}"
+        self._server, self.name = server, f"{server.model} at {server.address}"
 
     def check_system(self, system: str | None) -> None:
         """Do nothing: the server refuses it with the turn."""

@@ -121,15 +121,15 @@ def check_parity(first: Sequence[Greedy], second: Sequence[Greedy], *, rounding:
     for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         pairs = enumerate(zip(ours.token_ids, theirs.token_ids))
         shorter = min(len(ours.token_ids), len(theirs.token_ids))
-        place = next((at for at, (a, b) in pairs if a != b), shorter)
-        is_whole = place == len(ours.token_ids) == len(theirs.token_ids)
-        if not is_whole and (place >= len(ours.margins) or ours.margins[place] > rounding):
+        index = next((at for at, (a, b) in pairs if a != b), shorter)
+        is_whole = index == len(ours.token_ids) == len(theirs.token_ids)
+        if not is_whole and (index >= len(ours.margins) or ours.margins[index] > rounding):
             raise UserError(
                 "IDLM-0711",
-                f"greedy answers differ from those of the first arm: prompt {number}, token {place}",
+                f"greedy answers differ from those of the first arm: prompt {number}, token {index}",
                 fix="this is a bug of idlm: report it with the command; its speed would mean nothing",
             )
-        num_compared += place
+        num_compared += index
     return num_compared
 
 

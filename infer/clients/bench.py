@@ -93,7 +93,7 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
         from idlm.infer.clients.http import Server
 
         servers = [Server(url, model=config.model, **options) for url in config.url]
-        running = [arms.ServerArm(server.place, server) for server in servers]
+        running = [arms.ServerArm(server.address, server) for server in servers]
         already_open: Any = nullcontext
         return [ArmPlan(arm.name, partial(already_open, arm)) for arm in running]
     if config.max_num_seqs is None and config.concurrency and not config.rate:

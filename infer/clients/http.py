@@ -60,7 +60,7 @@ class Server:
         base = url.rstrip("/").removesuffix("/v1")
         # The variable may hold all keys of a server.
         key = api_key or os.environ.get(KEY_VARIABLE, "").partition(",")[0].strip()
-        self.place, self.timeout = urlsplit(base).netloc or base, timeout
+        self.address, self.timeout = urlsplit(base).netloc or base, timeout
         # A proxy of the environment does not lead to this machine.
         trusts = urlsplit(base).hostname not in LOOPBACK
         self._options: dict[str, Any] = {

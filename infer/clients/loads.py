@@ -100,7 +100,7 @@ def load_prompts(source: str) -> list[Any]:
     path = QUESTIONS if source == "text" else Path(source)
     fix = f"give random, text, a task ({', '.join(sorted(TASKS.names()))}), or a file with prompts alone"
     lines = _read(path, fix) if path.is_file() else []
-    own = [line.place for line in lines if line.params != SamplingParams()]
+    own = [line.location for line in lines if line.params != SamplingParams()]
     if own or not lines:
         what = f"{own[0]} has sampling settings" if own else f"prompts={source} is no file with prompts"
         raise UserError("IDLM-0706", what, fix=fix)
@@ -115,4 +115,4 @@ def _read(path: Path, fix: str) -> list[PromptLine]:
         raise UserError("IDLM-0706", f"prompts={path} cannot be read: {error}", fix=fix) from error
     if texts and texts[0].startswith("{"):
         return list(read_prompts(str(path), SamplingParams(), drop_last_turn=True, carry_keys=True))
-    return list(text_prompts(texts, SamplingParams(), place=f"prompts={path}, prompt"))
+    return list(text_prompts(texts, SamplingParams(), location=f"prompts={path}, prompt"))

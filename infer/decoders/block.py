@@ -46,7 +46,7 @@ from idlm.kernels.block_step import (
     Resizing,
     Rules,
     decide_blocks,
-    places_of,
+    positions_of,
 )
 from idlm.kernels.sampling import entropy, judged_draws, nonfinite, uniforms
 from idlm.semantics import Semantics
@@ -190,9 +190,9 @@ class BlockDecoder(Decoder):
         active = deciding(plan)
         wanted, is_maskable_BW = active.wanted, active.is_maskable_BW
         if self._resizing is not None:
-            lanes_B, masks_BW = plan.lanes_B, self._places(table, plan).masks_BW
+            lanes_B, masks_BW = plan.lanes_B, self._positions(table, plan).masks_BW
             last_B = self._resizing.is_last(lanes_B, masks_BW, self.blocks.num_passes_Z[lanes_B])
-            self._resizing.forbid(logits_XV, last_B[wanted.places_X // self.shape.size])
+            self._resizing.forbid(logits_XV, last_B[wanted.positions_X // self.shape.size])
         probs = table.probs(
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )
@@ -207,10 +207,10 @@ class BlockDecoder(Decoder):
         )
         ids_X, confidence_X = judged_draws(
             probs,
-            uniforms_BW.flatten()[wanted.places_X],
+            uniforms_BW.flatten()[wanted.positions_X],
             table.temperature_Z,
             lanes_B=wanted.lanes_X,
-            takes_best_X=(~is_maskable_BW).flatten()[wanted.places_X] if self._edits else None,
+            takes_best_X=(~is_maskable_BW).flatten()[wanted.positions_X] if self._edits else None,
             always_own=self.config.confidence == "model",
         )
         number_BW = wanted.number_BW.clamp(min=0)
@@ -225,17 +225,17 @@ class BlockDecoder(Decoder):
     def _is_read(self, table: SequenceState, plan: StepPlan) -> Tensor:
         """Positions whose proposals may be used, bool [B, W]."""
         if self._edits:
-            places = self._places(table, plan)
-            assert places.editable_BW is not None
-            return places.is_maskable_BW | places.editable_BW
+            positions = self._positions(table, plan)
+            assert positions.editable_BW is not None
+            return positions.is_maskable_BW | positions.editable_BW
         active = deciding(plan)
         is_maskable_BW, has_logits_BW = active.is_maskable_BW, active.has_logits_BW
         return is_maskable_BW if has_logits_BW is None else is_maskable_BW & has_logits_BW
 
-    def _places(self, table: SequenceState, plan: StepPlan) -> Positions:
+    def _positions(self, table: SequenceState, plan: StepPlan) -> Positions:
         """The positions that this pass may change."""
         known_B = table.num_known_Z[plan.lanes_B]
-        return places_of(known_B, self.blocks, self.shape, _given(plan), edits=self._edits)
+        return positions_of(known_B, self.blocks, self.shape, _given(plan), edits=self._edits)
 
     def _decide(self, table: SequenceState, plan: StepPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
         """Decide, edit and commit; returns tokens [B, W], and how many of each sequence are emitted."""

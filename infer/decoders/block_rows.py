@@ -17,7 +17,7 @@ from torch import Tensor
 
 from idlm.infer.state.batch import ActiveBlocks, Batch, BlockDemand, BlockLimits, DroppedRows, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.block_step import BlockLanes, BlockShape, WantedPlaces, pack_blocks
+from idlm.kernels.block_step import BlockLanes, BlockShape, WantedPositions, pack_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class DecidingBlocks(ActiveBlocks):
     """The payload of plans: also the place of each wanted row, each sequence's step of the random stream,
     and, once a pass has dropped rows, which places have logits."""
 
-    wanted: WantedPlaces
+    wanted: WantedPositions
     draw_steps_B: Tensor
     has_logits_BW: Tensor | None = None
 
@@ -102,6 +102,6 @@ def without_dropped(plan: StepPlan, dropped: DroppedRows) -> StepPlan:
     number_BW = torch.where(number_BW >= 0, dropped.numbers_X[number_BW.clamp(min=0)], -1)
     left = replace(wanted, number_BW=number_BW)
     if origin_H is not None:
-        columns = {name: getattr(wanted, name)[origin_H] for name in ("rows_X", "places_X", "lanes_X")}
+        columns = {name: getattr(wanted, name)[origin_H] for name in ("rows_X", "positions_X", "lanes_X")}
         left = replace(left, **columns)
     return replace(plan, payload=replace(active, wanted=left, has_logits_BW=number_BW >= 0))

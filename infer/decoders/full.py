@@ -47,8 +47,8 @@ from idlm.infer.decoders.full_rows import (
     guided,
     mixed_logits,
     reuse_of,
-    reused_places,
-    wanted_places,
+    reused_positions,
+    wanted_positions,
     whole_canvases,
 )
 from idlm.infer.state.batch import (
@@ -191,18 +191,18 @@ class FullDecoder(Decoder):
         samples_C = samples_C & advances_C
         fed = self._fed(batch, known_C, ends_C, samples_C)
         sequence_R, slots_R, is_fed_R = fed.sequence_R, fed.slots_R, fed.is_fed_R
-        lane_R, place_R = lanes_C[sequence_R], slots_R - known_C[sequence_R]
-        is_known_R, in_block_R = place_R < 0, place_R < self._width
-        place_R = place_R.clamp(0, self._width - 1)
-        is_decided_R = in_block_R & self.is_decided_ZW[lane_R, place_R]
-        decided_R = torch.where(is_decided_R, self.tokens_ZW[lane_R, place_R], self._mask_token_id)
+        lane_R, index_R = lanes_C[sequence_R], slots_R - known_C[sequence_R]
+        is_known_R, in_block_R = index_R < 0, index_R < self._width
+        index_R = index_R.clamp(0, self._width - 1)
+        is_decided_R = in_block_R & self.is_decided_ZW[lane_R, index_R]
+        decided_R = torch.where(is_decided_R, self.tokens_ZW[lane_R, index_R], self._mask_token_id)
         limits_R = torch.where(is_fed_R, ends_C[sequence_R], 1)
         lanes_B, known_B, ends_B, samples_B = (
             each_C[: len(batch.lanes_B)] for each_C in (lanes_C, known_C, ends_C, samples_C)
         )
         is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=limits.max_length)
-        sequence_X, place_X = wanted_places(is_maskable_BW, is_exact=batch.num_rows is None)
-        wanted_X = fed.rows_of(sequence_X, known_B[sequence_X] + place_X - self._shift)
+        sequence_X, index_X = wanted_positions(is_maskable_BW, is_exact=batch.num_rows is None)
+        wanted_X = fed.rows_of(sequence_X, known_B[sequence_X] + index_X - self._shift)
         plan = StepPlan(
             lanes_B=lanes_C,
             cu_rows_B1=fed.cu_rows_B1,
@@ -223,7 +223,7 @@ class FullDecoder(Decoder):
             payload=ActiveCanvases(
                 takes_best=self._kind.reads != "row" and limits.is_greedy and limits.num_canvases == 1,
                 sequence_X=sequence_X,
-                place_X=place_X,
+                index_X=index_X,
                 is_maskable_BW=is_maskable_BW,
                 # By block and pass, so that a block begun anew draws the same.
                 draw_steps_B=(known_B << PASSES_BITS) + self.num_passes_Z[lanes_B],
@@ -241,11 +241,11 @@ class FullDecoder(Decoder):
             return whole_canvases(ends_B * samples_B, num_rows=batch.num_rows)
         lanes_B = batch.lanes_B
         slot_L = torch.arange(batch.payload.max_length, device=known_B.device)
-        place_BL = slot_L - known_B[:, None]
-        in_block_BL = (place_BL >= 0) & (place_BL < self._width)
-        place_BL = place_BL.clamp(0, self._width - 1)
+        index_BL = slot_L - known_B[:, None]
+        in_block_BL = (index_BL >= 0) & (index_BL < self._width)
+        index_BL = index_BL.clamp(0, self._width - 1)
         is_decided_BL, is_recent_BL = (
-            in_block_BL & column_ZW[lanes_B].gather(1, place_BL)
+            in_block_BL & column_ZW[lanes_B].gather(1, index_BL)
             for column_ZW in (self.is_decided_ZW, self.is_recent_ZW)
         )
         in_canvas_BL = slot_L < ends_B[:, None]
@@ -258,7 +258,7 @@ class FullDecoder(Decoder):
             is_recent_BL=is_recent_BL,
         )
         refreshes_B = self._reuse.refreshes(self.num_passes_Z[lanes_B])
-        is_fed_BL = refreshes_B[:, None] | reused_places(self._cache, canvases, shift=self._shift)
+        is_fed_BL = refreshes_B[:, None] | reused_positions(self._cache, canvases, shift=self._shift)
         return fed_canvases(is_fed_BL & in_canvas_BL & samples_B[:, None], num_rows=batch.num_rows)
 
     def _maskable(
@@ -266,8 +266,8 @@ class FullDecoder(Decoder):
     ) -> Tensor:
         """Masks of the active block, which begins after the known tokens, bool [B, W]."""
         width = min(width, self._width)
-        place_W = torch.arange(width, device=known_B.device)
-        is_maskable_BW = place_W < self._sizes(known_B, ends_B)[:, None]
+        index_W = torch.arange(width, device=known_B.device)
+        is_maskable_BW = index_W < self._sizes(known_B, ends_B)[:, None]
         return is_maskable_BW & samples_B[:, None] & ~self.is_decided_ZW[lanes_B, :width]
 
     def _sizes(self, known_B: Tensor, ends_B: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class FullDecoder(Decoder):
         active, lanes_B = active_canvases(plan), batch.lanes_B
         is_maskable_BW = active.is_maskable_BW
         samples_B = plan.samples_B[: len(lanes_B)]
-        num_places, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
+        num_positions, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
         uniforms_BW2 = uniforms(
             table.seeds_Z,
             table.samples_Z,
@@ -290,14 +290,14 @@ class FullDecoder(Decoder):
             steps_by_lane=False,
         ).view(-1, width, 2)
         ids_X, scores_X, bad_X = self._propose(table, batch, plan, wanted, uniforms_BW2[:, :, 0])
-        flat_X = active.sequence_X * width + active.place_X
+        flat_X = active.sequence_X * width + active.index_X
 
-        def by_place(values_X: Tensor) -> Tensor:
+        def by_index(values_X: Tensor) -> Tensor:
             """Values by place [B, W], 0 where there is no wanted row."""
-            return values_X.new_zeros(num_places).scatter_(0, flat_X, values_X).view(-1, width)
+            return values_X.new_zeros(num_positions).scatter_(0, flat_X, values_X).view(-1, width)
 
-        ids_BW, scores_BW = by_place(ids_X), by_place(scores_X)
-        is_bad_BW = (by_place(bad_X) > 0) & is_maskable_BW
+        ids_BW, scores_BW = by_index(ids_X), by_index(scores_X)
+        is_bad_BW = (by_index(bad_X) > 0) & is_maskable_BW
         chosen_BW = self._choose(table, plan, scores_BW, uniforms_BW2[:, :, 1])
         decided_BW = self.is_decided_ZW[lanes_B, :width] | chosen_BW
         tokens_BW = torch.where(chosen_BW, ids_BW, self.tokens_ZW[lanes_B, :width])
@@ -322,13 +322,13 @@ class FullDecoder(Decoder):
         """Of every wanted row a token, its score, and whether its logits are not finite; the head streams."""
         active = active_canvases(plan)
         if active.takes_best:
-            is_wanted_X = active.is_maskable_BW[active.sequence_X, active.place_X]
+            is_wanted_X = active.is_maskable_BW[active.sequence_X, active.index_X]
             best = wanted.best(self._forbidden_S, is_wanted_X, entropy=self._kind.reads == "entropy")
             if best is not None:
                 # All wanted rows are greedy, and the others mean nothing.
                 drawn = Drawn(confidence_Y=best.own_X, is_greedy_Y=is_wanted_X, entropy_Y=best.entropy_X)
                 return best.token_X, self._score(drawn, best.token_X), best.is_nonfinite_X.long()
-        uniforms_X = uniforms_BW[active.sequence_X, active.place_X]
+        uniforms_X = uniforms_BW[active.sequence_X, active.index_X]
         lane_X, group = batch.lanes_B[active.sequence_X], active.logit_group
 
         def propose(logits_YV: Tensor, rows: slice) -> tuple[Tensor, ...]:

@@ -177,6 +177,6 @@ def choose(scores_BW: Tensor, is_maskable_BW: Tensor, quota_B: Tensor) -> Tensor
     # Below every score, so that a place with score -inf still comes before those that are not maskable.
     keys_BW = torch.where(is_maskable_BW, scores_BW.clamp(min=torch.finfo(torch.float64).min), -torch.inf)
     order_BW = keys_BW.sort(dim=-1, descending=True, stable=True).indices
-    places_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
-    rank_BW = torch.empty_like(order_BW).scatter_(1, order_BW, places_W.expand_as(order_BW))
+    positions_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
+    rank_BW = torch.empty_like(order_BW).scatter_(1, order_BW, positions_W.expand_as(order_BW))
     return is_maskable_BW & (rank_BW < quota_B[:, None])

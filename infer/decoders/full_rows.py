@@ -37,12 +37,12 @@ MIXED_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveCanvases(FedCanvases):
-    """The payload of plans: wanted row x, or group x of them, predicts place `place_X[x]` of the active block
+    """The payload of plans: wanted row x, or group x of them, predicts `index_X[x]` of the active block
     of sequence `sequence_X[x]`. `is_maskable_BW` (bool): masks that this pass may decide; wanted rows of
     others mean nothing. `draw_steps_B`: each sequence's step of the random stream."""
 
     sequence_X: Tensor
-    place_X: Tensor
+    index_X: Tensor
     is_maskable_BW: Tensor
     draw_steps_B: Tensor
 
@@ -53,13 +53,13 @@ def active_canvases(plan: StepPlan) -> ActiveCanvases:
     return plan.payload
 
 
-def wanted_places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
+def wanted_positions(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
     """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
     for, or (a static shape) all places. At least one row."""
     if is_exact:
-        sequence_X, place_X = is_maskable_BW.nonzero(as_tuple=True)
-        if len(place_X):
-            return sequence_X, place_X
+        sequence_X, index_X = is_maskable_BW.nonzero(as_tuple=True)
+        if len(index_X):
+            return sequence_X, index_X
         is_maskable_BW = is_maskable_BW[:1, :1]
     num_sequences, width = is_maskable_BW.shape
     flat_X = torch.arange(num_sequences * width, device=is_maskable_BW.device)
@@ -204,7 +204,7 @@ def reuse_of(
     )
 
 
-def reused_places(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:
+def reused_positions(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:
     """What a pass between two refreshes feeds, bool [B, L]: the places of `cache`, and with `shift` those
     before the masks of the active block."""
     is_fed_BL = cache.feeds(canvases)

@@ -228,7 +228,7 @@ class IsdDecoder(Decoder):
         """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
         draws, or for one that takes the likeliest tokens these in falling order; -1 where there is no row."""
         grammars, num_masks = batch.grammars, self.num_masks
-        places_M = grammars.places_M
+        places_M = grammars.index_M
         rows_MJ, uniforms_MQ = rows_BJ[places_M], uniforms_BD[places_M, 2 * num_masks + 1 :]
         num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
         uniforms_MJC = uniforms_MQ.reshape(*rows_MJ.shape, num_candidates - 1)

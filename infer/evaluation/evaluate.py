@@ -221,7 +221,7 @@ def evaluate(
         encoded = engine.encode([sample.prompt for sample in samples])
     lines = [
         PromptLine(
-            place=f"prompt {i + 1}",
+            location=f"prompt {i + 1}",
             request_id=str(i),
             prompt=prompt,
             params=params if params.seed is None else params.with_seed((params.seed + i) % NUM_SEEDS),

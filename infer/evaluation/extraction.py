@@ -16,7 +16,7 @@ BOXED = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """Braces, and what is escaped, such as the brace of a set."""
 _OPEN = re.compile(r"(?P<before>.*?)(?<![`~])(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^`~]*)")
-_PLACE = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
+_LOCATION = re.compile(r"(?:[ \t]*>)*[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")
 _PYTHON = re.compile(r"\{?\.?i?py(?:thon)?[\d.]*(?!\w)", re.IGNORECASE)
 _FUNCTION = re.compile(r"^\s*(?:async )?def \w+", re.MULTILINE)
 MAX_FENCES = 16
@@ -57,27 +57,27 @@ def python_blocks(text: str) -> list[str]:
     fence may follow the mark of a list or quotation or, if it says Python, any text. A block of Python ends
     at the first fence before which it can be parsed, since a docstring may hold fences too."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    blocks, place = [], 0
-    while place < len(lines):
-        opened = _OPEN.fullmatch(lines[place])
-        place += 1
+    blocks, index = [], 0
+    while index < len(lines):
+        opened = _OPEN.fullmatch(lines[index])
+        index += 1
         if opened is None:
             continue
-        is_alone = bool(_PLACE.fullmatch(opened["before"]))
+        is_alone = bool(_LOCATION.fullmatch(opened["before"]))
         if _says_python(opened) or (is_alone and not opened["info"]):
-            code, place = _block(lines, place, opened["fence"], opened["before"] if is_alone else "")
+            code, index = _block(lines, index, opened["fence"], opened["before"] if is_alone else "")
             blocks.append(code)
         elif is_alone:
-            place = _end(lines, place, opened["fence"])
+            index = _end(lines, index, opened["fence"])
         # What ends a block may begin the next one.
-        if place < len(lines) and not _says_python(_OPEN.fullmatch(lines[place])):
-            place += 1
+        if index < len(lines) and not _says_python(_OPEN.fullmatch(lines[index])):
+            index += 1
     return blocks
 
 
 def _block(lines: list[str], start: int, fence: str, before: str) -> tuple[str, int]:
     """The code of a block of Python, and the line that ends it."""
-    ends = (place for place in range(start, len(lines)) if fence in lines[place])
+    ends = (index for index in range(start, len(lines)) if fence in lines[index])
     for end in itertools.islice(ends, MAX_FENCES):
         last = lines[end].partition(fence)[0]
         if last.lstrip().startswith("#"):
@@ -92,10 +92,10 @@ def _block(lines: list[str], start: int, fence: str, before: str) -> tuple[str, 
 
 def _end(lines: list[str], start: int, fence: str) -> int:
     """The next line that is a fence alone or begins Python."""
-    for place in range(start, len(lines)):
-        line = lines[place].strip("> \t")
+    for index in range(start, len(lines)):
+        line = lines[index].strip("> \t")
         if (line.startswith(fence) and not line.strip(fence[0])) or _says_python(_OPEN.fullmatch(line)):
-            return place
+            return index
     return len(lines)
 
 

@@ -96,19 +96,19 @@ def read_records(name: str, path: str, task: type[FileTask]) -> Iterator[Record]
             raise UserError("IDLM-0481", f"data={path!r} is damaged: {problem}", fix=fix) from error
     expected = ", ".join(f"{field!r} ({KINDS[kind]})" for field, kind in fields.items())
     fix = f"task={name} takes objects with {expected}, one a line or in one list"
-    for place, record in _objects(path, [content] if is_list else io.BytesIO(content), fix, is_list=is_list):
+    for where, record in _objects(path, [content] if is_list else io.BytesIO(content), fix, is_list=is_list):
         missing = [field for field, kind in fields.items() if not _has(record, field, kind)]
         if missing:
             found = f"has {sorted(record)}" if isinstance(record, dict) else "is not an object"
             raise UserError(
                 "IDLM-0482",
-                f"{place}: {missing[0]!r} is not there or is not {KINDS[fields[missing[0]]]}; it {found}",
+                f"{where}: {missing[0]!r} is not there or is not {KINDS[fields[missing[0]]]}; it {found}",
                 fix=fix,
             )
         for field, mark in task.marks.items():
             _, found, value = record[field].rpartition(mark)
             if not (found and value.strip()):
-                raise UserError("IDLM-0482", f"{place}: {field!r} has no value after {mark!r}", fix=fix)
+                raise UserError("IDLM-0482", f"{where}: {field!r} has no value after {mark!r}", fix=fix)
         yield types.MappingProxyType(record)
 
 

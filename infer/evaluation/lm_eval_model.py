@@ -103,7 +103,7 @@ class LocalTask:
         if len(self.paths) == 1:
             return results["samples"][self.name], results["results"][self.name]
         pairs = [(name, sample) for name in self.paths for sample in results["samples"][name]]
-        samples = [{**sample, "task": name, "doc_id": place} for place, (name, sample) in enumerate(pairs)]
+        samples = [{**sample, "task": name, "doc_id": index} for index, (name, sample) in enumerate(pairs)]
         sizes = {name: len(results["samples"][name]) for name in self.paths}
         figures = results["results"][next(iter(self.paths))]
         means = {
@@ -176,7 +176,7 @@ def _by_subject(data: str, folder: str, split: str) -> dict[str, str]:
     found: dict[str, list[str]] = {subject: [] for subject in subjects}
     for row in rows:
         found[row["subject"]].append(json.dumps(row))
-    paths = {subject: Path(folder) / f"{split}-{place}.jsonl" for place, subject in enumerate(found)}
+    paths = {subject: Path(folder) / f"{split}-{index}.jsonl" for index, subject in enumerate(found)}
     for subject, path in paths.items():
         path.write_text("\n".join(found[subject]), encoding="utf-8")
     return {subject: str(path) for subject, path in paths.items()}

@@ -103,7 +103,7 @@ class EngineRequests:
         return dataclasses.replace(params, n=1, stop=stop, max_tokens=length, seed=seed)
 
     def _line(self, number: int, ids: list[int], params: SamplingParams) -> PromptLine:
-        return PromptLine(place=f"request {number + 1}", request_id=str(number), prompt=ids, params=params)
+        return PromptLine(location=f"request {number + 1}", request_id=str(number), prompt=ids, params=params)
 
     def _run(self, lines: list[PromptLine]) -> Iterator[Completion]:
         check_lines(self.engine, lines)

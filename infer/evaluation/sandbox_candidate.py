@@ -350,9 +350,9 @@ def _file_state(file: Any) -> tuple[Any, ...]:
     """All of a file, and the place in it; nothing of a closed one."""
     if file.closed:
         return ()
-    place = file.send()
+    position = file.tell()
     contents = (file.seek(0), file.read())[1]
-    return contents, file.seek(place)
+    return contents, file.seek(position)
 
 
 def _file(file: Any, *state: Any) -> Any:
@@ -370,7 +370,7 @@ def _refill_file(target: Any, file: Any) -> None:
         if _file_state(target)[0] != file.getvalue():
             target.truncate(target.seek(0))
             target.write(file.getvalue())
-        target.seek(file.send())
+        target.seek(file.tell())
 
 
 def serve() -> None:

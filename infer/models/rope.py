@@ -40,7 +40,7 @@ def extended(spec: ModelSpec, config: Mapping[str, Any], factor: float) -> Model
     turned = 2 * math.ceil(rotated / 2 * math.log(max(trained / math.tau, 1.0 + 1e-6), base))
     scale = max(1.0, (longest / math.tau) ** (rotated / turned) / base)
     frequencies = tuple(
-        frequency * scale ** (-2 * place / rotated) for place, frequency in enumerate(spec.rope_inv_freq)
+        frequency * scale ** (-2 * index / rotated) for index, frequency in enumerate(spec.rope_inv_freq)
     )
     return replace(spec, rope_inv_freq=frequencies, max_positions=longest, trained_length=None)
 

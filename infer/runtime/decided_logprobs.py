@@ -72,7 +72,7 @@ class DecidedScores:
         # The MASK is never predicted.
         logits_XV = logits_XV.clone()
         logits_XV[:, self._shape.mask_token_id] = -math.inf
-        ids_X = proposed.token_ids_BW.flatten()[wanted.places_X]
+        ids_X = proposed.token_ids_BW.flatten()[wanted.positions_X]
         scored = token_logprobs(logits_XV, ids_X, num_top=self._kept.top.shape[-1])
         number_BW = wanted.number_BW.clamp(min=0)
         for kept, values in zip(self._kept, scored, strict=True):

@@ -107,7 +107,7 @@ class EngineClient:
         """Queue prompts; returns when the engine has taken all of them. Raises UserError if it refuses one,
         ApiError 503 if there is no engine."""
         number = next(self._numbers)
-        request_ids = [f"{number}-{place}" for place in range(len(prompts))]
+        request_ids = [f"{number}-{index}" for index in range(len(prompts))]
         generation = Generation(self, self._metrics, dict(zip(request_ids, prompts, strict=True)), params.n)
         generation.turn = turn._replace(call=str(number))
         self._open |= dict.fromkeys(request_ids, generation)
@@ -273,7 +273,7 @@ class Generation:
     ) -> None:
         self._client, self._metrics, self.turn = client, metrics, ANONYMOUS
         self.prompts, self.num_samples = list(prompts.values()), num_samples
-        self._places = {request_id: place for place, request_id in enumerate(prompts)}
+        self._positions = {request_id: index for index, request_id in enumerate(prompts)}
         self.left = dict.fromkeys(prompts, num_samples)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
         self._unread: dict[int, AnswerEvent] = {}
@@ -332,7 +332,7 @@ class Generation:
         self._answers.put_nowait(answer)
 
     def put(self, event: AnswerEvent) -> None:
-        choice = self._places[event.request_id] * self.num_samples + event.sample
+        choice = self._positions[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
             self.left[event.request_id] -= 1
             if not self.left[event.request_id]:

@@ -105,5 +105,5 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _field(error: Any) -> list[str]:
-    place = [str(part) for part in error["loc"] if part != "body"]
-    return [part for part in place if not UNION_TAGS.fullmatch(part)]
+    path = [str(part) for part in error["loc"] if part != "body"]
+    return [part for part in path if not UNION_TAGS.fullmatch(part)]

@@ -97,9 +97,9 @@ class Metrics:
         self._made["drafts"].inc(figures.tested[0] if figures.tested else 0)
         self._made["tested"].inc(sum(figures.tested))
         self._made["accepted"].inc(sum(figures.accepted))
-        for place, (tested, accepted) in enumerate(zip(figures.tested, figures.accepted, strict=True)):
-            self._made["tested_at"].labels(self._model_name, str(place)).inc(tested)
-            self._made["accepted_at"].labels(self._model_name, str(place)).inc(accepted)
+        for index, (tested, accepted) in enumerate(zip(figures.tested, figures.accepted, strict=True)):
+            self._made["tested_at"].labels(self._model_name, str(index)).inc(tested)
+            self._made["accepted_at"].labels(self._model_name, str(index)).inc(accepted)
 
     def responded(self, status: int) -> None:
         self._made["responses"].labels(self._model_name, str(status)).inc()

@@ -19,7 +19,7 @@ from idlm.infer.server.errors import ApiError, dump
 from idlm.infer.server.messages import AnswerEvent, SampleCounts, TokenEntry, joined
 from idlm.infer.server.parsers import AnswerParser, ParsedPart
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
-from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
+from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
 from idlm.text.tokenizer import plain_text
 
 FLOOR = -9999.0
@@ -129,7 +129,7 @@ class Reply(ABC):
         figures, num_tokens = self._figures.values(), sum(self._num_tokens.values())
         prompts, num_samples = self._generation.prompts, self._generation.num_samples
         num_prompt_tokens = sum(map(len, prompts))
-        firsts = [self._figures.get(place * num_samples) for place in range(len(prompts))]
+        firsts = [self._figures.get(at * num_samples) for at in range(len(prompts))]
         num_forwards = sum(one.num_forwards for one in figures)
         num_tested = sum(sum(one.tested) for one in figures)
         num_accepted = sum(sum(one.accepted) for one in figures)
@@ -261,10 +261,10 @@ class ChatReply(Reply):
         """The name of a call comes before its arguments."""
         if piece.kind != "call":
             return [{"content" if piece.kind == "content" else "reasoning_content": piece.text}]
-        place = self._num_calls[index]
+        at = self._num_calls[index]
         call = self._call(index, piece)
-        named = {**call, "index": place, "function": {"name": piece.name, "arguments": ""}}
-        arguments = {"index": place, "function": {"arguments": piece.text}}
+        named = {**call, "index": at, "function": {"name": piece.name, "arguments": ""}}
+        arguments = {"index": at, "function": {"arguments": piece.text}}
         return [{"tool_calls": [named]}, {"tool_calls": [arguments]}]
 
     def _call(self, index: int, piece: ParsedPart) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class CompletionReply(Reply):
     ) -> None:
         super().__init__(body, generation, model_name, texts)
         self._body = body
-        self._places, self._prompt_places = dict[int, TokenPlaces](), dict[int, list[int]]()
+        self._positions, self._prompt_offsets = dict[int, TokenOffsets](), dict[int, list[int]]()
         self._num_chars = Counter[int]()
 
     def choice(self, index: int, event: AnswerEvent) -> dict[str, Any]:
@@ -324,15 +324,15 @@ class CompletionReply(Reply):
 
     def _echoed(self, index: int, event: AnswerEvent) -> AnswerEvent:
         """The event with the prompt before it; its first token has no log-probability."""
-        place = index // self._generation.num_samples
-        prompt, token_ids = self._body.prompts[place], self._generation.prompts[place]
+        at = index // self._generation.num_samples
+        prompt, token_ids = self._body.prompts[at], self._generation.prompts[at]
         text, logprobs = prompt if isinstance(prompt, str) else self._texts.whole(prompt), event.logprobs
         if self._body.logprobs is not None:
-            scored = self._prompt_logprobs.get(place, ())
+            scored = self._prompt_logprobs.get(at, ())
             own = [(token_id, logprob, top[: self._body.logprobs]) for token_id, logprob, top in scored]
             logprobs = [(token_ids[0], None, []), *own, *logprobs]
-            self._prompt_places[index] = prompt_places(self._texts.tokenizer, prompt, token_ids)
-            self._places[index] = TokenPlaces(self._texts.tokenizer, start=len(text))
+            self._prompt_offsets[index] = prompt_offsets(self._texts.tokenizer, prompt, token_ids)
+            self._positions[index] = TokenOffsets(self._texts.tokenizer, start=len(text))
         return event._replace(text=text + event.text, logprobs=logprobs)
 
     def _logprobs(self, index: int, event: AnswerEvent) -> dict[str, Any]:
@@ -350,8 +350,8 @@ class CompletionReply(Reply):
 
     def _offsets(self, index: int, token_ids: Sequence[int], *, is_last: bool) -> list[int]:
         """Where the tokens of a chunk begin in the sample's text; tokens of a stop string are at its end."""
-        before = self._prompt_places.pop(index, [])
-        if index not in self._places:
-            self._places[index] = TokenPlaces(self._texts.tokenizer)
-        offsets = [*before, *self._places[index].push(token_ids[len(before) :])]
-        return [min(place, self._num_chars[index]) for place in offsets] if is_last else offsets
+        before = self._prompt_offsets.pop(index, [])
+        if index not in self._positions:
+            self._positions[index] = TokenOffsets(self._texts.tokenizer)
+        offsets = [*before, *self._positions[index].push(token_ids[len(before) :])]
+        return [min(at, self._num_chars[index]) for at in offsets] if is_last else offsets

@@ -236,9 +236,9 @@ class Service:
             for prompt in prompts:
                 is_long = sum(map(len, texts_of([prompt, encode.keywords]))) > LONG_CHARS
                 async with self._locks.setdefault((client, is_long), asyncio.Lock()):
-                    place = is_long or time.monotonic() < self._slow.get(client, 0.0)
-                    call = functools.partial(encode, self._tokenizers[place], max_tokens=self.info.max_length)
-                    token_ids.append(await loop.run_in_executor(self._encoders[place], call, prompt))
+                    group = is_long or time.monotonic() < self._slow.get(client, 0.0)
+                    call = functools.partial(encode, self._tokenizers[group], max_tokens=self.info.max_length)
+                    token_ids.append(await loop.run_in_executor(self._encoders[group], call, prompt))
             return token_ids
         except UserError as error:
             if isinstance(error.__cause__, TimeoutError):

@@ -29,7 +29,7 @@ WAITS, GAIN = 0.008, 25.0
 with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %."""
 STEADY = 0.97
 """A choice stays until less than this share of it is needed: each number of rows takes another graph."""
-MIN_PLACES = 256
+MIN_POSITIONS = 256
 """Places up to which reading its weights takes all the time of the head, so that it computes all places."""
 PARTS = 8
 """The capacity grows by this share of all places: each size in use is a graph of its own. In passes that drop
@@ -119,9 +119,9 @@ class RowReservation:
         if head is not None and fed is not None and kept is not None:
             capacity = PassRows(fed=certain + fed, kept=certain + kept, head=head)
         else:
-            num_places = self._block_size * num_decoding
-            num_rows = certain + num_places + num_places // PARTS
-            capacity = PassRows(fed=num_rows, kept=num_rows, head=num_places)
+            num_positions = self._block_size * num_decoding
+            num_rows = certain + num_positions + num_positions // PARTS
+            capacity = PassRows(fed=num_rows, kept=num_rows, head=num_positions)
         schedule.limits = BlockLimits(capacity=capacity)
 
     def observe(self, demands: Sequence[RowDemand], computed: PassRows) -> None:
@@ -155,13 +155,13 @@ def _sum(passes: Sequence[PassRows]) -> PassRows:
 
 def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> int | None:
     """Rows that a pass of static shape reserves, rounded up to an eighth of all places; None: all places."""
-    num_places = num_sequences * block_size
-    if num_wanted is None or num_places <= MIN_PLACES:
+    num_positions = num_sequences * block_size
+    if num_wanted is None or num_positions <= MIN_POSITIONS:
         return None
-    step = -(-num_places // PARTS)
+    step = -(-num_positions // PARTS)
     # A shifted block's first place never waits, nor does one block behind those.
     num_rows = -(-max(num_wanted, num_sequences + block_size) // step) * step
-    return num_rows if num_rows < num_places else None
+    return num_rows if num_rows < num_positions else None
 
 
 def row_capacity(
@@ -174,12 +174,12 @@ def row_capacity(
     least = num_scheduled + 2 * block_size
     fed = min(num_rows, _rounded_up(max(wanted.fed, least), FED_STEPS))
     kept = min(fed, _rounded_up(max(wanted.kept, least), 1))
-    num_places = num_sequences * block_size
-    head = num_places
-    if num_places > MIN_PLACES:
+    num_positions = num_sequences * block_size
+    head = num_positions
+    if num_positions > MIN_POSITIONS:
         # Rows that are bound by the weights cost nothing, and numbers that differ cost a graph each.
-        min_head = max(num_sequences + block_size, MIN_PLACES // 2)
-        head = min(num_places, _rounded_up(max(wanted.head, min_head), HEAD_STEPS))
+        min_head = max(num_sequences + block_size, MIN_POSITIONS // 2)
+        head = min(num_positions, _rounded_up(max(wanted.head, min_head), HEAD_STEPS))
     return PassRows(fed=fed, kept=kept, head=head)
 
 
@@ -187,18 +187,18 @@ def capacities_ahead(num_sequences: int, block_size: int, num_rows: int) -> list
     """Capacities that between them hold those of all passes of as many sequences, of `num_rows` rows if none
     is dropped: the largest first, and for each number of kept rows one with all rows of blocks embedded, then
     one with as many as are usual."""
-    num_places = num_sequences * block_size
-    found, kept = list[PassRows](), max(MIN_PLACES // 2, 2 * num_sequences)
+    num_positions = num_sequences * block_size
+    found, kept = list[PassRows](), max(MIN_POSITIONS // 2, 2 * num_sequences)
     while kept < num_rows:
         usual = min(num_rows, _rounded_up(int(AHEAD_FED * kept), 1))
-        whole = min(num_rows, max(kept, int(AHEAD_STORED * num_places)))
-        heads = min(num_places, _rounded_up(int(AHEAD_HEAD * kept), 1)), min(num_places, kept)
+        whole = min(num_rows, max(kept, int(AHEAD_STORED * num_positions)))
+        heads = min(num_positions, _rounded_up(int(AHEAD_HEAD * kept), 1)), min(num_positions, kept)
         if usual < whole:
             found.append(PassRows(fed=usual, kept=kept, head=heads[0]))
         found.append(PassRows(fed=whole, kept=kept, head=heads[1]))
-        kept += kept // next(parts for share, parts in AHEAD_PARTS if kept < share * num_places)
+        kept += kept // next(parts for share, parts in AHEAD_PARTS if kept < share * num_positions)
         kept = _rounded_up(kept, 1)
-    return [PassRows(fed=num_rows, kept=num_rows, head=num_places), *reversed(found)]
+    return [PassRows(fed=num_rows, kept=num_rows, head=num_positions), *reversed(found)]
 
 
 def _rounded_up(num_rows: int, num_steps: int) -> int:

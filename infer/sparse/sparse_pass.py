@@ -127,7 +127,7 @@ class SparseKV:
             ),
             num_fed=self._num_fed,
         )
-        return kept.place_H, dropped
+        return kept.index_H, dropped
 
     def _drop(self, kept: RowSelection | None, capacity: int | None) -> Tensor | None:
         """Drop unselected rows and pack the rest into `capacity` rows (None: all fit); returns their numbers

@@ -24,7 +24,7 @@ from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
-from idlm.kernels.row_compaction import find_places
+from idlm.kernels.row_compaction import find_index
 
 AcceleratorOptions = Mapping[str, Mapping[str, Any]]
 """The options of each accelerator, by its name."""
@@ -89,7 +89,7 @@ class AcceleratorStack:
         if plan.active is None:
             return None
         active = plan.active
-        rows_BW, is_mask_BW = find_places(
+        rows_BW, is_mask_BW = find_index(
             plan.cu_rows_B1, plan.slots_R, plan.is_mask_R, active.starts_B, active.size
         )
         is_working_B = (rows_BW >= 0).any(dim=-1)

@@ -56,17 +56,17 @@ class PassReadback:
         found: list[list[int]] = self._array[:, : 1 + self._num_tokens + 2 * self._num_drafts].tolist()
         return found
 
-    def read(self, place: int) -> tuple[list[int], list[int], list[int]]:
+    def read(self, index: int) -> tuple[list[int], list[int], list[int]]:
         """The tokens that the sequence at this place has emitted, the first candidates, and the second ones
         if there are."""
-        num_emitted, *numbers = self._heads[place]
+        num_emitted, *numbers = self._heads[index]
         candidates = numbers[self._num_tokens :]
         firsts, seconds = candidates[: self._num_drafts], candidates[self._num_drafts :]
         return numbers[:num_emitted], firsts[: firsts.index(-1)] if -1 in firsts else firsts, seconds
 
-    def candidates(self, place: int, draft: int) -> Any:
+    def candidates(self, index: int, draft: int) -> Any:
         """All candidates for one of its next drafts, an array [C]."""
-        return self._array[place, 1 + self._num_tokens + draft :: self._num_drafts]
+        return self._array[index, 1 + self._num_tokens + draft :: self._num_drafts]
 
 
 class Follower:
@@ -102,11 +102,11 @@ class Follower:
         if self.readback is None:
             return False
         self._read, self.readback = self.readback, None
-        readback, place = self._read
+        readback, index = self._read
         drafts, self.drafts, self.only = self.drafts, [], []
         if self.is_over:
             return False
-        emitted, firsts, self._seconds = readback.read(place)
+        emitted, firsts, self._seconds = readback.read(index)
         self.firsts = firsts[:num_drafts]
         self._token_ids += emitted
         matcher, num_accepted = self.ahead.matcher, max(0, len(emitted) - 1)
@@ -120,18 +120,18 @@ class Follower:
     def candidates(self) -> Any:
         """All candidates for the draft after those that were taken, an array [C]."""
         assert self._read is not None
-        readback, place = self._read
-        return readback.candidates(place, len(self.drafts))
+        readback, index = self._read
+        return readback.candidates(index, len(self.drafts))
 
     def extend(self) -> bool:
         """Take what the grammar forces, and candidates that fit. Returns whether only a mask says what fits
         next."""
         matcher, firsts, drafts = self.ahead.matcher, self.firsts, self.drafts
-        while (place := len(drafts)) < len(firsts) and not matcher.is_stopped():
-            if forced := matcher.compute_ff_tokens()[: len(firsts) - place]:
+        while (index := len(drafts)) < len(firsts) and not matcher.is_stopped():
+            if forced := matcher.compute_ff_tokens()[: len(firsts) - index]:
                 if not self.take(forced, is_certain=True):
                     return False
-            elif not self.take(firsts[place:]) and not self.take(self._seconds[place : place + 1]):
+            elif not self.take(firsts[index:]) and not self.take(self._seconds[index : index + 1]):
                 return True
         return False
 

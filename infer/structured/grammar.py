@@ -200,15 +200,15 @@ def num_words(grammar: Grammar) -> int:
 def compute_bits(rows: Sequence[tuple[Grammar, Sequence[int], int]], bits_YW: torch.Tensor) -> None:
     """Write the tokens that may follow each grammar, and then each of its drafts, into `bits_YW` (int32 on
     the host) from the given row on, in threads. Rows after a draft that does not fit stay as they are."""
-    place = bits_YW.data_ptr(), bits_YW.shape[1] * bits_YW.element_size(), len(bits_YW)
+    buffer = bits_YW.data_ptr(), bits_YW.shape[1] * bits_YW.element_size(), len(bits_YW)
     # A thread takes neighbours, so that threads do not wait for each other's lexers.
     rows = sorted(rows, key=lambda one: one[0].lexer)
     alone = [(grammar.matcher, row) for grammar, drafts, row in rows if not drafts]
     drafting = [(grammar.matcher, row, list(drafts)) for grammar, drafts, row in rows if drafts]
     if alone:
-        _executor().unsafe_compute_mask_ptr(alone, *place)
+        _executor().unsafe_compute_mask_ptr(alone, *buffer)
     if drafting:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, *place)
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, *buffer)
 
 
 @functools.cache

@@ -27,10 +27,10 @@ from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
 class PassGrammars:
     """The grammars of the sequences that a pass decodes: their followers by place in the batch, and their
-    lanes. `greedy`: numbers of those that take the likeliest tokens. `places_M`: the places on the device,
+    lanes. `greedy`: numbers of those that take the likeliest tokens. `index_M`: the places on the device,
     once `masked` has run."""
 
-    places_M: Tensor
+    index_M: Tensor
 
     def __init__(
         self, followers: Mapping[int, Follower], lanes: Sequence[int], greedy: Sequence[int]
@@ -47,9 +47,9 @@ class PassGrammars:
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]
         choose_drafts([follower for _, follower in open_])
         return [
-            [lane, place, token_id]
+            [lane, index, token_id]
             for lane, follower in open_
-            for place, token_id in enumerate(follower.drafts)
+            for index, token_id in enumerate(follower.drafts)
         ]
 
     def bits(self, device: torch.device) -> Tensor:
@@ -78,7 +78,7 @@ class PassGrammars:
         device, num_drafts, followers = logits_XV.device, self._num_drafts, self._followers.values()
         width = len(logits_XV) // num_sequences
         depths = range(min(1 + num_drafts, width))
-        rows = [place * width + depth for place in self._followers for depth in depths]
+        rows = [index * width + depth for index in self._followers for depth in depths]
         masks = [m * (1 + num_drafts) + depth for m in range(len(followers)) for depth in depths]
         only = [
             token_id
@@ -88,7 +88,7 @@ class PassGrammars:
         bits_MAW = _beside(self.bits(device), device)
         numbers = to_device([*self._followers, *self._lanes, *rows, *masks, *only], device)
         sizes = [len(followers), len(followers), len(rows), len(rows), len(only)]
-        self.places_M, lanes_M, rows_Y, masks_Y, only_Q = numbers.split(sizes)
+        self.index_M, lanes_M, rows_Y, masks_Y, only_Q = numbers.split(sizes)
         if store is not None and num_drafts:
             restrict(store, lanes_M, bits_MAW, only_Q.view(-1, num_drafts))
         if keeps:
@@ -102,7 +102,7 @@ class PassGrammars:
         """Begin to copy to the host what the pass emits, and the candidates for the next drafts (-1: there is
         no such draft)."""
         columns, num_drafts = [num_emitted_B[:, None], token_ids_BA], 0
-        columns = [column[self.places_M] for column in columns]
+        columns = [column[self.index_M] for column in columns]
         if candidates_MJC is not None:
             num_drafts = candidates_MJC.shape[1]
             # First candidates first: mostly nothing else is read.
@@ -114,9 +114,9 @@ class PassGrammars:
 
 def pass_grammars(schedule: Schedule) -> PassGrammars:
     """The grammars of a schedule's requests."""
-    requests = [schedule.requests[place] for place in schedule.grammars]
+    requests = [schedule.requests[index] for index in schedule.grammars]
     return PassGrammars(
-        {place: follower_of(grammar) for place, grammar in schedule.grammars.items()},
+        {index: follower_of(grammar) for index, grammar in schedule.grammars.items()},
         [lane_of(request) for request in requests],
         [m for m, request in enumerate(requests) if request.params.temperature == 0],
     )

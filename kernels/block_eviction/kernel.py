@@ -27,9 +27,9 @@ def keys_of_rank(
     table_B, start, kv_head = at
     w, h = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
     is_it = (rank[None, :] == wanted[:, None]) & is_key[None, :]
-    place = tl.sum(tl.where(is_it, w[None, :], 0), 1)
+    index = tl.sum(tl.where(is_it, w[None, :], 0), 1)
     exists = (wanted >= 0) & (wanted < count)
-    slot = tl.minimum(start + place, last_slot)
+    slot = tl.minimum(start + index, last_slot)
     page = tl.load(table_B + slot // PAGE, mask=exists, other=0).to(tl.int64)
     physical = page * PAGE + slot % PAGE
     address = physical[None, :] * strides[2] + kv_head * strides[3] + h[:, None]
@@ -106,10 +106,10 @@ def importance_kernel(
         is_counted = is_query[:, None] & is_column[None, :] & (weight == weight)
         found += tl.sum(tl.where(is_counted, weight, 0.0), 0)
     is_it = (rank[None, :] == w[:, None]) & is_key[None, :]
-    place = tl.sum(tl.where(is_it, w[None, :], 0), 1)
+    index = tl.sum(tl.where(is_it, w[None, :], 0), 1)
     p_part = parts_BPW + (b * num_parts + kv_head) * SIZE
     tl.store(p_part + w, tl.zeros([BLOCK_W], tl.float32), mask=m_w & (is_key == 0))
-    tl.store(p_part + place, found, mask=is_column)
+    tl.store(p_part + index, found, mask=is_column)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def block_importance(
     return parts_BPW
 
 
-def select_places(
+def select_positions(
     first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
 ) -> Selected:
     """The places that go on behind the second of two layers, by what they gained from the first to the second
@@ -64,7 +64,7 @@ def select_places(
     or is not `is_mine_B`, keeps every place that is fed and sees its whole block. `sees_processed`: places
     that were processed before are seen even right of the last one that goes on."""
     if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
-        return plain.select_places(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
+        return plain.select_positions(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     import triton
 
     from idlm.kernels.block_eviction.kernel import select_kernel

@@ -35,10 +35,10 @@ def block_importance(
     return torch.zeros_like(found_BW).scatter(1, order_BW, found_BW)[:, None]
 
 
-def _read(keys: BlockKeys, places_BW: Tensor) -> Tensor:
+def _read(keys: BlockKeys, positions_BW: Tensor) -> Tensor:
     """Keys [B, W, K, H] of places."""
     last = keys.block_table_BP.shape[1] * keys.page_size - 1
-    slots_BW = (keys.starts_B[:, None] + places_BW).clamp(0, last)
+    slots_BW = (keys.starts_B[:, None] + positions_BW).clamp(0, last)
     physical_BW = keys.block_table_BP.gather(1, slots_BW // keys.page_size) * keys.page_size
     physical_BW = physical_BW + slots_BW % keys.page_size
     read_BWKH = read_slots(keys.keys_SKH, physical_BW)
@@ -47,10 +47,10 @@ def _read(keys: BlockKeys, places_BW: Tensor) -> Tensor:
     return read_BWKH.float() if keys.scale_K is None else read_BWKH.float() * keys.scale_K[:, None]
 
 
-def select_places(
+def select_positions(
     first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
 ) -> Selected:
-    """See `op.select_places`."""
+    """See `op.select_positions`."""
     deltas_BW, masked_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1), of.is_mask_BW
     fed_BW, processed_BW = of.rows_BW >= 0, of.processed_ZW[of.lanes_B]
     budget_B = budgets(deltas_BW, masked_BW, of.mean_decoded_B, alpha=alpha)
@@ -59,9 +59,9 @@ def select_places(
     context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
     kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
     size = masked_BW.shape[1]
-    place_W = torch.arange(size, device=masked_BW.device)
+    index_W = torch.arange(size, device=masked_BW.device)
     seen_BW = kept_BW | processed_BW if sees_processed else kept_BW
-    ends_B = torch.where(seen_BW, place_W + 1, 0).amax(dim=1)
+    ends_B = torch.where(seen_BW, index_W + 1, 0).amax(dim=1)
     return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
 
 
@@ -83,9 +83,9 @@ def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
     left.
 
     Compares all pairs: a sort is not stable on every device, and W is small."""
-    place_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
+    index_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
     mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
-    is_left_WW = place_W[None, :] < place_W[:, None]
+    is_left_WW = index_W[None, :] < index_W[:, None]
     is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
     ranks_BW = (is_before_BWW & is_maskable_BW[:, None, :]).sum(dim=-1)
     return is_maskable_BW & (ranks_BW < num_B[:, None])
@@ -95,8 +95,8 @@ def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed
     """Return the positions that go on, bool [B, W]: the chosen masks, decoded tokens that are fed, the
     predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
     keys and values yet."""
-    place_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
+    index_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
     kept_BW = chosen_BW | (fed_BW & ~masked_BW)
     kept_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))
-    last_B1 = torch.where(kept_BW, place_W, -1).amax(dim=1, keepdim=True)
-    return kept_BW | (masked_BW & ~processed_BW & (place_W < last_B1))
+    last_B1 = torch.where(kept_BW, index_W, -1).amax(dim=1, keepdim=True)
+    return kept_BW | (masked_BW & ~processed_BW & (index_W < last_B1))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.block_eviction.types import BlockState, FedBlocks, StartedBlocks, StateRules
-from idlm.kernels.row_compaction.plain import by_row, find_places
+from idlm.kernels.row_compaction.plain import by_row, find_index
 
 
 def begin_blocks(state: BlockState, fed: FedBlocks, rules: StateRules) -> StartedBlocks:
@@ -68,7 +68,7 @@ def _stays_stored(state: BlockState, fed: FedBlocks) -> tuple[Tensor, Tensor]:
     and their rows. Where nothing of the active block was decided, that is still the block in work."""
     lanes_B, size = fed.lanes_B, fed.rows_BW.shape[1]
     starts_B = fed.starts_B - size
-    rows_BW, _ = find_places(fed.cu_rows_B1, fed.slots_R, None, starts_B, size)
+    rows_BW, _ = find_index(fed.cu_rows_B1, fed.slots_R, None, starts_B, size)
     in_work_B, is_before_B = state.starts_Z[lanes_B] == starts_B, state.before_starts_Z[lanes_B] == starts_B
     in_work_B1 = in_work_B[:, None]
     frozen_BW = torch.where(in_work_B1, state.frozen_ZW[lanes_B], state.before_frozen_ZW[lanes_B])

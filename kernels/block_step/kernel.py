@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.block_step.kernel_wanted import places_of, store_wanted
+from idlm.kernels.block_step.kernel_wanted import positions_of, store_wanted
 from idlm.kernels.block_step.types import PASSES_BITS
 
 STEP_BITS: tl.constexpr = tl.constexpr(PASSES_BITS)
@@ -52,11 +52,11 @@ def sequence_rows(
     first = feed * 0
     num = first + SHAPE.size
     if SHAPE.reuses:
-        place = first_open(blocks, lane, known, m_b, SHAPE)
-        part = (place // SHAPE.part_size).to(tl.int64)
+        index = first_open(blocks, lane, known, m_b, SHAPE)
+        part = (index // SHAPE.part_size).to(tl.int64)
         is_whole = (tl.load(blocks.whole_part_Z + lane) != part) | (feed > 0)
         if SHAPE.shifted:
-            is_whole = is_whole | (place % SHAPE.part_size == 0)
+            is_whole = is_whole | (index % SHAPE.part_size == 0)
         first = tl.where(is_whole, 0, part * SHAPE.part_size)
         num = tl.where(is_whole, SHAPE.size, SHAPE.part_size).to(tl.int64)
     count = tl.where(m_b, feed + tl.where(denoises, num, 0), 0)
@@ -103,7 +103,7 @@ def pack_blocks_kernel(
         known, passes = tl.load(lanes.num_known_Z + lane), tl.load(blocks.num_passes_Z + lane)
         w = tl.arange(0, SHAPE.padded_size)
         m_w = w < SHAPE.size
-        _, due = places_of(lanes, blocks, lanes_B, b, b < B, samples, opens, SHAPE, EDITS)
+        _, due = positions_of(lanes, blocks, lanes_B, b, b < B, samples, opens, SHAPE, EDITS)
         num_due = tl.sum(due.to(tl.int32), 1)
         # Room in the order of waiting; an opened block, which needs one row, always has it.
         waited = tl.load(blocks.num_waits_Z + tl.load(lanes_B + b, mask=b < B, other=0), mask=b < B, other=-1)
@@ -119,7 +119,7 @@ def pack_blocks_kernel(
         my_samples = tl.sum(tl.where(is_mine & samples, 1, 0), 0) > 0
         my_opens = tl.sum(tl.where(is_mine & opens, 1, 0), 0) > 0
         one = tl.full([1], 1, tl.int1)
-        is_open, is_due = places_of(
+        is_open, is_due = positions_of(
             lanes, blocks, lanes_B, mine, one, one & my_samples, one & my_opens, SHAPE, EDITS
         )
         is_open = tl.reshape(is_open, [SHAPE.padded_size])
@@ -157,15 +157,15 @@ def pack_blocks_kernel(
     base = first_slot - (end - count)
     slot = tl.where(is_fed, row + tl.sum(tl.where(is_mine, base[None, :], 0), 1), 0)
     lane = tl.load(lanes_B + sequence)
-    place = slot % SHAPE.size
+    index = slot % SHAPE.size
     is_known = slot < tl.load(lanes.num_known_Z + lane)
-    is_decided = tl.load(blocks.is_decided_ZW + lane * SHAPE.size + place) != 0
+    is_decided = tl.load(blocks.is_decided_ZW + lane * SHAPE.size + index) != 0
     known_token = tl.load(lanes.tokens_ZL + lane * L + tl.minimum(slot, L - 1))
-    token = tl.where(is_decided, tl.load(blocks.tokens_ZW + lane * SHAPE.size + place), SHAPE.mask_token_id)
+    token = tl.where(is_decided, tl.load(blocks.tokens_ZW + lane * SHAPE.size + index), SHAPE.mask_token_id)
     tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
     tl.store(rows_IR + R + row, tl.where(is_known, known_token, token), mask=m_row)
     tl.store(rows_IR + 2 * R + row, slot, mask=m_row)
-    tl.store(rows_IR + 3 * R + row, slot - place + SHAPE.size, mask=m_row)
+    tl.store(rows_IR + 3 * R + row, slot - index + SHAPE.size, mask=m_row)
     tl.store(is_mask_R + row, is_fed & (is_known == 0) & (is_decided == 0), mask=m_row)
 
 
@@ -178,7 +178,7 @@ def ranks(keys, is_open, w):
 
 
 @triton.jit
-def chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE: tl.constexpr):
+def chosen_positions(is_open, confidence, entropy, quota, threshold, bound, w, RULE: tl.constexpr):
     """Which open masks are decided, by rule number RULE of `RULES`."""
     if RULE == 0:
         return is_open & (tl.cumsum(is_open.to(tl.int32), 0) <= quota)
@@ -239,7 +239,7 @@ def decide_kernel(
         steps = tl.load(limits.steps_Z + lane)
         quota = SHAPE.size // steps + tl.where(passes < SHAPE.size % steps, 1, 0)
     threshold, bound = tl.load(limits.threshold_Z + lane), tl.load(limits.entropy_bound_Z + lane)
-    chosen = chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE)
+    chosen = chosen_positions(is_open, confidence, entropy, quota, threshold, bound, w, RULE)
     chosen = tl.where(opens, is_open, chosen)
     num_masks = tl.sum((m_w & (decided == 0) & (is_fixed == 0)).to(tl.int32), 0)
     num_chosen = tl.sum(chosen.to(tl.int32), 0)
@@ -255,8 +255,8 @@ def decide_kernel(
         is_clean = is_clean & is_settled
         chosen = chosen | edited
     if SHAPE.reuses:
-        place = tl.min(tl.where(m_w & (decided == 0) & (is_fixed == 0), w, SHAPE.size - 1), 0)
-        part, whole = (place // SHAPE.part_size).to(tl.int64), tl.load(blocks.whole_part_Z + lane)
+        index = tl.min(tl.where(m_w & (decided == 0) & (is_fixed == 0), w, SHAPE.size - 1), 0)
+        part, whole = (index // SHAPE.part_size).to(tl.int64), tl.load(blocks.whole_part_Z + lane)
         part = tl.where(samples & (opens == 0), part, whole)
         tl.store(blocks.whole_part_Z + lane, tl.where(is_clean, -1, part))
     tokens = tl.where(chosen, proposed, tokens)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def open_places(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr):
+def open_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr):
     """Masks that may be decided, [b, w]; `decided_bw` holds in places beyond the block."""
     is_open = (w[None, :] >= (known_b % SHAPE.size)[:, None]) & (decided_bw == 0) & samples_b[:, None]
     is_open = is_open & ((w[None, :] == 0) | (opens_b[:, None] == 0))
@@ -20,7 +20,7 @@ def open_places(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr)
 
 
 @triton.jit
-def editable_places(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr):
+def editable_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr):
     """Decided places that may be edited, [b, w]. Inside a shifted block no row predicts the first place."""
     has_row = (w < SHAPE.size) & (w >= (1 if SHAPE.shifted else 0))
     is_mine = samples_b & (opens_b == 0)
@@ -28,17 +28,19 @@ def editable_places(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.conste
 
 
 @triton.jit
-def places_of(lanes, blocks, lanes_B, b, m_b, samples_b, opens_b, SHAPE: tl.constexpr, EDITS: tl.constexpr):
+def positions_of(
+    lanes, blocks, lanes_B, b, m_b, samples_b, opens_b, SHAPE: tl.constexpr, EDITS: tl.constexpr
+):
     """Of sequences `b`: the masks that may be decided, and the places that ask for a wanted row, [b, w]."""
     w = tl.arange(0, SHAPE.padded_size)
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
     known = tl.load(lanes.num_known_Z + lane)
     m_bw = m_b[:, None] & (w < SHAPE.size)[None, :]
     decided = tl.load(blocks.is_decided_ZW + lane[:, None] * SHAPE.size + w[None, :], mask=m_bw, other=1) != 0
-    is_open = open_places(decided, known, samples_b, opens_b, w, SHAPE)
+    is_open = open_positions(decided, known, samples_b, opens_b, w, SHAPE)
     is_due = is_open
     if EDITS:
-        is_due = is_open | editable_places(decided, known, samples_b, opens_b, w, SHAPE)
+        is_due = is_open | editable_positions(decided, known, samples_b, opens_b, w, SHAPE)
     return is_open, is_due
 
 

@@ -23,7 +23,7 @@ from idlm.kernels.block_step.types import (
     PassBlocks,
     Proposed,
     Rules,
-    WantedPlaces,
+    WantedPositions,
 )
 from idlm.kernels.step_rows import Lanes
 
@@ -67,8 +67,8 @@ def pack_blocks(
         num_rows, num_wanted = torch.stack((rows.cu_rows_B1[-1], rows.is_due_BW.sum())).tolist()
         num_rows, num_wanted = max(1, num_rows), max(1, num_wanted)
     else:
-        num_places, least = num_sequences * shape.size, num_sequences + shape.size
-        num_wanted = num_places if num_wanted is None else min(num_places, max(num_wanted, least))
+        num_positions, least = num_sequences * shape.size, num_sequences + shape.size
+        num_wanted = num_positions if num_wanted is None else min(num_positions, max(num_wanted, least))
     if not runs_kernels(lanes_B):
         assert rows is not None
         return pack_plainly(
@@ -139,9 +139,9 @@ def _named(
 ) -> PackedBlocks:
     """What the kernel has written."""
     ints = dict(zip(INTS, ints_IB, strict=True))
-    wanted = WantedPlaces(
+    wanted = WantedPositions(
         rows_X=wanted_IX[0],
-        places_X=wanted_IX[1],
+        positions_X=wanted_IX[1],
         lanes_X=wanted_IX[2],
         number_BW=number_BW,
         first_B=ints.pop("first_B"),

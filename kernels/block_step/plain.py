@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.block_step.plain_rows import editable, fed_places
+from idlm.kernels.block_step.plain_rows import editable, fed_positions
 from idlm.kernels.block_step.resizing import Held, Resizing
 from idlm.kernels.block_step.types import (
     NO_EDITS,
@@ -43,12 +43,12 @@ class Positions:
         return ~(self.fixed_BW | self.decided_BW)
 
 
-def places_of(
+def positions_of(
     known_B: Tensor, blocks: BlockLanes, shape: BlockShape, given: PassBlocks, *, edits: bool
 ) -> Positions:
     """The places that a pass may change, of sequences with `known_B` known tokens before it."""
-    place_W = torch.arange(shape.size, device=known_B.device)
-    fixed_BW = place_W < (known_B % shape.size)[:, None]
+    index_W = torch.arange(shape.size, device=known_B.device)
+    fixed_BW = index_W < (known_B % shape.size)[:, None]
     decided_BW, opens_B = blocks.is_decided_ZW[given.lanes_B], (given.num_feed_B > 0) & shape.shifted
     is_maskable_BW, editable_BW = given.is_maskable_BW, None
     if edits:
@@ -80,41 +80,41 @@ def decide_plainly(
     """See `decide_blocks`."""
     lanes_B, samples_B, size = given.lanes_B, given.samples_B, shape.size
     known_B = lanes.num_known_Z[lanes_B]
-    places = places_of(known_B, blocks, shape, given, edits=limits.max_clean_passes is not None)
+    active = positions_of(known_B, blocks, shape, given, edits=limits.max_clean_passes is not None)
     tokens_BW, proposed_BW = blocks.tokens_ZW[lanes_B], proposed.token_ids_BW
-    chosen_BW = choose(_masks(blocks, shape, given, proposed, places, limits, resizing))
-    chosen_BW = torch.where(places.opens_B[:, None], places.is_maskable_BW, chosen_BW)
+    chosen_BW = choose(_masks(blocks, shape, given, proposed, active, limits, resizing))
+    chosen_BW = torch.where(active.opens_B[:, None], active.is_maskable_BW, chosen_BW)
     num_passes_B = blocks.num_passes_Z[lanes_B]
     last_B = torch.zeros_like(samples_B)
     if resizing is not None:
-        last_B = resizing.is_last(lanes_B, places.masks_BW, num_passes_B)
-    chosen_BW = chosen_BW | (places.is_maskable_BW & last_B[:, None])
+        last_B = resizing.is_last(lanes_B, active.masks_BW, num_passes_B)
+    chosen_BW = chosen_BW | (active.is_maskable_BW & last_B[:, None])
     is_settled_B = samples_B
-    if places.editable_BW is not None:
+    if active.editable_BW is not None:
         is_sure_BW = proposed.confidence_BW > limits.edit_threshold_Z[lanes_B, None]
-        edited_BW = places.editable_BW & (proposed_BW != tokens_BW) & is_sure_BW
-        is_settled_B = is_settled_B & _is_settled(blocks, given, places, limits, edited_BW, last_B)
+        edited_BW = active.editable_BW & (proposed_BW != tokens_BW) & is_sure_BW
+        is_settled_B = is_settled_B & _is_settled(blocks, given, active, limits, edited_BW, last_B)
         chosen_BW = chosen_BW | edited_BW
     if resizing is None:
         tokens_BW = torch.where(chosen_BW, proposed_BW, tokens_BW)
-        decided_BW = places.decided_BW | chosen_BW
+        decided_BW = active.decided_BW | chosen_BW
     else:
         new_BW = resizing.is_new_ZW[lanes_B]
-        held = Held(tokens_BW=tokens_BW, is_decided_BW=places.decided_BW, is_new_BW=new_BW)
+        held = Held(tokens_BW=tokens_BW, is_decided_BW=active.decided_BW, is_new_BW=new_BW)
         held = resizing.apply(held, chosen_BW, proposed_BW)
         tokens_BW, decided_BW = held.tokens_BW, held.is_decided_BW
-    is_clean_B = is_settled_B & (decided_BW | places.fixed_BW).all(-1)
+    is_clean_B = is_settled_B & (decided_BW | active.fixed_BW).all(-1)
     if resizing is not None:
-        resizing.store(lanes_B, samples_B, held, places.masks_BW, is_clean_B)
-    denoises_B = samples_B & ~places.opens_B
+        resizing.store(lanes_B, samples_B, held, active.masks_BW, is_clean_B)
+    denoises_B = samples_B & ~active.opens_B
     if shape.reused_part is not None:
-        fed = fed_places(blocks, lanes_B, known_B, given.num_feed_B, shape)
+        fed = fed_positions(blocks, lanes_B, known_B, given.num_feed_B, shape)
         part_B = torch.where(denoises_B, fed.part_B, blocks.whole_part_Z[lanes_B])
         blocks.whole_part_Z[lanes_B] = torch.where(is_clean_B, -1, part_B)
     _store(blocks, given, tokens_BW, decided_BW, is_clean_B, num_passes_B + denoises_B)
     num_fixed_B = known_B % size
-    place_W = torch.arange(size, device=known_B.device)
-    emitted_BW = tokens_BW.gather(1, (place_W + num_fixed_B[:, None]).clamp(max=size - 1))
+    index_W = torch.arange(size, device=known_B.device)
+    emitted_BW = tokens_BW.gather(1, (index_W + num_fixed_B[:, None]).clamp(max=size - 1))
     num_emitted_B = torch.where(is_clean_B, size - num_fixed_B, 0)
     commit(
         lanes,
@@ -148,7 +148,7 @@ def _masks(
     shape: BlockShape,
     given: PassBlocks,
     proposed: Proposed,
-    places: Positions,
+    active: Positions,
     limits: Rules,
     resizing: Resizing | None,
 ) -> Masks:
@@ -158,9 +158,9 @@ def _masks(
         steps_B, num_passes_B = limits.steps_Z[lanes_B], blocks.num_passes_Z[lanes_B]
         quota_B = size // steps_B + (num_passes_B < size % steps_B).long()
     if resizing is not None:
-        quota_B = quota_B + (places.is_maskable_BW & resizing.is_new_ZW[lanes_B]).sum(-1)
+        quota_B = quota_B + (active.is_maskable_BW & resizing.is_new_ZW[lanes_B]).sum(-1)
     return Masks(
-        is_maskable_BW=places.is_maskable_BW,
+        is_maskable_BW=active.is_maskable_BW,
         confidence_BW=proposed.confidence_BW,
         entropy_BW=proposed.entropy_BW,
         quota_B=quota_B,
@@ -170,13 +170,13 @@ def _masks(
 
 
 def _is_settled(
-    blocks: BlockLanes, given: PassBlocks, places: Positions, limits: Rules, edited_BW: Tensor, last_B: Tensor
+    blocks: BlockLanes, given: PassBlocks, active: Positions, limits: Rules, edited_BW: Tensor, last_B: Tensor
 ) -> Tensor:
     """Whether no more edits are due, bool [B], as in the last pass; counts passes that began without a
     mask."""
     lanes_B, most = given.lanes_B, limits.max_clean_passes
     assert most is not None
-    began_clean_B = given.samples_B & ~places.masks_BW.any(-1)
+    began_clean_B = given.samples_B & ~active.masks_BW.any(-1)
     num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B
     is_last_B = ~edited_BW.any(-1) | (num_clean_B >= most)
     has_none_B = limits.edit_threshold_Z[lanes_B] >= NO_EDITS

@@ -15,7 +15,7 @@ from idlm.kernels.block_step.types import (
     BlockLanes,
     BlockShape,
     PackedBlocks,
-    WantedPlaces,
+    WantedPositions,
 )
 from idlm.kernels.row_compaction import allot
 from idlm.kernels.step_rows import Lanes
@@ -62,7 +62,7 @@ def due_rows(
     wants_B, start_B = samples_B & advances_B, known_B // size * size
     feed_B = torch.where(samples_B, start_B - computed_B, num_feed_B) * advances_B
     denoises_B = _denoises(shape, wants_B, feed_B, num_feed_B, num_rows)
-    active = fed_places(blocks, lanes_B, known_B, feed_B, shape)
+    active = fed_positions(blocks, lanes_B, known_B, feed_B, shape)
     samples_B, opens_B = wants_B if shape.shifted else denoises_B, (feed_B > 0) & shape.shifted
     is_decided_BW = blocks.is_decided_ZW[lanes_B]
     is_maskable_BW = is_due_BW = _open(is_decided_BW, known_B, samples_B, opens_B, shape)
@@ -103,10 +103,10 @@ def pack_plainly(
     first_slot_B = lanes.num_computed_Z[lanes_B] + active.first_B * rows.denoises_B
     slots_R = first_slot_B[sequence_R] + rows_R - cu_rows_B1[sequence_R]
     slots_R = torch.where(rows_R < cu_rows_B1[-1], slots_R, 0)
-    lane_R, place_R = lanes_B[sequence_R], slots_R % size
+    lane_R, index_R = lanes_B[sequence_R], slots_R % size
     is_known_R = slots_R < known_B[sequence_R]
-    is_decided_R = blocks.is_decided_ZW[lane_R, place_R]
-    work_R = torch.where(is_decided_R, blocks.tokens_ZW[lane_R, place_R], shape.mask_token_id)
+    is_decided_R = blocks.is_decided_ZW[lane_R, index_R]
+    work_R = torch.where(is_decided_R, blocks.tokens_ZW[lane_R, index_R], shape.mask_token_id)
     known_R = lanes.tokens_ZL[lane_R, slots_R.clamp(max=lanes.tokens_ZL.shape[1] - 1)]
     wanted = _with_capacity(
         rows.is_due_BW,
@@ -124,7 +124,7 @@ def pack_plainly(
         sequence_R=sequence_R,
         token_ids_R=torch.where(is_known_R, known_R, work_R),
         slots_R=slots_R,
-        limits_R=slots_R - place_R + size,
+        limits_R=slots_R - index_R + size,
         is_mask_R=~(is_known_R | is_decided_R) & (rows_R < cu_rows_B1[-1]),
         wanted=wanted,
         # A sequence that waits has stored what the host scheduled, as the host believes.
@@ -143,25 +143,25 @@ def _open(
     is_decided_BW: Tensor, known_B: Tensor, samples_B: Tensor, opens_B: Tensor, shape: BlockShape
 ) -> Tensor:
     """Masks that this pass may decide if all its wanted rows have logits, bool [B, W]."""
-    place_W = torch.arange(shape.size, device=known_B.device)
-    is_fixed_BW = place_W < (known_B % shape.size)[:, None]
+    index_W = torch.arange(shape.size, device=known_B.device)
+    is_fixed_BW = index_W < (known_B % shape.size)[:, None]
     is_maskable_BW = samples_B[:, None] & ~is_fixed_BW & ~is_decided_BW
     # The last row of a stored block predicts one position; no other row predicts anything then.
-    is_maskable_BW &= ~opens_B[:, None] | (place_W == 0)
+    is_maskable_BW &= ~opens_B[:, None] | (index_W == 0)
     return is_maskable_BW if shape.part is None else first_part(is_maskable_BW, shape.part)
 
 
 def editable(is_decided_BW: Tensor, known_B: Tensor, is_mine_B: Tensor, shape: BlockShape) -> Tensor:
     """Decided positions of `is_mine_B` that have a row and may be edited, bool [B, W]."""
-    place_W = torch.arange(shape.size, device=known_B.device)
-    is_fixed_BW = place_W < (known_B % shape.size)[:, None]
+    index_W = torch.arange(shape.size, device=known_B.device)
+    is_fixed_BW = index_W < (known_B % shape.size)[:, None]
     # Inside a shifted block no row predicts the first position.
-    return is_mine_B[:, None] & is_decided_BW & ~is_fixed_BW & (place_W >= int(shape.shifted))
+    return is_mine_B[:, None] & is_decided_BW & ~is_fixed_BW & (index_W >= int(shape.shifted))
 
 
 def _with_capacity(
     is_due_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
-) -> WantedPlaces:
+) -> WantedPositions:
     """A wanted row for every place that asks for one, in the order of priorities, then of sequences, until a
     sequence exceeds it: that one and those behind it wait.
 
@@ -172,15 +172,15 @@ def _with_capacity(
     number_BW = torch.where(is_due_BW & ~waits_B[:, None], number_BW, -1)
     # Places without a row go to one more, which is cut off; padding is row 0, place 0.
     target_X = torch.where(number_BW >= 0, number_BW, num_wanted).flatten()
-    places = torch.arange(len(target_X), device=lanes_B.device)
-    rows_X, places_X = (
+    positions = torch.arange(len(target_X), device=lanes_B.device)
+    rows_X, positions_X = (
         torch.zeros(num_wanted + 1, dtype=torch.int64, device=lanes_B.device).scatter_(0, target_X, values)
-        for values in (predicting_X, places)
+        for values in (predicting_X, positions)
     )
-    return WantedPlaces(
+    return WantedPositions(
         rows_X=rows_X[:-1],
-        places_X=places_X[:-1],
-        lanes_X=lanes_B[places_X[:-1] // is_due_BW.shape[1]],
+        positions_X=positions_X[:-1],
+        lanes_X=lanes_B[positions_X[:-1] // is_due_BW.shape[1]],
         number_BW=number_BW,
         first_B=ends_B - num_B,
         num_B=num_B,
@@ -198,7 +198,7 @@ class FedPositions:
     part_B: Tensor
 
 
-def fed_places(
+def fed_positions(
     blocks: BlockLanes, lanes_B: Tensor, known_B: Tensor, feed_B: Tensor, shape: BlockShape
 ) -> FedPositions:
     """The whole block; with a dual cache only the part being decided, once the whole has been fed for it.
@@ -209,9 +209,9 @@ def fed_places(
     none_B = torch.zeros_like(known_B)
     if part_size is None:
         return FedPositions(first_B=none_B, num_B=none_B + size, part_B=none_B)
-    place_W = torch.arange(size, device=known_B.device)
-    is_maskable_BW = (place_W >= (known_B % size)[:, None]) & ~blocks.is_decided_ZW[lanes_B]
-    open_B = torch.where(is_maskable_BW, place_W, size - 1).amin(-1)
+    index_W = torch.arange(size, device=known_B.device)
+    is_maskable_BW = (index_W >= (known_B % size)[:, None]) & ~blocks.is_decided_ZW[lanes_B]
+    open_B = torch.where(is_maskable_BW, index_W, size - 1).amin(-1)
     part_B = open_B // part_size
     is_whole_B = (blocks.whole_part_Z[lanes_B] != part_B) | (feed_B > 0)
     if shape.shifted:
@@ -240,15 +240,15 @@ def _denoises(
 def _predicting(cu_rows_B1: Tensor, offset_B: Tensor, size: int, num_rows: int, *, shifted: bool) -> Tensor:
     """Rows [B * W] that predict the positions of the active block, whose position 0 is or would be `offset_B`
     after the sequence's first row; any row of the pass where none predicts a position."""
-    place_W = torch.arange(size, device=offset_B.device) - int(shifted)
+    index_W = torch.arange(size, device=offset_B.device) - int(shifted)
     first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None] - 1
-    rows_BW = first_B1 + offset_B[:, None] + place_W
+    rows_BW = first_B1 + offset_B[:, None] + index_W
     return torch.minimum(torch.maximum(rows_BW, first_B1), last_B1).clamp(0, num_rows - 1).flatten()
 
 
 def first_part(is_maskable_BW: Tensor, part_size: int) -> Tensor:
     """The maskable positions in the leftmost part that has any; a part is `part_size` positions."""
-    place_W = torch.arange(is_maskable_BW.shape[1], device=is_maskable_BW.device)
-    part_W = place_W // part_size
+    index_W = torch.arange(is_maskable_BW.shape[1], device=is_maskable_BW.device)
+    part_W = index_W // part_size
     first_B = torch.where(is_maskable_BW, part_W, is_maskable_BW.shape[1]).amin(-1)
     return is_maskable_BW & (part_W == first_B[:, None])

@@ -87,11 +87,11 @@ class Resizing:
         count_BW = 1 - deletes_BW.long() + splits_BW.long()
         ends_BW = count_BW.cumsum(-1)
         # Each place looks up where its content comes from; a split position comes twice, first as a mask.
-        place_W = torch.arange(size, device=device)
-        source_BW = (ends_BW[:, None, :] <= place_W[:, None]).sum(-1)
+        index_W = torch.arange(size, device=device)
+        source_BW = (ends_BW[:, None, :] <= index_W[:, None]).sum(-1)
         is_filled_BW = source_BW < size
         source_BW = source_BW.clamp(max=size - 1)
-        is_first_BW = (ends_BW - count_BW).gather(1, source_BW) == place_W
+        is_first_BW = (ends_BW - count_BW).gather(1, source_BW) == index_W
         comes_in_BW = ~is_filled_BW | (splits_BW.gather(1, source_BW) & is_first_BW)
         tokens_BW = torch.where(takes_BW, proposed_BW, held.tokens_BW).gather(1, source_BW)
         is_decided_BW = (held.is_decided_BW | takes_BW).gather(1, source_BW) & ~comes_in_BW

@@ -87,16 +87,16 @@ class BlockShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedPlaces:
+class WantedPositions:
     """The places whose proposals a pass may use, each with one wanted row; int64 but for `waits_B`.
 
-    Wanted row x is row `rows_X[x]` of the pass. It predicts place `places_X[x]` (b * W + w) of a sequence on
+    Wanted row x is row `rows_X[x]` of the pass. It predicts `positions_X[x]` (b * W + w) of a sequence on
     lane `lanes_X[x]`; `number_BW` is its number x, -1 for places without one. Rows behind the last are
     padding: row 0, place 0. `num_B`: the rows that each sequence asked for, from number `first_B` on;
     `waits_B` (bool): the sequences for which there was no room, so that they have none."""
 
     rows_X: Tensor
-    places_X: Tensor
+    positions_X: Tensor
     lanes_X: Tensor
     number_BW: Tensor
     first_B: Tensor
@@ -115,7 +115,7 @@ class PackedBlocks:
     slots_R: Tensor
     limits_R: Tensor
     is_mask_R: Tensor
-    wanted: WantedPlaces
+    wanted: WantedPositions
     num_feed_B: Tensor
     samples_B: Tensor
     advances_B: Tensor

@@ -30,9 +30,9 @@ def _outside_best_groups(
 ):
     """[PAD_G, 1]: whether a group is not among those whose two best scores have the largest sums."""
     inside = tl.where(m_x, quality, NEVER)
-    best, place = tl.max(inside, axis=1, return_indices=True)
+    best, index = tl.max(inside, axis=1, return_indices=True)
     o_inside = tl.arange(0, quality.shape[1])[None, :]
-    second = tl.max(tl.where(o_inside == place[:, None], NEVER, inside), axis=1)
+    second = tl.max(tl.where(o_inside == index[:, None], NEVER, inside), axis=1)
     sums = (best + second)[:, None]
     is_taken = group >= GROUPS
     is_chosen = group < 0
@@ -109,9 +109,9 @@ def route_kernel(
     logits_RX, bias_X, slots_R, positions_R = given
     row = tl.program_id(0).to(tl.int64)
     IN_GROUP: tl.constexpr = X // GROUPS
-    group, place = tl.arange(0, PAD_G)[:, None], tl.arange(0, PAD_S)[None, :]
-    m_x = (group < GROUPS) & (place < IN_GROUP)
-    number = group * IN_GROUP + place
+    group, index = tl.arange(0, PAD_G)[:, None], tl.arange(0, PAD_S)[None, :]
+    m_x = (group < GROUPS) & (index < IN_GROUP)
+    number = group * IN_GROUP + index
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -91,8 +91,8 @@ def add_experts(y_PD: Tensor, experts_RC: Tensor, weights_RC: Tensor, x_RD: Tens
         number_RC = experts_RC[rows].argsort(dim=1)
         first_pair_R = torch.arange(start, start + len(number_RC)) * num_chosen
         sum_RD = torch.zeros_like(x_RD[rows], dtype=weights_RC.dtype)
-        for place in range(num_chosen):
-            number_R1 = number_RC[:, place : place + 1]
+        for index in range(num_chosen):
+            number_R1 = number_RC[:, index : index + 1]
             weight_R1 = weights_RC[rows].gather(1, number_R1)
             sum_RD += y_PD[first_pair_R + number_R1[:, 0]] * weight_R1
         x_RD[rows] += sum_RD.to(x_RD.dtype)
@@ -118,7 +118,7 @@ def _pieces(order_P: Tensor, tiles: Tensor, num_experts: int) -> list[tuple[int,
     """Experts, and at most PIECE_ROWS of their pairs at a time; `tiles` has the first place of each."""
     ends = [*tiles[1:num_experts].tolist(), len(order_P)]
     return [
-        (expert, order_P[place : min(place + PIECE_ROWS, end)])
+        (expert, order_P[index : min(index + PIECE_ROWS, end)])
         for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
-        for place in range(start, end, PIECE_ROWS)
+        for index in range(start, end, PIECE_ROWS)
     ]

@@ -187,7 +187,7 @@ def linear_kernel(
         count = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         is_last = count % H_TILE == splits - 1
     if is_last:
-        place = (e, m_e, row, m_row)
+        outputs = (e, m_e, row, m_row)
         if LORA:
             adapter = (is_mask_R, h_RX, b_Er, rank, scaling, stride_b)
             finish_with_lora(
@@ -202,7 +202,7 @@ def linear_kernel(
                 count,
                 tile,
                 splits,
-                place,
+                outputs,
                 E,
                 stride_y,
                 HAS_BIAS,
@@ -215,4 +215,4 @@ def linear_kernel(
             if MANY:
                 acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
                 tl.store(counters + tile, 0)
-            finish(acc, acc_up, y_RE, scale_E, bias_E, place, E, stride_y, GATED, SCALED, HAS_BIAS)
+            finish(acc, acc_up, y_RE, scale_E, bias_E, outputs, E, stride_y, GATED, SCALED, HAS_BIAS)

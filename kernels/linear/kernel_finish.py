@@ -5,7 +5,7 @@ With gated LoRA, tiles of h = A x have their own programs, the first of the grid
 all output tiles, and the last program of an output tile waits for them after its product. Programs start in
 the order of their ids and a tile of h never waits, so the wait ends.
 
-R rows, E output width, X ranks of h: those of gate, then those of up. `place`: outputs and rows of a tile,
+R rows, E output width, X ranks of h: those of gate, then those of up. `outputs`: outputs and rows of a tile,
 each with its mask."""
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED: tl.constexpr, HAS_BIAS
 
 
 @triton.jit
-def _store(y, y_RE, place, stride_y):
+def _store(y, y_RE, outputs, stride_y):
     """Write [BLOCK_E, BLOCK_R]; previous steps have rounded, so this rounds at most once."""
-    e, m_e, row, m_row = place
+    e, m_e, row, m_row = outputs
     mask = m_row[:, None] & m_e[None, :]
     tl.store(y_RE + row[:, None] * stride_y + e[None, :], y.to(y_RE.dtype.element_ty).T, mask=mask)
 
@@ -83,7 +83,7 @@ def finish(
     y_RE,
     scale_E,
     bias_E,
-    place,
+    outputs,
     E,
     stride_y,
     GATED: tl.constexpr,
@@ -92,12 +92,12 @@ def finish(
 ):
     """Epilogue and store; every step rounds as the separate torch ops do."""
     dtype = y_RE.dtype.element_ty
-    e, m_e = place[0], place[1]
+    e, m_e = outputs[0], outputs[1]
     y = _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED, HAS_BIAS)
     if GATED:
         up = _rounded(acc_up, scale_E + E, bias_E + E, e, m_e, dtype, SCALED, HAS_BIAS)
         y = rounded_swiglu(y, up, dtype)
-    _store(y, y_RE, place, stride_y)
+    _store(y, y_RE, outputs, stride_y)
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def finish_with_lora(
     count,
     tile,
     splits,
-    place,
+    outputs,
     E,
     stride_y,
     HAS_BIAS: tl.constexpr,
@@ -148,13 +148,13 @@ def finish_with_lora(
     """`finish` of a SwiGLU with scaling * B h added to MASK rows of gate and up; or, where `is_h`, the store
     of a tile of h. `count`: of the tile's counter when its last split was added to it."""
     dtype = y_RE.dtype.element_ty
-    e, m_e, row, m_row = place
+    e, m_e, row, m_row = outputs
     is_mask_R, h_RX, b_Er, rank, scaling, stride_b = adapter
     tiles_h, tiles_e = tl.cdiv(rank, BLOCK_E), tl.cdiv(E, BLOCK_E)
     if is_h:
         acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
-        _store(acc, h_RX, place, 2 * rank)
-        _store(acc_up, h_RX + rank, place, 2 * rank)
+        _store(acc, h_RX, outputs, 2 * rank)
+        _store(acc_up, h_RX + rank, outputs, 2 * rank)
         tl.store(counters + tile, 0)
         tl.debug_barrier()
         other = tl.arange(0, BLOCK_T)
@@ -177,4 +177,4 @@ def finish_with_lora(
         gate = _with_gain(gate, b, h, is_mask, scaling, dtype, PRECISION)
         up = _rounded(acc_up, y_RE, bias_E + E, e, m_e, dtype, False, HAS_BIAS)
         up = _with_gain(up, b_up, h_up, is_mask, scaling, dtype, PRECISION)
-        _store(rounded_swiglu(gate, up, dtype), y_RE, place, stride_y)
+        _store(rounded_swiglu(gate, up, dtype), y_RE, outputs, stride_y)

@@ -54,8 +54,8 @@ def score_kernel(
     first_page = tl.program_id(0) * (TILES * BLOCK_P)
     if first_page * (PIECES * SIZE) >= start:
         return
-    o_place, o_column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
-    b_rows = tl.load(rows_BW + sequence * W + o_place, mask=o_place < W, other=-1)
+    o_index, o_column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
+    b_rows = tl.load(rows_BW + sequence * W + o_index, mask=o_index < W, other=-1)
     num_queries = tl.maximum(tl.sum((b_rows >= 0).to(tl.int32), 0), 1) * G
     b_up = tl.zeros([BLOCK_H], tl.float32)
     b_down = tl.zeros([BLOCK_H], tl.float32)

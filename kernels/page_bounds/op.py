@@ -89,7 +89,7 @@ def page_scores(
 
     from idlm.kernels.page_bounds.kernel import score_kernel
 
-    (num_sequences, num_places), (num_heads, head_dim) = rows_BW.shape, q_RNH.shape[1:]
+    (num_sequences, num_positions), (num_heads, head_dim) = rows_BW.shape, q_RNH.shape[1:]
     num_kv_heads = bounds.least_CKH.shape[1]
     assert q_RNH.stride(2) == 1 and rows_BW.is_contiguous(), f"{q_RNH.stride()=} {rows_BW.stride()=}"
     assert slots.page_size % bounds.size == page % bounds.size == 0, (
@@ -99,7 +99,7 @@ def page_scores(
     score_kernel[(triton.cdiv(num_pages, BLOCK_P * TILES), num_sequences, num_kv_heads)](
         *(q_RNH, rows_BW, bounds.least_CKH, bounds.largest_CKH, starts_B, slots.block_table_BP, scores_BKP),
         *(num_pages, *q_RNH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
-        W=num_places,
+        W=num_positions,
         K=num_kv_heads,
         G=num_heads // num_kv_heads,
         H=head_dim,
@@ -107,7 +107,7 @@ def page_scores(
         SIZE=bounds.size,
         PIECES=page // bounds.size,
         TILES=TILES,
-        BLOCK_W=triton.next_power_of_2(num_places),
+        BLOCK_W=triton.next_power_of_2(num_positions),
         BLOCK_M=BLOCK_M,
         BLOCK_P=BLOCK_P,
         BLOCK_H=triton.next_power_of_2(head_dim),

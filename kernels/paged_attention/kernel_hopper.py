@@ -67,14 +67,14 @@ def _fetch(
 ):  # fmt: skip
     """Start to copy block `i`, the n-th of the share, when its buffer is free; zeros where no row sees."""
     full, free = bars
-    place = n % STAGES
+    stage = n % STAGES
     slots = _first_slot(i, walk) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
     physical = pages * PAGE + (slots.to(gl.uint32) % PAGE).to(gl.int32)
     columns = gl.arange(0, H, layout=gl.SliceLayout(0, layout))
     at = physical.to(gl.int64)[:, None] * stride_slot + columns[None, :]
-    mbarrier.wait(free.index(place), ((n // STAGES) & 1) ^ 1)
-    async_copy.async_copy_global_to_shared(buffers.index(place), cache + at, mask=(pages >= 0)[:, None])
-    async_copy.mbarrier_arrive(full.index(place), increment_count=False)
+    mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
+    async_copy.async_copy_global_to_shared(buffers.index(stage), cache + at, mask=(pages >= 0)[:, None])
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -190,17 +190,17 @@ def _group(share, SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr):
     for i in range(start, walk[5] - 1):
         # The values of a block and the keys of the next one: products without a wait between them.
         n = i - start
-        place, next_place = n % STAGES, (n + 1) % STAGES
-        mbarrier.wait(full.index(next_place), ((n + 1) // STAGES) & 1)
-        sums = warpgroup_mma(p, values.index(place), acc, is_async=True)
-        next_keys = keys.index(next_place).permute((1, 0))
+        stage, next_stage = n % STAGES, (n + 1) % STAGES
+        mbarrier.wait(full.index(next_stage), ((n + 1) // STAGES) & 1)
+        sums = warpgroup_mma(p, values.index(stage), acc, is_async=True)
+        next_keys = keys.index(next_stage).permute((1, 0))
         scores = warpgroup_mma(q_smem, next_keys, zero, use_acc=False, is_async=True)
         _fetch(i + AHEAD, n + AHEAD, pages, source, mine, bars, walk, stride_slot, PAGE, H, flat)
         pages = _page_ids(table, i + AHEAD + 1, walk, PAGE, slot_layout)
         acc, scores, p = warpgroup_mma_wait(0, deps=(sums, scores, p))
         # All warps of the group have read the block.
         barrier()
-        mbarrier.arrive(free.index(place), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         scores = _hidden(scores, i + 1, walk, bounds, s_layout)
         weights, total, highest, shrink = _softmax(scores, total, highest, scale_log2)
         acc = acc * gl.convert_layout(shrink, out_rows)[:, None]
@@ -218,8 +218,8 @@ def _group(share, SECOND: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr):
 def _barriers(COUNT: gl.constexpr):
     """One barrier for each block of the ring."""
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(bars.index(place), count=COUNT)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=COUNT)
     return bars
 
 

@@ -23,9 +23,9 @@ def read_walk(record):
 @triton.jit
 def listed_of(slot_list, i, stop, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
     """What the list holds for block `i` of the walk; -1 behind the list."""
-    places = i * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_listed = (places < NUM_LISTED) & (i < tl.minimum(stop, walk[2]))
-    return tl.load(slot_list + places, mask=is_listed, other=-1)
+    indices = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_listed = (indices < NUM_LISTED) & (i < tl.minimum(stop, walk[2]))
+    return tl.load(slot_list + indices, mask=is_listed, other=-1)
 
 
 @triton.jit
@@ -164,16 +164,16 @@ def walk_blocks(
         first_slot = block * BLOCK_N + shift
         is_list = i < num_list_blocks
         if ((first_slot + BLOCK_N > low_limit) | is_list) & (not is_full):
-            places = first_slot + tl.arange(0, BLOCK_N)
+            indices = first_slot + tl.arange(0, BLOCK_N)
             if NUM_LISTED:
                 # All rows see what is listed.
                 here = listed_of(slot_list, i, stop, walk, NUM_LISTED, BLOCK_N)
-                places = tl.where(is_list, tl.where(here >= 0, 0, NO_SLOT), places)
-            scores = hide(scores, places, limits, branches, owns)
+                indices = tl.where(is_list, tl.where(here >= 0, 0, NO_SLOT), indices)
+            scores = hide(scores, indices, limits, branches, owns)
         if BEFORE:  # noqa: SIM102
             if i == last_before:
-                places = first_slot + tl.arange(0, BLOCK_N)
-                before = with_slots_before(scores, places, row_ends, total, highest, scale_log2)
+                indices = first_slot + tl.arange(0, BLOCK_N)
+                before = with_slots_before(scores, indices, row_ends, total, highest, scale_log2)
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)

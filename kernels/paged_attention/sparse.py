@@ -43,8 +43,8 @@ def listed_rows(rows: AttentionRows, sequence_R: torch.Tensor) -> ListedRows | N
     if not len(sequences_b):
         return None
     ends_b = rows.cu_rows[1:][sequences_b]
-    places_W = torch.arange(int(counts_B.max()), device=sequence_R.device)
-    rows_bW = torch.minimum((ends_b - counts_B[sequences_b])[:, None] + places_W, ends_b[:, None] - 1)
+    positions_W = torch.arange(int(counts_B.max()), device=sequence_R.device)
+    rows_bW = torch.minimum((ends_b - counts_B[sequences_b])[:, None] + positions_W, ends_b[:, None] - 1)
     assert rows.starts_B is not None
     limits_bW = rows.limits_R[rows_bW]
     num_own = int((limits_bW - rows.starts_B[sequences_b, None]).max())
@@ -115,8 +115,8 @@ def attend_lists(
     slots_bKC = lists_BKC[listed.sequences_b].long()
     own_bO = rows.starts_B[listed.sequences_b][:, None] + torch.arange(listed.num_own, device=q_RNH.device)
     slots_bKX = torch.cat((slots_bKC, own_bO[:, None].expand(-1, num_kv_heads, -1)), dim=-1)
-    num_places = listed.rows_bW.shape[1]
-    listed_bKWC = (slots_bKC >= 0)[:, :, None].expand(-1, -1, num_places, -1)
+    num_positions = listed.rows_bW.shape[1]
+    listed_bKWC = (slots_bKC >= 0)[:, :, None].expand(-1, -1, num_positions, -1)
     sees_own_bWO = own_bO[:, None] < listed.limits_bW[:, :, None]
     sees_bKWX = torch.cat((listed_bKWC, sees_own_bWO[:, None].expand(-1, num_kv_heads, -1, -1)), dim=-1)
     table_bP, size = rows.block_table[listed.sequences_b], rows.page_size

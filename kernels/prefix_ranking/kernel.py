@@ -21,12 +21,12 @@ def _queries(
 ):  # fmt: skip
     """Queries [BLOCK_M, BLOCK_H] of one part of a block, and what to subtract from their scores so that
     exp2 gives shares of the mean: +inf for queries that there are not."""
-    o_place, o_m, o_column = (
+    o_index, o_m, o_column = (
         tl.arange(0, BLOCK_W),
         part * BLOCK_M + tl.arange(0, BLOCK_M),
         tl.arange(0, BLOCK_H),
     )
-    num_fed = tl.sum((tl.load(rows_W + o_place, mask=o_place < W, other=-1) >= 0).to(tl.int32), 0)
+    num_fed = tl.sum((tl.load(rows_W + o_index, mask=o_index < W, other=-1) >= 0).to(tl.int32), 0)
     row = tl.load(rows_W + o_m // G, mask=o_m < W * G, other=-1).to(tl.int64)
     m_fed = row >= 0
     head = kv_head * G + o_m % G

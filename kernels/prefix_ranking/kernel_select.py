@@ -63,9 +63,9 @@ def _candidates(scores, ids, tile, num, group_bits, count, TILE: tl.constexpr):
     o_number = tile * TILE + tl.arange(0, TILE)
     m_group = o_number < (num << group_bits)
     b_group = tl.load(ids + (o_number >> group_bits), mask=m_group, other=0)
-    o_place = (b_group << group_bits) + (o_number & ((1 << group_bits) - 1))
-    m_valid = m_group & (o_place < count)
-    return o_place, _keys(tl.load(scores + o_place, mask=m_valid, other=0.0)), m_valid
+    o_index = (b_group << group_bits) + (o_number & ((1 << group_bits) - 1))
+    m_valid = m_group & (o_index < count)
+    return o_index, _keys(tl.load(scores + o_index, mask=m_valid, other=0.0)), m_valid
 
 
 @triton.jit
@@ -98,9 +98,9 @@ def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     num_groups = tl.cdiv(count, GROUP)
     for tile in range(tl.cdiv(num_groups, GROUPS)):
         o_group = tile * GROUPS + tl.arange(0, GROUPS)
-        o_place = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        m_valid = o_place < count
-        b_key = _keys(tl.load(scores + o_place, mask=m_valid, other=0.0))
+        o_index = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        m_valid = o_index < count
+        b_key = _keys(tl.load(scores + o_index, mask=m_valid, other=0.0))
         b_largest = tl.max(tl.where(m_valid, b_key, 0), 1)
         m_group = o_group < num_groups
         tl.store(maxima + o_group, b_largest.to(tl.int32, bitcast=True), mask=m_group)
@@ -156,16 +156,16 @@ def _taken(target, num_free, scores, ids, num, group_bits, count, low, high, nee
     may be above the `num_free` that there is for them."""
     num_above, num_in = 0, 0
     for tile in range(tl.cdiv(num << group_bits, TILE)):
-        o_place, b_key, m_valid = _candidates(scores, ids, tile, num, group_bits, count, TILE)
+        o_index, b_key, m_valid = _candidates(scores, ids, tile, num, group_bits, count, TILE)
         num_above, num_in = _store_taken(
-            target, num_free, o_place, b_key, m_valid, (low, high), need, (num_above, num_in)
+            target, num_free, o_index, b_key, m_valid, (low, high), need, (num_above, num_in)
         )
     return num_above + tl.minimum(num_in, need)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_scores", "max_groups", "num_listed", "stride_lane"])
 def select_kernel(
-    scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, places_LZKC,
+    scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, slots_LZKC,
     num_sequences, num_scores, max_groups, num_listed, stride_layer, stride_lane,
     K: tl.constexpr, GROUP_BITS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +177,7 @@ def select_kernel(
         return
     count = tl.load(counts_B + sequence).to(tl.int32)
     lane = tl.load(lanes_B + sequence).to(tl.int64)
-    listed = places_LZKC + layer * stride_layer + lane * stride_lane + kv_head * num_listed
+    listed = slots_LZKC + layer * stride_layer + lane * stride_lane + kv_head * num_listed
     row = tl.program_id(0).to(tl.int64)
     scores, scratch = scores_LBKS + row * num_scores, scratch + row * 2 * max_groups
 
@@ -196,9 +196,9 @@ def select_kernel(
     low = tl.where(num_groups <= most, 0, low).to(tl.uint32)
     tl.debug_barrier()
     # Places of these groups that may be listed replace the maxima, if there are no more of them.
-    num_places = _taken(scratch, max_groups, scores, ids, num, group_bits, count, low, high, count, TILE)
-    if num_places <= max_groups:
-        ids, num, group_bits = scratch, num_places, 0
+    num_positions = _taken(scratch, max_groups, scores, ids, num, group_bits, count, low, high, count, TILE)
+    if num_positions <= max_groups:
+        ids, num, group_bits = scratch, num_positions, 0
     tl.debug_barrier()
     low, high, need = _interval(scores, ids, num, group_bits, count, most, low, high, TILE)
     _taken(listed, most, scores, ids, num, group_bits, count, low, high, need, TILE)

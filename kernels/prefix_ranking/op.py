@@ -87,7 +87,7 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
     layers = slice(first_layer, first_layer + num_layers)
     q_LRNH, keys_LSKH, k_scale_LK = ranking.q_LRNH[layers], ranking.keys_LSKH[layers], ranking.k_scale_LK
     max_LRN, sum_LRN = ranking.max_LRN[layers], ranking.sum_LRN[layers]
-    (num_sequences, num_places), device = ranking.rows_BW.shape, q_LRNH.device
+    (num_sequences, num_positions), device = ranking.rows_BW.shape, q_LRNH.device
     num_heads, head_dim = q_LRNH.shape[2:]
     num_kv_heads = ranking.num_kv_heads
     assert keys_LSKH.dtype in (q_LRNH.dtype, FP8), f"{keys_LSKH.dtype=} {q_LRNH.dtype=}"
@@ -97,7 +97,7 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
     assert k_scale_LK is None or k_scale_LK.is_contiguous(), f"{k_scale_LK=}"
     num_slots = triton.cdiv(ranking.max_slots, GROUP) * GROUP
     shares_LBKS = q_LRNH.new_empty(num_layers, num_sequences, num_kv_heads, num_slots, dtype=torch.float32)
-    num_queries = num_places * (num_heads // num_kv_heads)
+    num_queries = num_positions * (num_heads // num_kv_heads)
     block_h = max(16, triton.next_power_of_2(head_dim))
     launch = choose(q_LRNH.dtype, num_queries, block_h)
     block_m = max(16, min(launch.max_queries, triton.next_power_of_2(num_queries)))
@@ -109,7 +109,7 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
         ranking.scale * LOG2_E,
         *(num_layers, num_sequences, num_slots),
         *(*q_LRNH.stride()[:3], max_LRN.stride(0), *keys_LSKH.stride()[:3], ranking.block_table_BP.stride(0)),
-        W=num_places,
+        W=num_positions,
         K=num_kv_heads,
         G=num_heads // num_kv_heads,
         H=head_dim,
@@ -117,7 +117,7 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
         SCALED=k_scale_LK is not None,
         PARTS=triton.cdiv(num_queries, block_m),
         BLOCK_B=triton.next_power_of_2(num_sequences),
-        BLOCK_W=triton.next_power_of_2(num_places),
+        BLOCK_W=triton.next_power_of_2(num_positions),
         BLOCK_M=block_m,
         BLOCK_N=launch.block_n,
         BLOCK_H=block_h,
@@ -134,32 +134,32 @@ def select_largest(
     counts_B: Tensor,
     is_selected_B: Tensor,
     lanes_B: Tensor,
-    places_LZKC: Tensor,
+    slots_LZKC: Tensor,
     *,
     group: int = GROUP,
     launch: RankingLaunch = USUAL,
 ) -> None:
     """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
-    `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
+    `slots_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
     taken; NaN counts as the largest. Scores may be negative. `group`, `launch`: launch parameters."""
     if not runs_kernels(scores_LBKS) or scores_LBKS.dtype != torch.float32:
-        plain.select_largest(scores_LBKS, counts_B, is_selected_B, lanes_B, places_LZKC)
+        plain.select_largest(scores_LBKS, counts_B, is_selected_B, lanes_B, slots_LZKC)
         return
     import triton
 
     from idlm.kernels.prefix_ranking.kernel_select import select_kernel
 
     num_layers, num_sequences, num_kv_heads, num_scores = scores_LBKS.shape
-    assert scores_LBKS.is_contiguous() and places_LZKC.dtype == torch.int32, f"{scores_LBKS.stride()=}"
-    assert places_LZKC[0, 0].is_contiguous(), f"{places_LZKC.stride()=}"
+    assert scores_LBKS.is_contiguous() and slots_LZKC.dtype == torch.int32, f"{scores_LBKS.stride()=}"
+    assert slots_LZKC[0, 0].is_contiguous(), f"{slots_LZKC.stride()=}"
     max_groups = triton.cdiv(num_scores, group)
     scratch = scores_LBKS.new_empty(
         num_layers * num_sequences * num_kv_heads * max_groups * 2, dtype=torch.int32
     )
     select_kernel[(num_layers * num_sequences * num_kv_heads,)](
-        *(scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, places_LZKC),
-        *(num_sequences, num_scores, max_groups, places_LZKC.shape[3]),
-        *places_LZKC.stride()[:2],
+        *(scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, slots_LZKC),
+        *(num_sequences, num_scores, max_groups, slots_LZKC.shape[3]),
+        *slots_LZKC.stride()[:2],
         K=num_kv_heads,
         GROUP_BITS=group.bit_length() - 1,
         TILE=launch.tile,

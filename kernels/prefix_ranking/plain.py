@@ -19,8 +19,8 @@ NOT_LISTED = -1
 def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> Tensor:
     """See `op.attention_share`."""
     num_heads, head_dim = ranking.q_LRNH.shape[2:]
-    num_sequences, num_places = ranking.rows_BW.shape
-    per_slot = max(num_heads * num_places, ranking.num_kv_heads * head_dim)
+    num_sequences, num_positions = ranking.rows_BW.shape
+    per_slot = max(num_heads * num_positions, ranking.num_kv_heads * head_dim)
     sequences_B = torch.arange(num_sequences, device=ranking.starts_B.device)
     parts = sequences_B.split(max(1, MAX_NUMBERS // max(1, ranking.max_slots * per_slot)))
     shares = [
@@ -56,20 +56,20 @@ def _share(ranking: RankingPass, layer: int, sequences_b: Tensor) -> Tensor:
 
 
 def select_largest(
-    scores_LBKS: Tensor, counts_B: Tensor, is_selected_B: Tensor, lanes_B: Tensor, places_LZKC: Tensor
+    scores_LBKS: Tensor, counts_B: Tensor, is_selected_B: Tensor, lanes_B: Tensor, slots_LZKC: Tensor
 ) -> None:
     """See `op.select_largest`."""
-    num = places_LZKC.shape[-1]
-    places_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
-    is_candidate_BKS = (places_S < counts_B[:, None])[:, None]
-    for scores_BKS, places_ZKC in zip(scores_LBKS, places_LZKC, strict=True):
+    num = slots_LZKC.shape[-1]
+    slots_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
+    is_candidate_BKS = (slots_S < counts_B[:, None])[:, None]
+    for scores_BKS, slots_ZKC in zip(scores_LBKS, slots_LZKC, strict=True):
         # The sort is stable: of equal scores the lower place comes first, which `topk` does not define.
         order_BKS = scores_BKS.masked_fill(~is_candidate_BKS, -torch.inf).argsort(
             dim=-1, descending=True, stable=True
         )
         is_best_BKS = torch.zeros_like(scores_BKS, dtype=torch.bool).scatter_(-1, order_BKS[..., :num], True)
-        last = len(places_S)
-        best_BKS = torch.where(is_best_BKS & is_candidate_BKS, places_S, last).sort(dim=-1).values[..., :num]
+        last = len(slots_S)
+        best_BKS = torch.where(is_best_BKS & is_candidate_BKS, slots_S, last).sort(dim=-1).values[..., :num]
         best_BKC = torch.nn.functional.pad(best_BKS, (0, num - best_BKS.shape[-1]), value=last)
-        best_BKC = torch.where(best_BKC < last, best_BKC, NOT_LISTED).to(places_ZKC.dtype)
-        places_ZKC[lanes_B] = torch.where(is_selected_B[:, None, None], best_BKC, places_ZKC[lanes_B])
+        best_BKC = torch.where(best_BKC < last, best_BKC, NOT_LISTED).to(slots_ZKC.dtype)
+        slots_ZKC[lanes_B] = torch.where(is_selected_B[:, None, None], best_BKC, slots_ZKC[lanes_B])

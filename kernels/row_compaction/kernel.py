@@ -103,7 +103,7 @@ def copy_rows(rows, drop, into, row, to, m_row, narrows, is_row):
 
 
 @triton.jit(do_not_specialize=["B", "NUM", "num_origins"])
-def place_kernel(
+def index_kernel(
     rows,
     drop,
     out,
@@ -151,9 +151,9 @@ def place_kernel(
         m_stored = m_w & (number >= 0)
         stays = m_stored & (tl.load(drop.keep_R + first + number, mask=m_stored, other=0) != 0)
         whole = tl.minimum(before, tl.maximum(count - SIZE, 0))
-        place = tl.maximum(count - SIZE, 0) + tl.cumsum(stays.to(tl.int64), 0) - 1
-        stays = stays & (place < before)
-        copy_rows(rows, drop, into, first + number, start + place, stays, stays & False, stays)
+        index = tl.maximum(count - SIZE, 0) + tl.cumsum(stays.to(tl.int64), 0) - 1
+        stays = stays & (index < before)
+        copy_rows(rows, drop, into, first + number, start + index, stays, stays & False, stays)
     for number in range(0, whole, BLOCK):
         k = number + x
         copy_rows(rows, drop, into, first + k, start + k, k < whole, yes & False, yes)

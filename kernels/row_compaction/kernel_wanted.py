@@ -19,7 +19,7 @@ def wanted_of(first_B, num_B, b, X, BLOCK_W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["X", "R", "num_halvings"])
 def search_wanted_kernel(
-    rows_X, first_B, num_B, waits_B, origin_R, place_BW, count_B, X, R, num_halvings, BLOCK_W: tl.constexpr
+    rows_X, first_B, num_B, waits_B, origin_R, index_BW, count_B, X, R, num_halvings, BLOCK_W: tl.constexpr
 ):
     """The places, among the rows that are left, of the wanted rows of one sequence, -1: dropped; and how many
     are left. `origin_R` ascends."""
@@ -35,18 +35,18 @@ def search_wanted_kernel(
         high = tl.where(is_open & (is_below == 0), middle, high)
     m_x = m_x & (low < R) & (tl.load(waits_B + b) == 0)
     is_left = m_x & (tl.load(origin_R + low, mask=m_x, other=-1) == row)
-    tl.store(place_BW + b * BLOCK_W + tl.arange(0, BLOCK_W), tl.where(is_left, low, -1))
+    tl.store(index_BW + b * BLOCK_W + tl.arange(0, BLOCK_W), tl.where(is_left, low, -1))
     tl.store(count_B + b, tl.sum(is_left.to(tl.int64), 0))
 
 
 @triton.jit(do_not_specialize=["B", "X", "H"])
-def place_wanted_kernel(
+def index_wanted_kernel(
     first_B,
     num_B,
     waited_B,
-    place_BW,
+    index_BW,
     count_B,
-    place_H,
+    index_H,
     origin_H,
     numbers_X,
     waits_B,
@@ -73,7 +73,7 @@ def place_wanted_kernel(
         if PACKS:
             end_of_head = tl.sum(counts, 0)
             tl.store(origin_H + i, tl.zeros([BLOCK], tl.int64), mask=(i >= end_of_head) & (i < H))
-        tl.store(place_H + i, tl.zeros([BLOCK], tl.int64), mask=(i >= end_of_head) & (i < H))
+        tl.store(index_H + i, tl.zeros([BLOCK], tl.int64), mask=(i >= end_of_head) & (i < H))
         return
 
     start = tl.sum(tl.where(firsts < tl.load(first_B + b), counts, 0), 0)
@@ -81,14 +81,14 @@ def place_wanted_kernel(
     waits = (tl.load(waited_B + b) != 0) | ((count > 0) & (start + count > H))
     tl.store(waits_B + b, waits)
     x, m_x = wanted_of(first_B, num_B, b, X, BLOCK_W)
-    place = tl.load(place_BW + b * BLOCK_W + tl.arange(0, BLOCK_W)).to(tl.int64)
-    is_left = place >= 0
+    index = tl.load(index_BW + b * BLOCK_W + tl.arange(0, BLOCK_W)).to(tl.int64)
+    is_left = index >= 0
     if PACKS:
         number = start + tl.cumsum(is_left.to(tl.int64), 0) - 1
         is_left = is_left & (number < H)
-        tl.store(place_H + number, place, mask=is_left)
+        tl.store(index_H + number, index, mask=is_left)
         tl.store(origin_H + number, x, mask=is_left)
     else:
         number = x
-        tl.store(place_H + x, tl.where(is_left, place, 0), mask=m_x)
+        tl.store(index_H + x, tl.where(is_left, index, 0), mask=m_x)
     tl.store(numbers_X + x, tl.where(is_left, number, -1), mask=m_x)

@@ -51,7 +51,7 @@ def compact_rows(
         return plain.compact_rows(rows, drop, **sizes, limit=limit, drops_stored=drops_stored)
     import triton
 
-    from idlm.kernels.row_compaction.kernel import count_kernel, place_kernel
+    from idlm.kernels.row_compaction.kernel import count_kernel, index_kernel
 
     (num_sequences, size), device = drop.rows_BW.shape, rows.slots_R.device
     sources = [getattr(rows, name) for name in ROW_COLUMNS]
@@ -71,7 +71,7 @@ def compact_rows(
         **options,
         num_warps=8,
     )
-    place_kernel[(num_sequences + triton.cdiv(num_left, PADDING_BLOCK),)](
+    index_kernel[(num_sequences + triton.cdiv(num_left, PADDING_BLOCK),)](
         *(rows, drop),
         (cu_rows_B1, num_before_B, None if limit is None else waits_B, rows_BW),
         *(ints_JI, is_mask_I, num_sequences, num_left, num_origins),
@@ -111,22 +111,22 @@ def keep_wanted(
         return plain.keep_wanted(*given, num_head=num_head, packs=packs)
     import triton
 
-    from idlm.kernels.row_compaction.kernel_wanted import place_wanted_kernel, search_wanted_kernel
+    from idlm.kernels.row_compaction.kernel_wanted import index_wanted_kernel, search_wanted_kernel
 
     (num_sequences, num_wanted), device = (len(first_B), len(rows_X)), rows_X.device
     block = triton.next_power_of_2(size)
-    place_BW = torch.empty(num_sequences, block, dtype=torch.int32, device=device)
+    index_BW = torch.empty(num_sequences, block, dtype=torch.int32, device=device)
     demand_B, new_waits_B = torch.empty_like(num_B), torch.empty_like(waits_B)
-    place_H, origin_H = torch.empty(2, num_head, dtype=torch.int64, device=device)
+    index_H, origin_H = torch.empty(2, num_head, dtype=torch.int64, device=device)
     numbers_X = torch.empty_like(rows_X)
     search_wanted_kernel[(num_sequences,)](
-        *(rows_X, first_B, num_B, waits_B, origin_R, place_BW, demand_B),
+        *(rows_X, first_B, num_B, waits_B, origin_R, index_BW, demand_B),
         *(num_wanted, len(origin_R), len(origin_R).bit_length()),
         BLOCK_W=block,
         num_warps=1,
     )
-    place_wanted_kernel[(num_sequences + triton.cdiv(max(num_wanted, num_head), PADDING_BLOCK),)](
-        *(first_B, num_B, waits_B, place_BW, demand_B, place_H, origin_H, numbers_X, new_waits_B),
+    index_wanted_kernel[(num_sequences + triton.cdiv(max(num_wanted, num_head), PADDING_BLOCK),)](
+        *(first_B, num_B, waits_B, index_BW, demand_B, index_H, origin_H, numbers_X, new_waits_B),
         *(num_sequences, num_wanted, num_head),
         PACKS=packs,
         BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
@@ -135,7 +135,7 @@ def keep_wanted(
         num_warps=1,
     )
     return KeptWanted(
-        place_H=place_H,
+        index_H=index_H,
         origin_H=origin_H if packs else None,
         numbers_X=numbers_X,
         waits_B=new_waits_B,
@@ -143,14 +143,14 @@ def keep_wanted(
     )
 
 
-def find_places(
+def find_index(
     cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
     """The row at each place of the blocks of `size` places that begin at slots `starts_B`, int64 [B, W], -1:
     none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence have
     ascending slots without a gap."""
     if not runs_kernels(slots_R):
-        return plain.find_places(cu_rows_B1, slots_R, is_mask_R, starts_B, size)
+        return plain.find_index(cu_rows_B1, slots_R, is_mask_R, starts_B, size)
     import triton
 
     from idlm.kernels.row_compaction.kernel import find_kernel
@@ -166,13 +166,13 @@ def find_places(
     return rows_BW, is_mask_BW
 
 
-def spread_places(
+def spread_index(
     kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """`Drop.keep_R` and `Drop.limits_R` [num_rows] of places that go on (bool) and see the first `ends_B`
     places of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
-        return plain.spread_places(kept_BW, ends_B, starts_B, rows_BW, num_rows)
+        return plain.spread_index(kept_BW, ends_B, starts_B, rows_BW, num_rows)
     import triton
 
     from idlm.kernels.row_compaction.kernel import spread_kernel

@@ -87,8 +87,8 @@ def keep_wanted(
 ) -> KeptWanted:
     """See `op.keep_wanted`."""
     num_wanted, device = len(rows_X), rows_X.device
-    place_X = torch.searchsorted(origin_R, rows_X).clamp(max=len(origin_R) - 1)
-    is_left_X = origin_R[place_X] == rows_X
+    index_X = torch.searchsorted(origin_R, rows_X).clamp(max=len(origin_R) - 1)
+    is_left_X = origin_R[index_X] == rows_X
     numbers = torch.arange(num_wanted, device=device)
     # No wanted row is of two sequences; those behind the last, and of sequences that wait, are of none.
     end_B = torch.where(waits_B, first_B, first_B + num_B)
@@ -98,15 +98,15 @@ def keep_wanted(
     counts_X1 = torch.nn.functional.pad(is_left_X.cumsum(0), (1, 0))
     taken_B = counts_X1[first_B.clamp(max=num_wanted)] + demand_B
     waits_B = waits_B | ((demand_B > 0) & (taken_B > num_head))
-    place_H, origin_H = torch.where(is_left_X, place_X, 0), None
+    index_H, origin_H = torch.where(is_left_X, index_X, 0), None
     if packs:
         origin_H = flagged(is_left_X, num_head)
         is_row_H = origin_H < num_wanted
         origin_H = torch.where(is_row_H, origin_H, 0)
-        numbers, place_H = counts_X1[:-1], torch.where(is_row_H, place_X[origin_H], 0)
+        numbers, index_H = counts_X1[:-1], torch.where(is_row_H, index_X[origin_H], 0)
         is_left_X = is_left_X & (numbers < num_head)
     return KeptWanted(
-        place_H=place_H,
+        index_H=index_H,
         origin_H=origin_H,
         numbers_X=torch.where(is_left_X, numbers, -1),
         waits_B=waits_B,
@@ -114,10 +114,10 @@ def keep_wanted(
     )
 
 
-def find_places(
+def find_index(
     cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """See `op.find_places`."""
+    """See `op.find_index`."""
     first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None]
     first_slot_B1 = slots_R[first_B1.clamp(max=len(slots_R) - 1)]
     rows_BW = first_B1 + starts_B[:, None] - first_slot_B1 + torch.arange(size, device=slots_R.device)
@@ -128,20 +128,20 @@ def find_places(
     return rows_BW, has_row_BW & is_mask_R[rows_BW.clamp(min=0)]
 
 
-def spread_places(
+def spread_index(
     kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """See `op.spread_places`."""
+    """See `op.spread_index`."""
     limits_BW = (starts_B + ends_B)[:, None].expand_as(rows_BW)
     keep_R = by_row(kept_BW, rows_BW, num_rows, other=True)
     return keep_R, by_row(limits_BW, rows_BW, num_rows, other=torch.iinfo(torch.int64).max)
 
 
-def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
+def by_row(of_positions_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
     """For each row the value [R] of its place; `other` for rows of no place."""
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
-    values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
-    return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
+    values_R = torch.full((num_rows + 1,), other, dtype=of_positions_BW.dtype, device=rows_BW.device)
+    return values_R.scatter(0, target_X, of_positions_BW.flatten())[:-1]
 
 
 def allot(needs_B: Tensor, priority_B: Tensor, capacity: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -157,6 +157,6 @@ def flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
     out."""
     num_rows, device = len(is_flagged_R), is_flagged_R.device
     # Rows that are left out go to one more place, which is cut off.
-    place_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)
+    index_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)
     numbers = torch.full((num_left + 1,), num_rows, dtype=torch.int64, device=device)
-    return numbers.scatter_(0, place_R, torch.arange(num_rows, device=device))[:-1]
+    return numbers.scatter_(0, index_R, torch.arange(num_rows, device=device))[:-1]

@@ -55,12 +55,12 @@ class RowCapacity(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptWanted:
-    """Row h of the head is row `place_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
+    """Row h of the head is row `index_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
     h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
     room. `waits_B` (bool): sequences that found none, now or before; `demand_B` int64: rows of the head that
     each asked for, 0 if it waited before."""
 
-    place_H: Tensor
+    index_H: Tensor
     origin_H: Tensor | None
     numbers_X: Tensor
     waits_B: Tensor
@@ -69,7 +69,7 @@ class KeptWanted:
     def cut(self, num_rows: int) -> KeptWanted:
         """The first rows of the head, of which the others are padding."""
         assert self.origin_H is not None
-        return replace(self, place_H=self.place_H[:num_rows], origin_H=self.origin_H[:num_rows])
+        return replace(self, index_H=self.index_H[:num_rows], origin_H=self.origin_H[:num_rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,5 +84,5 @@ def restrict(
 
 def allowed_tokens(bits: Tensor, num_tokens: int) -> Tensor:
     """bool [..., V] of words [..., W]."""
-    places = torch.arange(32, dtype=bits.dtype, device=bits.device)
-    return (bits[..., None] >> places & 1).flatten(-2)[..., :num_tokens] > 0
+    indices = torch.arange(32, dtype=bits.dtype, device=bits.device)
+    return (bits[..., None] >> indices & 1).flatten(-2)[..., :num_tokens] > 0

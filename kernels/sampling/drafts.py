@@ -54,8 +54,8 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
     """Store the probabilities of `rows_BJ` in the lanes of active sequences; row -1 changes nothing."""
     if isinstance(probs, PlainProbs):
         assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
-        place_M, draft_M = torch.nonzero((rows_BJ >= 0) & active_B[:, None], as_tuple=True)
-        store.probs_ZJV[lanes_B[place_M], draft_M] = probs.probs_XV[rows_BJ[place_M, draft_M]]
+        index_M, draft_M = torch.nonzero((rows_BJ >= 0) & active_B[:, None], as_tuple=True)
+        store.probs_ZJV[lanes_B[index_M], draft_M] = probs.probs_XV[rows_BJ[index_M, draft_M]]
         return
     assert isinstance(store, DraftProbs), f"{type(store)=}"
     _launched_put(store, lanes_B, probs, rows_BJ, active_B)
@@ -264,11 +264,11 @@ def _plain_emit(
     """One token per active sequence into `verdict.token_ids_BA`."""
     emit_rows_B, accepted_B = verdict.emit_rows_B, verdict.accepted_B
     probs_BV = probs.probs_XV[emit_rows_B.clamp(min=0)]
-    places_R = torch.nonzero(verdict.rejected_B)[:, 0]
-    if len(places_R):
-        p_RV = probs_BV[places_R]
-        excess_RV = (p_RV - store.probs_ZJV[lanes_B[places_R], accepted_B[places_R]]).clamp_(min=0.0)
-        probs_BV[places_R] = excess_RV.where((excess_RV.sum(-1) > 0)[:, None], p_RV)
+    index_R = torch.nonzero(verdict.rejected_B)[:, 0]
+    if len(index_R):
+        p_RV = probs_BV[index_R]
+        excess_RV = (p_RV - store.probs_ZJV[lanes_B[index_R], accepted_B[index_R]]).clamp_(min=0.0)
+        probs_BV[index_R] = excess_RV.where((excess_RV.sum(-1) > 0)[:, None], p_RV)
     ids_B = torch.where(emit_rows_B >= 0, invert(probs_BV, uniforms_B), 0)
     verdict.token_ids_BA.scatter_(1, accepted_B[:, None], ids_B[:, None])
 

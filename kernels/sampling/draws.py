@@ -182,8 +182,8 @@ def _plain_judged(
     if takes_best_X is not None:
         ids_X = torch.where(takes_best_X, probs.best_X, ids_X)
     is_own_X = (temperature == 0) | always_own
-    places_X1 = ids_X[:, None]
-    probs_X, own_X = probs.probs_XV.gather(1, places_X1)[:, 0], probs.own_XV.gather(1, places_X1)[:, 0]
+    index_X1 = ids_X[:, None]
+    probs_X, own_X = probs.probs_XV.gather(1, index_X1)[:, 0], probs.own_XV.gather(1, index_X1)[:, 0]
     return ids_X, torch.where(is_own_X, own_X, probs_X)
 
 

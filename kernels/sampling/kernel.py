@@ -77,10 +77,10 @@ def inverse_mass(p_numbers):
 def pick(b_mass, target, NUM: tl.constexpr):
     """First place whose cumulated mass exceeds `target`, else the last with mass, else 0. Never a place
     without mass: a parallel cumulated sum may rise by rounding where nothing is added."""
-    o_place = tl.arange(0, NUM)
+    o_index = tl.arange(0, NUM)
     b_total = tl.cumsum(b_mass, 0)
-    first = tl.min(tl.where((b_total > target) & (b_mass > 0), o_place, NUM), 0)
-    last = tl.max(tl.where(b_mass > 0, o_place, 0), 0)
+    first = tl.min(tl.where((b_total > target) & (b_mass > 0), o_index, NUM), 0)
+    last = tl.max(tl.where(b_mass > 0, o_index, 0), 0)
     return tl.where(first < NUM, first, last)
 
 

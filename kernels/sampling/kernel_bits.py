@@ -67,8 +67,8 @@ def restrict_kernel(
     """Forbid tokens in TILE chunks of one stored draft; or leave one token alone, of weight 1."""
     p_store, p_store_numbers, p_store_masses = store
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
-    i_sequence, place = i_draft // num_drafts, i_draft % num_drafts
-    slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + place
+    i_sequence, index = i_draft // num_drafts, i_draft % num_drafts
+    slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + index
     only = tl.load(p_only + i_draft).to(tl.int32)
     o_chunk = (tl.program_id(0) % num_tiles) * TILE + tl.arange(0, TILE)
     m_chunk = o_chunk < num_chunks
@@ -84,7 +84,7 @@ def restrict_kernel(
         b_mass = tl.where(b_is_only, 1.0, 0.0)
     else:
         b_values = tl.load(p_token, mask=m_token, other=float("-inf"))
-        b_open = is_allowed(p_bits + (i_sequence * num_rows + place) * num_words, o_token, m_token)
+        b_open = is_allowed(p_bits + (i_sequence * num_rows + index) * num_words, o_token, m_token)
         b_values = tl.where(b_open, b_values, tl.full((), float("-inf"), tl.float32).to(b_values.dtype))
         b_weight = kept_weight(b_values, o_token, p_store_numbers + slot * NUM_NUMBERS)
         b_mass = tl.sum(tl.where(b_open, b_weight, 0.0), 1)

@@ -64,8 +64,8 @@ def store_chunks(p_chunks, b_is_wanted, CHUNKS: tl.constexpr):
     """Write the numbers of the wanted chunks consecutively; returns their count."""
     # Other threads may still be reading the list before.
     tl.debug_barrier()
-    b_place = tl.cumsum(b_is_wanted.to(tl.int32), 0) - 1
-    tl.store(p_chunks + b_place, tl.arange(0, CHUNKS), mask=b_is_wanted)
+    b_index = tl.cumsum(b_is_wanted.to(tl.int32), 0) - 1
+    tl.store(p_chunks + b_index, tl.arange(0, CHUNKS), mask=b_is_wanted)
     tl.debug_barrier()
     return tl.sum(b_is_wanted.to(tl.int32), 0)
 
@@ -73,10 +73,10 @@ def store_chunks(p_chunks, b_is_wanted, CHUNKS: tl.constexpr):
 @triton.jit
 def load_chunks(p_row, p_chunks, start, num_listed, num_tokens, GROUP: tl.constexpr, CHUNK: tl.constexpr):
     """GROUP of the listed chunks [GROUP, CHUNK], their numbers and the mask of their tokens."""
-    o_place = start + tl.arange(0, GROUP)
-    b_chunk = tl.load(p_chunks + o_place, mask=o_place < num_listed, other=0)
+    o_index = start + tl.arange(0, GROUP)
+    b_chunk = tl.load(p_chunks + o_index, mask=o_index < num_listed, other=0)
     o_token = b_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    m_token = (o_place < num_listed)[:, None] & (o_token < num_tokens)
+    m_token = (o_index < num_listed)[:, None] & (o_token < num_tokens)
     return tl.load(p_row + o_token, mask=m_token, other=float("-inf")), b_chunk, m_token
 
 
@@ -94,8 +94,8 @@ def list_tokens(
         b_taken = m_token.to(tl.int32)
         b_count = tl.sum(b_taken, 1)
         b_first = count + tl.cumsum(b_count, 0) - b_count
-        b_place = tl.cumsum(b_taken, 1) - 1 + b_first[:, None]
-        tl.store(p_list + b_place, b_logits, mask=m_token & (b_place < LIST))
+        b_index = tl.cumsum(b_taken, 1) - 1 + b_first[:, None]
+        tl.store(p_list + b_index, b_logits, mask=m_token & (b_index < LIST))
         count += tl.sum(b_count, 0)
     tl.debug_barrier()
     return count
@@ -179,10 +179,10 @@ def kept_chunks(
         )
         b_logits = b_values.to(tl.float32)
         b_weight = tl.where(b_logits > threshold, weight(b_values, largest, scale), 0.0)
-        m_place = start + tl.arange(0, GROUP) < num_listed
-        tl.store(p_masses + b_chunk, tl.sum(b_weight, 1), mask=m_place)
+        m_index = start + tl.arange(0, GROUP) < num_listed
+        tl.store(p_masses + b_chunk, tl.sum(b_weight, 1), mask=m_index)
         b_tie = (m_token & (b_logits == threshold)).to(tl.int32)
-        tl.store(p_ties + b_chunk, tl.sum(b_tie, 1), mask=m_place)
+        tl.store(p_ties + b_chunk, tl.sum(b_tie, 1), mask=m_index)
     tl.debug_barrier()
     o_chunk = tl.arange(0, CHUNKS)
     b_mass = tl.load(p_masses + o_chunk, mask=b_is_kept, other=0.0)

@@ -74,10 +74,10 @@ def pack_rows_kernel(
     lane = tl.load(lanes_B + sequence)
     feed = tl.load(feed_B + sequence)
     computed = tl.load(lanes.num_computed_Z + lane)
-    place = tl.minimum(tl.maximum(offset - (feed - 1), 0), W - 1)
+    index = tl.minimum(tl.maximum(offset - (feed - 1), 0), W - 1)
     if lanes.draft_buffer_Z is not None:
-        place += tl.load(lanes.draft_buffer_Z + lane) * W
-    source = tl.load(table.source_YW + place)
+        index += tl.load(lanes.draft_buffer_Z + lane) * W
+    source = tl.load(table.source_YW + index)
     base, slot = computed + feed - 1, computed + offset
     is_known = slot <= base
     # Padding gets ids of text: the mask id may be outside the embedding.
@@ -88,12 +88,12 @@ def pack_rows_kernel(
     token = tl.where(is_mask, mask_token_id, token)
     tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
     tl.store(rows_IR + stride_rows + row, token, mask=m_row)
-    position = tl.where(is_known, slot, base + tl.load(table.position_YW + place))
+    position = tl.where(is_known, slot, base + tl.load(table.position_YW + index))
     tl.store(rows_IR + 2 * stride_rows + row, position, mask=m_row)
     tl.store(rows_IR + 3 * stride_rows + row, slot, mask=m_row)
-    limit = tl.where(is_known, slot + 1, base + tl.load(table.limit_YW + place))
+    limit = tl.where(is_known, slot + 1, base + tl.load(table.limit_YW + index))
     tl.store(rows_IR + 4 * stride_rows + row, limit, mask=m_row)
-    branch = tl.where(is_known, slot + 1, base + tl.load(table.branch_YW + place))
+    branch = tl.where(is_known, slot + 1, base + tl.load(table.branch_YW + index))
     tl.store(rows_IR + 5 * stride_rows + row, branch, mask=m_row)
     tl.store(is_mask_R + row, is_mask, mask=m_row)
 

@@ -70,8 +70,8 @@ def _plain(
     offset_R = rows_R - cu_rows_B1[sequence_R]
     row_R = offset_R - (feed_B - 1)[sequence_R]
     base_R = (computed_B + feed_B - 1)[sequence_R]
-    place = (draft_buffer_B[sequence_R], row_R.clamp(min=0, max=width - 1))
-    source_R, position_R = table.source_YW[place], table.position_YW[place]
+    index = (draft_buffer_B[sequence_R], row_R.clamp(min=0, max=width - 1))
+    source_R, position_R = table.source_YW[index], table.position_YW[index]
     is_known_R = row_R <= 0
     # Padding gets ids of text: the mask id may be outside the embedding.
     is_mask_R = (row_R > 0) & (source_R == MASK) & (rows_R < cu_rows_B1[-1])
@@ -83,7 +83,7 @@ def _plain(
         token_R = torch.where(is_known_R, token_R, draft_R)
     # Known tokens are causal: they see what is before them and themselves, and have no branch.
     limits_R, branch_starts_R = (
-        torch.where(is_known_R, slots_R + 1, base_R + column_YW[place])
+        torch.where(is_known_R, slots_R + 1, base_R + column_YW[index])
         for column_YW in (table.limit_YW, table.branch_YW)
     )
     offsets_W = torch.arange(width, device=lanes_B.device)

@@ -29,7 +29,7 @@ from tests.toy import write_toy_checkpoint
 MASK_ID = 47
 MAX_STRIDE = 8
 CYCLE = 9
-PLACE: dict[str, object] = {"device": "cpu"}
+DEVICE: dict[str, object] = {"device": "cpu"}
 """Engine settings of the device that the engines run on."""
 NUM_SHAKES = 6
 
@@ -95,7 +95,7 @@ def build_engine(directory: Path, decoder: str, **options: object) -> Engine:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Engine.from_pretrained(directory, decoder, **{**settings, **PLACE, **options})
+        return Engine.from_pretrained(directory, decoder, **{**settings, **DEVICE, **options})
 
 
 def prompts_of(lengths: Sequence[int], *, seed: int = 0, vocab_size: int = MASK_ID) -> list[list[int]]:

@@ -22,7 +22,7 @@ WRITERS = {"sdar_moe": sdar_moe, "llada2": llada2, "llada2_bare": llada2_bare, "
 
 def _prompts() -> list[list[int]]:
     lengths = (2 * BLOCK + 1, BLOCK, BLOCK - 1, 1)
-    return [[(7 * place + 5 * number) % MASK for place in range(n)] for number, n in enumerate(lengths)]
+    return [[(7 * index + 5 * number) % MASK for index in range(n)] for number, n in enumerate(lengths)]
 
 
 @pytest.mark.sweep_but("sdar_moe")

@@ -41,9 +41,9 @@ def _owner(layout: RowLayout, row: int) -> tuple[int, int] | None:
     """(parent chain row, place in its group) of a mask row, None for a chain row; counted off one by one."""
     walk = layout.num_drafts + 1
     for parent in layout.mask_parents:
-        for place in range(layout.num_masks):
+        for offset in range(layout.num_masks):
             if walk == row:
-                return parent, place
+                return parent, offset
             walk += 1
     return None
 
@@ -64,10 +64,10 @@ def assert_rows_see_their_prefix(layouts: list[RowLayout]) -> None:
                 assert position == row
                 assert _visible(layout, row) == set(range(row + 1))
             else:
-                parent, place = owner
+                parent, offset = owner
                 assert source == MASK
-                assert position == parent + 1 + place
-                assert _visible(layout, row) == set(range(parent + 1)) | set(range(row - place, row + 1))
+                assert position == parent + 1 + offset
+                assert _visible(layout, row) == set(range(parent + 1)) | set(range(row - offset, row + 1))
 
 
 @pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
@@ -131,7 +131,7 @@ def test_branch_hangs_a_group_on_every_rejection_point() -> None:
     steady = _layouts("branch", 3)[3]
     assert steady.width == 16
     for num_accepted, draft_rows in enumerate(steady.draft_rows):
-        assert {_owner(steady, row) for row in draft_rows} == {(num_accepted, place) for place in range(3)}
+        assert {_owner(steady, row) for row in draft_rows} == {(num_accepted, offset) for offset in range(3)}
 
 
 def test_some_groups_are_even_and_what_is_left_of_one_serves_the_places_behind_it() -> None:
@@ -139,8 +139,8 @@ def test_some_groups_are_even_and_what_is_left_of_one_serves_the_places_behind_i
     assert steady.mask_parents == (0, 3, 7)
     assert steady.width == 1 + 4 * 7
     owners = [[_owner(steady, row) for row in rows] for rows in steady.draft_rows]
-    assert owners[2] == [(0, place) for place in range(2, 7)]
-    assert owners[3] == [(3, place) for place in range(7)]
+    assert owners[2] == [(0, offset) for offset in range(2, 7)]
+    assert owners[3] == [(3, offset) for offset in range(7)]
     assert [len(rows) for rows in steady.draft_rows] == [7, 6, 5, 7, 6, 5, 4, 7]
 
 

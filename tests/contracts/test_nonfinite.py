@@ -93,17 +93,17 @@ def test_only_sequences_that_see_an_overflow_end_with_an_error(
         expected = engine.generate(_prompts(), params)
         embedding = engine._parts.model.trunk.embed.data[BAD].clone()
         _spoil(engine, BAD)
-        for place, prompt in enumerate(_prompts()):
-            engine.add_request(str(place), [*prompt[:-1], BAD, prompt[-1]] if place % 2 else prompt, params)
+        for index, prompt in enumerate(_prompts()):
+            engine.add_request(str(index), [*prompt[:-1], BAD, prompt[-1]] if index % 2 else prompt, params)
         found = _drain(engine)
-        for place, answer in enumerate(expected):
-            if place % 2 == 0:
-                assert found[str(place)].token_ids == answer.token_ids
-                assert found[str(place)].error is None
+        for index, answer in enumerate(expected):
+            if index % 2 == 0:
+                assert found[str(index)].token_ids == answer.token_ids
+                assert found[str(index)].error is None
                 continue
-            assert found[str(place)].finish_reason == "error"
-            assert found[str(place)].token_ids == ()
-            assert str(found[str(place)].error).startswith("IDLM-0457")
+            assert found[str(index)].finish_reason == "error"
+            assert found[str(index)].token_ids == ()
+            assert str(found[str(index)].error).startswith("IDLM-0457")
         assert_idle(engine)
         engine._parts.model.trunk.embed.data[BAD] = embedding
 
@@ -152,10 +152,10 @@ def test_neighbours_on_amx_do_not_see_an_overflow(
     _spoil(engine, BAD)
     monkeypatch.setattr(library, "_product", partial(product_on_amx, tile=96))
     monkeypatch.setattr(library, "TILE_BYTES", 2 * 96)
-    for place, prompt in enumerate(_prompts()):
-        engine.add_request(str(place), [*prompt[:-1], BAD, prompt[-1]] if place % 2 else prompt, SAMPLING[0])
+    for index, prompt in enumerate(_prompts()):
+        engine.add_request(str(index), [*prompt[:-1], BAD, prompt[-1]] if index % 2 else prompt, SAMPLING[0])
     found = _drain(engine)
-    assert [found[str(place)].finish_reason for place in range(4)] == ["length", "error"] * 2
+    assert [found[str(index)].finish_reason for index in range(4)] == ["length", "error"] * 2
     assert_idle(engine)
 
 

@@ -100,13 +100,13 @@ def _shortages(
     decoder: str,
     options: dict[str, Any],
     way: dict[str, Any],
-    places: Iterable[tuple[int, int]],
+    failures: Iterable[tuple[int, int]],
 ) -> None:
-    """`places`: the number of the allocation that fails first, and how many fail in a row."""
+    """`failures`: the number of the allocation that fails first, and how many fail in a row."""
     engine = _engine(checkpoint, decoder, **options, **way)
     _add(engine)
     expected = _drain(engine)
-    for number, num_failing in places:
+    for number, num_failing in failures:
         _add(engine)
         found = _drain(engine, Shortage("cpu", set(range(number, number + num_failing))))
         failed = _check_survivors(found, expected)

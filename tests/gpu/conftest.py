@@ -23,6 +23,6 @@ def _no_time_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines of the contracts and of the law's harness run on the GPU, with its kernels and graphs."""
     for module in (harness, engines):
-        monkeypatch.setattr(module, "PLACE", {"device": "cuda", "graphs": "on", "attention": "triton"})
+        monkeypatch.setattr(module, "DEVICE", {"device": "cuda", "graphs": "on", "attention": "triton"})
     yield
     torch.cuda.synchronize()

@@ -45,14 +45,14 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
     has_logits = deciding(plan).has_logits_BW
     assert proposed.entropy_BW is not None
     for b, (sequence, _, _) in enumerate(sequences):
-        _, num_feed, samples, places = expected[b]
+        _, num_feed, samples, indices = expected[b]
         emitted = decide_reference(
             sequence,
             shape,
             config.strategy,
             num_feed=num_feed,
             samples=samples,
-            places=places,
+            indices=indices,
             has_logits=[True] * case.size if has_logits is None else has_logits[b].tolist(),
             proposed=proposed.token_ids_BW[b].tolist(),
             confidence=proposed.confidence_BW[b].tolist(),
@@ -61,7 +61,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
         )
         assert emitted_BW[b, : num_emitted_B[b]].tolist() == emitted
         after = case.sequence(case.sequences[b][0])
-        for name in ("num_computed", "num_passes", "num_clean_passes", "whole_part", "places"):
+        for name in ("num_computed", "num_passes", "num_clean_passes", "whole_part", "decided"):
             assert getattr(after, name) == getattr(sequence, name), name
         most = case.table.max_length
         assert after.tokens[:most] == sequence.tokens[:most]
@@ -74,34 +74,34 @@ def within_limit(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int
     """Check the wanted rows; returns what is due of sequences that do not wait."""
     shape, wanted = case.decoder.shape, deciding(plan).wanted
     opens = [shape.shifted and samples and num_feed > 0 for _, num_feed, samples, _ in due]
-    demand = [list(places) for *_, places in due]
+    demand = [list(indices) for *_, indices in due]
     if case.decoder._edits:
         for b, (sequence, *_) in enumerate(sequences):
             decided = range(max(len(sequence.tokens) % case.size, int(shape.shifted)), case.size)
             if due[b][2] and not opens[b]:
-                demand[b] = sorted({*demand[b], *(w for w in decided if sequence.places[w] is not None)})
+                demand[b] = sorted({*demand[b], *(w for w in decided if sequence.decided[w] is not None)})
     num_waits = [int(case.decoder.blocks.num_waits_Z[lane]) for lane, *_ in case.sequences]
     rows = wanted_reference(demand, num_waits, opens, len(wanted.rows_X))
-    assert wanted.num_B.tolist() == [len(places) for places in demand]
+    assert wanted.num_B.tolist() == [len(indices) for indices in demand]
     assert wanted.waits_B.tolist() == [of_b is None for of_b in rows]
     numbers = torch.full_like(wanted.number_BW, -1)
     first_rows, found = plan.cu_rows_B1.tolist(), {}
     for b, of_b in enumerate(rows):
-        for number, place in of_b or ():
-            numbers[b, place] = number
-            known, place_of_row = len(sequences[b][0].tokens), place - int(shape.shifted)
+        for number, index in of_b or ():
+            numbers[b, index] = number
+            known, index_of_row = len(sequences[b][0].tokens), index - int(shape.shifted)
             slots = [slot for _, slot, *_ in due[b][0]]
-            slot = known // case.size * case.size + place_of_row
+            slot = known // case.size * case.size + index_of_row
             # In a pass that cannot be: a shifted block's first place open after its first pass.
             row = slots.index(slot) if slot in slots else 0
-            found[number] = (first_rows[b] + row, b * case.size + place, case.sequences[b][0])
+            found[number] = (first_rows[b] + row, b * case.size + index, case.sequences[b][0])
     assert torch.equal(wanted.number_BW, numbers)
-    columns = (wanted.rows_X.tolist(), wanted.places_X.tolist(), wanted.lanes_X.tolist())
+    columns = (wanted.rows_X.tolist(), wanted.positions_X.tolist(), wanted.lanes_X.tolist())
     for number, triple in enumerate(zip(*columns, strict=True)):
         assert triple == found.get(number, (0, 0, case.sequences[0][0]))
     return [
-        (mine, min(num_feed, num_counted), False, []) if of_b is None else (mine, num_feed, samples, places)
-        for (mine, num_feed, samples, places), (_, num_counted, _), of_b in zip(
+        (mine, min(num_feed, num_counted), False, []) if of_b is None else (mine, num_feed, samples, indices)
+        for (mine, num_feed, samples, indices), (_, num_counted, _), of_b in zip(
             due, sequences, rows, strict=True
         )
     ]

@@ -65,7 +65,7 @@ def test_frozen_parameters_take_no_gradient() -> None:
         linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias)[0], (hidden, weight, bias)
     )
     for kept in range(3):
-        inputs = [x if place == kept else x.detach() for place, x in enumerate((hidden, weight, bias))]
+        inputs = [x if index == kept else x.detach() for index, x in enumerate((hidden, weight, bias))]
         loss, _ = linear_cross_entropy(*inputs[:2], labels, coefficients, bias_V=inputs[2])
         (gradient,) = gradients(loss, (inputs[kept],))
         assert torch.equal(gradient, everything[kept])

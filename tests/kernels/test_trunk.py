@@ -325,7 +325,7 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 130])
 def test_ops_write_to_given_places_on_a_cpu(num_rows: int, dtype: torch.dtype) -> None:
-    from tests.kernels.cases.places import check_expert_steps, check_heads_in_place
+    from tests.kernels.cases.outputs import check_expert_steps, check_heads_in_place
 
     check_heads_in_place(num_rows, dtype, torch.device("cpu"))
     check_expert_steps(num_rows, dtype, torch.device("cpu"))

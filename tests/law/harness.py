@@ -26,7 +26,7 @@ PROMPT = (1,)
 MAX_PROMPT = 3
 NUM_LANES = 1024
 PER_REQUEST = 250
-PLACE: dict[str, object] = {"device": "cpu"}
+DEVICE: dict[str, object] = {"device": "cpu"}
 """Engine settings that select the device."""
 TV_AT_1E5 = 0.0188
 """Total variation over 64 cells that 1e5 draws detect; it scales as 1 / sqrt(draws)."""
@@ -73,7 +73,7 @@ def build_engine(directory: Path, decoder: str, *, num_lanes: int = NUM_LANES, *
         "max_num_batched_tokens": 1 << 20,
         "page_size": 32,
     }
-    return Engine.from_pretrained(directory, decoder, **{**settings, **PLACE, **options})
+    return Engine.from_pretrained(directory, decoder, **{**settings, **DEVICE, **options})
 
 
 @functools.cache

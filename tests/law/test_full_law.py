@@ -99,14 +99,14 @@ class Oracle:
             yield canvas, 1.0
             return
         law, own = self.probs(canvas)
-        masks = [place for place in range(NUM_TOKENS) if canvas[place] == MASK_ID]
+        masks = [index for index in range(NUM_TOKENS) if canvas[index] == MASK_ID]
         for drawn in itertools.product(TOKENS, repeat=len(masks)):
             chance = 1.0
-            for place, token in zip(masks, drawn, strict=True):
-                chance *= float(law[place, token])
+            for index, token in zip(masks, drawn, strict=True):
+                chance *= float(law[index, token])
             tokens = dict(zip(masks, drawn, strict=True))
             for kept, share in self._kept(masks, tokens, law, own, step):
-                left = [tokens[place] if place in kept else canvas[place] for place in range(NUM_TOKENS)]
+                left = [tokens[index] if index in kept else canvas[index] for index in range(NUM_TOKENS)]
                 yield tuple(left), chance * share
 
     def _kept(
@@ -131,12 +131,12 @@ class Oracle:
             yield from ((kept, 1 / len(found)) for kept in found)
             return
         judged = own if order == "low_confidence" else law
-        scores = {place: float(judged[place, tokens[place]]) for place in masks}
+        scores = {index: float(judged[index, tokens[index]]) for index in masks}
         if order == "entropy":
-            scores = {place: -float(torch.special.entr(law[place]).sum()) for place in masks}
+            scores = {index: -float(torch.special.entr(law[index]).sum()) for index in masks}
         quota = 1 if order == "low_confidence" else int(len(masks) * flip)
-        ranked = sorted(masks, key=lambda place: -scores[place])
-        above = tuple(place for place in masks if scores[place] > self.options.get("threshold", 2.0))
+        ranked = sorted(masks, key=lambda index: -scores[index])
+        above = tuple(index for index in masks if scores[index] > self.options.get("threshold", 2.0))
         yield above or tuple(ranked[:quota]), 1.0
 
 

@@ -180,8 +180,8 @@ def _stored(kv: KV, number: int, fed_L: Tensor, k_LKH: Tensor, v_LKH: Tensor) ->
     if len(kv) == number:
         kv.append((k_LKH.clone(), v_LKH.clone()))
     for all_LKH, new_LKH in zip(kv[number], (k_LKH, v_LKH), strict=True):
-        for row, place in enumerate(fed_L.tolist()):
-            all_LKH[place] = new_LKH[row]
+        for row, index in enumerate(fed_L.tolist()):
+            all_LKH[index] = new_LKH[row]
     return kv[number]
 
 
@@ -246,11 +246,11 @@ def _llada_moe(tensors: Tensors, ids_L: Tensor, fed_L: Tensor, kv: KV, *, normal
         if normalises:
             weights_LC = weights_LC / weights_LC.sum(-1, keepdim=True)
         out_LD = torch.zeros_like(x_LD)
-        for place in range(len(ids_L)):
-            for weight, expert in zip(weights_LC[place], experts_LC[place].tolist(), strict=True):
+        for index in range(len(ids_L)):
+            for weight, expert in zip(weights_LC[index], experts_LC[index].tolist(), strict=True):
                 prefix = f"{layer}mlp.experts.{expert}."
                 parts = (tensors[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
-                out_LD[place] += weight * _swiglu(normed_LD[place], *parts)
+                out_LD[index] += weight * _swiglu(normed_LD[index], *parts)
         x_LD = x_LD + out_LD
     return _norm(x_LD, tensors["model.norm.weight"], 1e-5) @ tensors["lm_head.weight"].T
 
@@ -259,9 +259,9 @@ def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
 
-def _rotate(x_LNH: Tensor, places_L: Tensor, theta: float) -> Tensor:
+def _rotate(x_LNH: Tensor, positions_L: Tensor, theta: float) -> Tensor:
     half = x_LNH.shape[-1] // 2
-    angles = places_L[:, None] / theta ** (torch.arange(half) / half)
+    angles = positions_L[:, None] / theta ** (torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x_LNH[..., :half], x_LNH[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

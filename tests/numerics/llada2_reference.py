@@ -135,8 +135,8 @@ class Reference:
             else:
                 prefix = f"{layer}.mlp"
                 rows = [
-                    self.experts(prefix, row_D, self.admitted(prefix, normed_LD, place))
-                    for place, row_D in enumerate(normed_LD)
+                    self.experts(prefix, row_D, self.admitted(prefix, normed_LD, index))
+                    for index, row_D in enumerate(normed_LD)
                 ]
                 x_LD = x_LD + torch.stack(rows)
         return self.norm(x_LD, "model.norm") @ self.tensors["lm_head.weight"].T
@@ -195,12 +195,12 @@ class Reference:
         bias_E = self.tensors[f"{prefix}.gate.expert_bias"]
         return scores_E, scores_E if self.fault == "router_without_bias" else scores_E + bias_E
 
-    def admitted(self, prefix: str, x_LD: Tensor, place: int) -> list[int] | None:
+    def admitted(self, prefix: str, x_LD: Tensor, index: int) -> list[int] | None:
         """The experts that the block of a place admits; None: the model has no such rule."""
         if "expert_capacity" not in self.config or self.fault == "capacity_ignored":
             return None
         size, capacity = self.config["block_size"], self.config["expert_capacity"]
-        block = x_LD[place // size * size : (place // size + 1) * size]
+        block = x_LD[index // size * size : (index // size + 1) * size]
         if self.fault == "capacity_of_the_sequence":
             block = x_LD
         is_plain = self.fault == "capacity_without_bias"

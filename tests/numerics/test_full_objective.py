@@ -114,12 +114,12 @@ def test_traps_15_and_23_loss_and_gradients_are_the_plain_references(attention: 
         tokens, ids = [*sample.token_ids.tolist(), *[STOP] * more], rows.noisy.input_ids.tolist()
         rate = int(rows.noisy.mask_rates.max()) / CERTAIN
         logits = plain_logits(plain, ids)
-        for place in range(len(tokens)):
-            if ids[place] == MASK:
-                assert place >= len(sample) or sample.supervised[place]
-                total = total + functional.cross_entropy(logits[place], torch.tensor(tokens[place])) / rate
+        for index in range(len(tokens)):
+            if ids[index] == MASK:
+                assert index >= len(sample) or sample.supervised[index]
+                total = total + functional.cross_entropy(logits[index], torch.tensor(tokens[index])) / rate
             else:
-                assert ids[place] == tokens[place]
+                assert ids[index] == tokens[index]
         count += int(sample.supervised.sum()) + more
     (total / count).backward()
     counted = objective.counts(batch, stage=STAGE, want_overlap=True)
@@ -156,9 +156,9 @@ def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
     nelbo = 0.0
     for order in itertools.permutations(range(size)):
         hidden_now = [True] * size
-        for place in order:
-            nelbo -= log_p[tuple(hidden_now)][place] / math.factorial(size)
-            hidden_now[place] = False
+        for index in order:
+            nelbo -= log_p[tuple(hidden_now)][index] / math.factorial(size)
+            hidden_now[index] = False
     # The rates leave out the first thousandth of [0, 1].
     assert expected == pytest.approx(nelbo, rel=2e-3)
 

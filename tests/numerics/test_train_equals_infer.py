@@ -213,14 +213,14 @@ class Replay:
             self.seen_clean.add(key)
         row = layout.num_drafts
         for parent in layout.mask_parents:
-            for place in range(layout.num_masks):
+            for index in range(layout.num_masks):
                 row += 1
                 start = pending + parent + 1
                 # The last token has no successor, so training puts no mask on it.
-                if start + place < LENGTHS[doc] - 1:
-                    expected = self.rows.masks[doc, start, place]
+                if start + index < LENGTHS[doc] - 1:
+                    expected = self.rows.masks[doc, start, index]
                     torch.testing.assert_close(logits_XV[row], expected, atol=TOLERANCE, rtol=0)
-                    self.seen_masks.add((doc, start, place))
+                    self.seen_masks.add((doc, start, index))
         assert row == layout.width - 1 == len(logits_XV) - 1
 
 
@@ -298,7 +298,7 @@ def test_the_training_attentions_agree(family: str, attention: str) -> None:
 def test_the_comparison_distinguishes_layouts(family: str) -> None:
     """A mask that sees one token less, or is off by one position, is far outside the tolerance."""
     rows = training_rows(family, 4, "idlm_documents")
-    for (doc, start, place), logits_V in rows.masks.items():
-        for other in ((doc, start - 1, place + 1), (doc, start, place + 1), (doc, start + 1, place)):
+    for (doc, start, index), logits_V in rows.masks.items():
+        for other in ((doc, start - 1, index + 1), (doc, start, index + 1), (doc, start + 1, index)):
             if other in rows.masks:
                 assert (logits_V - rows.masks[other]).abs().max() > 100 * TOLERANCE

@@ -35,14 +35,14 @@ def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[
     held = read_json(run / INPUTS_FILE) if (run / INPUTS_FILE).is_file() else {}
     moved, changed = copy.deepcopy(stored), []
     for key, path, kind in _paths(now):
-        place, name = _parent(moved, key)
-        before = place.get(name)
+        node, name = _parent(moved, key)
+        before = node.get(name)
         if before is None or before == path:
             continue
         known = held.get(key)
         # An earlier version stored a home as it was written.
         if os.path.expanduser(str(before)) == path or (known is not None and known == _content(path, kind)):
-            place[name] = path
+            node[name] = path
         elif known is not None:
             changed.append(key)
     return moved, changed
@@ -51,13 +51,13 @@ def with_paths_of(stored: Config, now: Config, run: Path) -> tuple[Config, list[
 def _parent(config: Config, key: str) -> tuple[Config, str]:
     """Return the section of a dotted key, {} where there is none, and the key's name there."""
     *sections, name = key.split(".")
-    place: Any = config
+    node: Any = config
     for section in sections:
         try:
-            place = place[int(section) if isinstance(place, list) else section]
+            node = node[int(section) if isinstance(node, list) else section]
         except (KeyError, IndexError, TypeError):
             return {}, name
-    return place if isinstance(place, dict) else {}, name
+    return node if isinstance(node, dict) else {}, name
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -77,14 +77,14 @@ def _paths(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def _content(path: str, kind: str) -> str | None:
     """Return a digest of what `path` holds; None where nothing is there."""
-    place = Path(path)
+    node = Path(path)
     try:
         if kind in SUFFIXES:
             files = list(find_files(path, SUFFIXES[kind]))
         elif kind == "model":
-            files = sorted(file for file in place.iterdir() if file.suffix in OF_A_MODEL)
+            files = sorted(file for file in node.iterdir() if file.suffix in OF_A_MODEL)
         else:
-            files = files_below(place) if place.is_dir() else [place]
+            files = files_below(node) if node.is_dir() else [node]
         return content_digest(files)
     except (UserError, OSError):
         return None

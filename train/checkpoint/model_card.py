@@ -215,9 +215,9 @@ def drafts_table(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Mapp
     lines = []
     for cells, record in rows:
         drafts = [f"{value:.3f}" for value in record["acceptance"]]
-        place = (record["stage"] + 1, record["stride"], record["step"])
-        lines.append([*map(str, place), *cells, *drafts, *["-"] * (num_drafts - len(drafts))])
-    drafts = [f"draft {place + 1}" for place in range(num_drafts)]
+        key = (record["stage"] + 1, record["stride"], record["step"])
+        lines.append([*map(str, key), *cells, *drafts, *["-"] * (num_drafts - len(drafts))])
+    drafts = [f"draft {index + 1}" for index in range(num_drafts)]
     return table(["stage", "stride", "step", *header, *drafts], lines)
 
 

@@ -206,8 +206,8 @@ class CheckpointWriter:
             )
             return None
         copies: dict[tuple[str, int], Tensor] = {}
-        for index, (place, source) in enumerate(storages.items()):
-            copies[place] = self._buffers[name, index].copy_(source)
+        for index, (key, source) in enumerate(storages.items()):
+            copies[key] = self._buffers[name, index].copy_(source)
         return _replaced(state, copies)
 
     def _allocate(self, name: str, buffers: list[Buffer]) -> tuple[int, int] | None:
@@ -233,9 +233,9 @@ def _storages(state: Any) -> dict[tuple[str, int], Tensor]:
     """The bytes of every storage of the tensors in `state`, by place."""
     storages: dict[tuple[str, int], Tensor] = {}
     for tensor in _tensors(state):
-        whole, place = _bytes_of(tensor), _place(tensor)
-        if place not in storages or storages[place].numel() < whole.numel():
-            storages[place] = whole
+        whole, key = _bytes_of(tensor), _index(tensor)
+        if key not in storages or storages[key].numel() < whole.numel():
+            storages[key] = whole
     return storages
 
 
@@ -259,7 +259,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _place(tensor: Tensor) -> tuple[str, int]:
+def _index(tensor: Tensor) -> tuple[str, int]:
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
@@ -277,7 +277,7 @@ def _allocated(buffer: Buffer) -> int:
 def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:
     """`state` with its tensors in `copies` of their storages, by place."""
     if isinstance(state, Tensor):
-        buffer = copies[_place(state)].untyped_storage()
+        buffer = copies[_index(state)].untyped_storage()
         made = torch.empty(0, dtype=state.dtype).set_(
             buffer, state.storage_offset(), state.shape, state.stride()
         )

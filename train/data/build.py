@@ -140,7 +140,7 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
     """Yield what is to be encoded of each record, or its error where it lacks the shape of the source."""
     shape = first = ""
     for row in reader.rows():
-        origin = f"{reader.names[row.file]}:{row.place}"
+        origin = f"{reader.names[row.file]}:{row.number}"
         try:
             if isinstance(row.value, UserError):
                 raise row.value
@@ -150,11 +150,11 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Encoded]:
         except UserError as error:
             # A new one: what was raised holds the record.
             kept = UserError(error.code, error.message, fix=error.fix)
-            yield Encoded(file=row.file, place=row.place, origin=origin, error=kept)
+            yield Encoded(file=row.file, number=row.number, origin=origin, error=kept)
         else:
             yield Encoded(
                 file=row.file,
-                place=row.place,
+                number=row.number,
                 origin=origin,
                 shape=shape,
                 record={name: value for name, value in row.value.items() if name in keys_of(shape)},

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FORMAT = "idlm-data-5"
 TOKENS, SAMPLES, HEADER = "tokens.bin", "samples.bin", "data.json"
 DTYPES = {TOKENS: np.uint32, SAMPLES: np.int64}
-FILE, PLACE, LENGTH, NUM_TARGETS, PROMPT, NUM_COLUMNS = range(6)
+FILE, NUMBER, LENGTH, NUM_TARGETS, PROMPT, NUM_COLUMNS = range(6)
 """Columns of samples.bin."""
 BLOCK_TOKENS = 1 << 14
 SUPERVISED_BIT = np.uint32(1 << 31)
@@ -44,12 +44,12 @@ NUM_EXAMPLES = 5
 class Encoded:
     """One record, before (`record`) and after it is encoded: its packed samples (see `pack`) or its error.
 
-    `place` is the line in file number `file`; `shape` is "" where the record has none. `ignored`: keys of the
+    `number` is the line in file `file`; `shape` is "" where the record has none. `ignored`: keys of the
     record and of its turns that hold something and are not read. `notes`: what else is to be told of the
     record, in sentences that many records share."""
 
     file: int
-    place: int
+    number: int
     origin: str
     shape: str = ""
     samples: tuple[np.ndarray, ...] = ()
@@ -132,7 +132,7 @@ def write_part(
     rows = [
         (
             done.file,
-            done.place,
+            done.number,
             len(packed),
             (packed[1:] >= SUPERVISED_BIT).sum(),
             prompt_key(done.samples[0]),
@@ -209,9 +209,9 @@ class CachedSource:
 
     def origin(self, index: int) -> str:
         """Return `file:line` of a sample."""
-        part, place = self._find(index)
-        row = self._table(part)[place]
-        return f"{self.header['names'][row[FILE]]}:{row[PLACE]}"
+        part, number = self._find(index)
+        row = self._table(part)[number]
+        return f"{self.header['names'][row[FILE]]}:{row[NUMBER]}"
 
     def digest(self) -> str:
         """Return the sha256 of all tokens and flags, from the manifests; of several parts that of theirs."""
@@ -224,8 +224,8 @@ class CachedSource:
         for part, used in enumerate(self._used_ids):
             if token_id in used:
                 hits = np.flatnonzero((self._map(part, TOKENS) & ~SUPERVISED_BIT) == token_id)
-                place = self._offsets[self._first[part]] + hits[0]
-                index = int(np.searchsorted(self._offsets, place, side="right")) - 1
+                number = self._offsets[self._first[part]] + hits[0]
+                index = int(np.searchsorted(self._offsets, number, side="right")) - 1
                 raise holds_mask(self.origin(index), token_id)
 
     def _find(self, index: int) -> tuple[int, int]:

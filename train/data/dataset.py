@@ -67,8 +67,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """ROW_FIELDS as arrays [T], with `item_id` and the `stage` the item belongs to."""
         stage = self.curriculum.stage_of_item(item)
         documents = [
-            self.objective.rows(sample, stage, (self.seed, item, place))
-            for place, sample in enumerate(self.rows.row(item))
+            self.objective.rows(sample, stage, (self.seed, item, index))
+            for index, sample in enumerate(self.rows.row(item))
         ]
         packed: dict[str, Any] = pack_rows(documents, self.row_length, pad_token_id=self.pad_token_id)
         return packed | {"item_id": item, "stage": stage.index}
@@ -153,7 +153,7 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
     (source,) = sources
     digests = gather_objects(source.digest() if isinstance(source, CountedSource) else "")
     if len(set(digests)) > 1:
-        other = next(place for place, found in enumerate(digests) if found != digests[0])
+        other = next(index for index, found in enumerate(digests) if found != digests[0])
         raise UserError(
             "IDLM-0233",
             f"ranks 0 and {other} have different data under {data.path}",

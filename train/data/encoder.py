@@ -134,15 +134,15 @@ class Encoder:
         calls are mappings. `untrained`: indices of assistant turns that are context. The template gets
         `tools` and `template_kwargs`."""
         rendered = [
-            self._turn(message, origin, is_target=place not in untrained)
-            for place, message in enumerate(messages)
+            self._turn(message, origin, is_target=index not in untrained)
+            for index, message in enumerate(messages)
         ]
         silent = self._silent(rendered, untrained, tools, template_kwargs)
         untrained |= silent
         ends = [
-            place + 1
-            for place, message in enumerate(rendered)
-            if message["role"] == "assistant" and place not in untrained
+            index + 1
+            for index, message in enumerate(rendered)
+            if message["role"] == "assistant" and index not in untrained
         ]
         if not ends:
             raise _nothing_to_predict(origin, SILENT if silent else "no assistant turn")
@@ -170,8 +170,8 @@ class Encoder:
         """Return the targets of which the template writes nothing, with `left_out=accept`. Training on them
         would teach to end a turn at once."""
         calls = {
-            place
-            for place, message in enumerate(messages)
+            index
+            for index, message in enumerate(messages)
             if message["role"] == "assistant" and message.get("tool_calls") and not message["content"].strip()
         }
         if self.left_out == "error" or not calls - untrained:

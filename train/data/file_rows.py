@@ -24,8 +24,8 @@ def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> tuple[np.ndarra
     for start in range(0, len(order), POOL_SAMPLES):
         pool = order[start : start + POOL_SAMPLES]
         bins = best_fit_decreasing(costs[pool].tolist(), capacity)
-        members.append(pool[np.concatenate([np.asarray(places) for places in bins])])
-        sizes.append(np.asarray([len(places) for places in bins]))
+        members.append(pool[np.concatenate([np.asarray(indices) for indices in bins])])
+        sizes.append(np.asarray([len(indices) for indices in bins]))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), *sizes]).cumsum()
     return np.concatenate(members), offsets
 
@@ -80,8 +80,8 @@ class FileRows:
         return [self.source.sample(index).piece(start, stop) for index, start, stop, _ in units]
 
     def _units(self, item: int) -> np.ndarray:
-        epoch, place = divmod(item, len(self))
-        row = self._orders.get(epoch, self._order)[place]
+        epoch, index = divmod(item, len(self))
+        row = self._orders.get(epoch, self._order)[index]
         return self.units[self._members[self._offsets[row] : self._offsets[row + 1]]]
 
     def _order(self, epoch: int) -> np.ndarray:

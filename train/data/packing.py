@@ -110,9 +110,9 @@ def best_fit_decreasing(
     for index in order:
         cost = costs[index]
         assert 0 < cost <= capacity, f"{cost=} {capacity=}"
-        place = bisect.bisect_left(space, (cost, -1))
-        if place < len(space):
-            remaining, chosen = space.pop(place)
+        number = bisect.bisect_left(space, (cost, -1))
+        if number < len(space):
+            remaining, chosen = space.pop(number)
         elif max_bins is None or len(bins) < max_bins:
             remaining, chosen = capacity, len(bins)
             bins.append([])
@@ -173,4 +173,4 @@ class StreamRows:
         rows = best_fit_decreasing(costs, capacity, max_bins=ROWS_PER_POOL)
         rows.extend([] for _ in range(ROWS_PER_POOL - len(rows)))
         order = np.random.default_rng([pool, capacity]).permutation(ROWS_PER_POOL)
-        return [sorted(members[place] for place in rows[row]) for row in order]
+        return [sorted(members[number] for number in rows[row]) for row in order]

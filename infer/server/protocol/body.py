@@ -64,10 +64,10 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    def check_extra(self, place: str = "") -> None:
+    def check_extra(self, location: str = "") -> None:
         """Raise ApiError for a field that is unknown or not supported; null counts as absent."""
         for name, value in (self.model_extra or {}).items():
-            param = f"{place}{name}"
+            param = f"{location}{name}"
             if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
                 continue
             if name in NEUTRAL:

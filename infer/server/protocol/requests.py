@@ -196,15 +196,15 @@ class TextPart(Body):
     type: Unicode
     text: Unicode | None = None
 
-    def check(self, place: str) -> None:
+    def check(self, location: str) -> None:
         """Raise ApiError for a part that is no text."""
         if self.type != "text":
             what = OTHER_PARTS.get(self.type, f"parts of type {self.type!r}")
             rule = f"{what} are not supported; the model reads text"
-            raise FieldError(f"{place}.type", rule, code="unsupported_parameter")
+            raise FieldError(f"{location}.type", rule, code="unsupported_parameter")
         if self.text is None:
-            raise FieldError(f"{place}.text", "Field required")
-        self.check_extra(f"{place}.")
+            raise FieldError(f"{location}.text", "Field required")
+        self.check_extra(f"{location}.")
 
 
 class ChatMessage(Body):
@@ -223,29 +223,29 @@ class ChatMessage(Body):
         """The reasoning under either of its names; vllm-router renames it."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
-    def plain(self, place: str) -> dict[str, Any]:
+    def plain(self, location: str) -> dict[str, Any]:
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
         message = {"role": self.role, "content": text}
         named = {"name": self.name, "reasoning_content": self.thought, "tool_call_id": self.tool_call_id}
         message |= {key: value for key, value in named.items() if value is not None}
         calls = enumerate(self.tool_calls or ())
-        called = [call.plain(f"{place}.tool_calls.{number}") for number, call in calls]
+        called = [call.plain(f"{location}.tool_calls.{number}") for number, call in calls]
         return message | ({"tool_calls": called} if called else {})
 
-    def check(self, place: str) -> None:
+    def check(self, location: str) -> None:
         """Raise ApiError for what a message of its role has not, or must have."""
-        self.check_extra(f"{place}.")
+        self.check_extra(f"{location}.")
         for number, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            part.check(f"{place}.content.{number}")
+            part.check(f"{location}.content.{number}")
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
-                raise FieldError(f"{place}.{name}", f"only messages of role {role} have it")
+                raise FieldError(f"{location}.{name}", f"only messages of role {role} have it")
         if self.reasoning is not None and self.reasoning != self.thought:
-            raise FieldError(f"{place}.reasoning", "differs from reasoning_content; give one of them")
+            raise FieldError(f"{location}.reasoning", "differs from reasoning_content; give one of them")
         # An answer may have been calls alone, or reasoning that was cut off.
         if self.content is None and self.tool_calls is None and self.thought is None:
-            raise FieldError(f"{place}.content", "Field required")
+            raise FieldError(f"{location}.content", "Field required")
 
 
 class TemplateOptions(Body):

@@ -203,7 +203,7 @@ def test_passes_and_stored_keys_and_values_equal_a_slow_decoders(
         ):
             # Blocks before are stored in all layers.
             wanted = {(layer, slot): vector for (layer, slot), vector in all_.items() if slot < start}
-            wanted |= {(layer, start + place): vector for (layer, place), vector in active.items()}
+            wanted |= {(layer, start + index): vector for (layer, index), vector in active.items()}
             found_XKH = torch.stack([stored[key] for key in wanted])
             torch.testing.assert_close(found_XKH, torch.stack(list(wanted.values())), atol=3e-5, rtol=1e-4)
 
@@ -343,8 +343,8 @@ def test_a_frozen_token_that_is_edited_is_computed_again(
         nonlocal num_frozen
         kept, plan = initial_rows(focus), focus.view.plan
         assert kept is not None
-        for b, place in (focus.view.rows_BW >= 0).nonzero().tolist():
-            row = int(focus.view.rows_BW[b, place])
+        for b, index in (focus.view.rows_BW >= 0).nonzero().tolist():
+            row = int(focus.view.rows_BW[b, index])
             key, token = (int(plan.lanes_B[b]), int(plan.slots_R[row])), int(plan.token_ids_R[row])
             if kept.keep_R[row]:
                 stored[key] = token

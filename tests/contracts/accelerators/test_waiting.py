@@ -74,7 +74,7 @@ def test_waiting_changes_no_answer_of_focus(
         with monkeypatch.context() as patch:
             if capacity is not None:
                 force(patch, capacity)
-                patch.setattr(row_reservation, "MIN_PLACES", 0)
+                patch.setattr(row_reservation, "MIN_POSITIONS", 0)
                 way |= {"num_pages": 20, "max_num_seqs": 5}
             engine = engine_of(directories, accelerators=stack, **way, **options)
             assert tokens(engine.generate(PROMPTS, PARAMS)) == expected

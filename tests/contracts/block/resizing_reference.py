@@ -24,8 +24,8 @@ class SlowResizing(SlowBlocks):
         is_new = [False] * size
         num_passes = num_late = 0
         while True:
-            masks = [place for place, token in enumerate(work) if token is None]
-            num_late += all(is_new[place] for place in masks)
+            masks = [index for index, token in enumerate(work) if token is None]
+            num_late += all(is_new[index] for index in masks)
             is_last = num_late >= rules.edit_passes or num_passes + 1 >= size + rules.edit_passes
             rows = self._rows_of(known[:start], work)
             if is_last:
@@ -37,12 +37,12 @@ class SlowResizing(SlowBlocks):
                 said = {
                     p: self._edit(rows[p], work[p], sampling) for p in range(fixed, size) if p not in masks
                 }
-                writes = {place: token for place, token in said.items() if token != work[place]}
+                writes = {index: token for index, token in said.items() if token != work[index]}
             is_settled = rules.edit is None or is_last or not (masks or writes)
             self.num_edits += len(writes)
-            self.extra = size if is_last else sum(is_new[place] for place in masks)
+            self.extra = size if is_last else sum(is_new[index] for index in masks)
             if masks:
-                writes |= self._decide({place: rows[place] for place in masks}, sampling, number, num_passes)
+                writes |= self._decide({index: rows[index] for index in masks}, sampling, number, num_passes)
             work, is_new = self._rebuilt(work, is_new, writes)
             num_passes += 1
             if is_settled and None not in work:
@@ -54,9 +54,9 @@ class SlowResizing(SlowBlocks):
     ) -> tuple[list[int | None], list[bool]]:
         delete, split = self.edit_ids
         held: list[tuple[int | None, bool]] = []
-        for place, old in enumerate(zip(work, is_new, strict=True)):
-            token = writes.get(place)
-            if place not in writes:
+        for index, old in enumerate(zip(work, is_new, strict=True)):
+            token = writes.get(index)
+            if index not in writes:
                 held.append(old)
             elif token == delete:
                 self.num_deleted += 1
@@ -74,8 +74,8 @@ class SlowResizing(SlowBlocks):
         quota = min(rules.size // steps + (step < rules.size % steps) + self.extra, len(scores))
         if rules.strategy == "sequential":
             return sorted(scores)[:quota]
-        by_confidence = sorted(scores, key=lambda place: (-scores[place], place))
-        sure = [place for place in by_confidence if scores[place] > rules.threshold]
+        by_confidence = sorted(scores, key=lambda index: (-scores[index], index))
+        sure = [index for index in by_confidence if scores[index] > rules.threshold]
         if rules.strategy == "low_confidence_dynamic" and len(sure) >= quota:
             return sure
         return by_confidence[:quota]

@@ -23,7 +23,7 @@ from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
-from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of, wanted_of
+from tests.contracts.engines import DEVICE, MASK_ID, assert_idle, build_engine, greedy, prompts_of, wanted_of
 from tests.toy import write_toy_checkpoint
 
 pytestmark = pytest.mark.decides
@@ -264,7 +264,7 @@ def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool,
         assert_idle(engine)
     # Pages that end inside a block cannot be told by their own tokens.
     with pytest.warns(UserWarning, match=r"page_size=6 ends inside a block of 4.*give page_size=8"):
-        engine = Engine.from_pretrained(toys[False], **PLACE, max_length=64, page_size=6)
+        engine = Engine.from_pretrained(toys[False], **DEVICE, max_length=64, page_size=6)
     assert engine.pool.cache is None
     found = engine.generate(prompts, greedy(max_tokens=9))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
@@ -283,7 +283,7 @@ def test_a_cached_prompt_of_whole_blocks_still_has_logits(toys: dict[bool, Path]
 @pytest.mark.parametrize(("size", "page_size"), [(1, 16), (4, 16), (6, 18), (24, 24), (32, 32)])
 def test_pages_hold_whole_blocks_by_default(tmp_path: Path, size: int, page_size: int) -> None:
     directory = write_block_toy(tmp_path, shifted=False, size=size)
-    engine = Engine.from_pretrained(directory, **PLACE, max_length=128, max_num_seqs=1)
+    engine = Engine.from_pretrained(directory, **DEVICE, max_length=128, max_num_seqs=1)
     assert (engine.settings.page_size, engine.pool.page_size) == (page_size, page_size)
     prompt = prompts_of([100])[0]
     first, again = (engine.generate([prompt], greedy(max_tokens=3))[0] for _ in range(2))

@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_the_passes_that_decided(
             continue
         assert done.logprobs is not None
         slow.answer(prompt, Sampling(seed=seed, **SETTINGS[seed]))  # type: ignore[arg-type]
-        expected = [slow.logprobs[len(prompt) + place] for place in range(len(done.token_ids))]
+        expected = [slow.logprobs[len(prompt) + index] for index in range(len(done.token_ids))]
         assert [token.token_id for token in done.logprobs] == [*done.token_ids]
         assert [token.logprob for token in done.logprobs] == pytest.approx(expected, abs=1e-4)
         for token in done.logprobs:

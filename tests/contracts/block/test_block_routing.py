@@ -18,7 +18,7 @@ from tests.toy import load_model
 
 LENGTHS = (5 * BLOCK + 1, BLOCK, 3 * BLOCK - 1, 1, 2 * BLOCK)
 PROMPTS = [
-    [(7 * place + 5 * number) % MASK for place in range(length)] for number, length in enumerate(LENGTHS)
+    [(7 * index + 5 * number) % MASK for index in range(length)] for number, length in enumerate(LENGTHS)
 ]
 PARAMS = greedy(max_tokens=3 * BLOCK)
 EXACT_MAGE = {"mage": {"k": 1 << 20, "exact_layers": 1}}

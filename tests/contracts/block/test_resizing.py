@@ -101,8 +101,8 @@ def test_blocks_are_rebuilt_as_lists_are(seed: int) -> None:
         is_decided_BW=torch.tensor([[token is not None for token in row[0]] for row in rows]),
         is_new_BW=torch.tensor([row[1] for row in rows]),
     )
-    written_BW = torch.tensor([[place in row[2] for place in range(size)] for row in rows])
-    proposed_BW = torch.tensor([[row[2].get(place, 77) for place in range(size)] for row in rows])
+    written_BW = torch.tensor([[index in row[2] for index in range(size)] for row in rows])
+    proposed_BW = torch.tensor([[row[2].get(index, 77) for index in range(size)] for row in rows])
     found = resizing.apply(held, written_BW, proposed_BW)
     for row, (work, is_new) in enumerate(expected):
         tokens = torch.where(found.is_decided_BW[row], found.tokens_BW[row], -1).tolist()

@@ -229,17 +229,17 @@ def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])
 def test_room_comes_in_eighths_of_all_places(num_sequences: int) -> None:
-    num_places = num_sequences * 32
+    num_positions = num_sequences * 32
     assert head_bucket(None, num_sequences, 32) is None
-    assert head_bucket(num_places, num_sequences, 32) is None
-    capacities = {head_bucket(num, num_sequences, 32) for num in range(num_places)}
-    if num_places <= 256:
+    assert head_bucket(num_positions, num_sequences, 32) is None
+    capacities = {head_bucket(num, num_sequences, 32) for num in range(num_positions)}
+    if num_positions <= 256:
         assert capacities == {None}, "the head is bound by its weights"
         return
     assert len(capacities) <= 8
     sizes = [capacity for capacity in capacities if capacity is not None]
-    assert all(capacity % (num_places // 8) == 0 and capacity >= num_sequences + 32 for capacity in sizes)
-    assert head_bucket(num_places // 2, num_sequences, 32) == num_places // 2
+    assert all(capacity % (num_positions // 8) == 0 and capacity >= num_sequences + 32 for capacity in sizes)
+    assert head_bucket(num_positions // 2, num_sequences, 32) == num_positions // 2
 
 
 def test_attention_is_laid_out_for_one_block_of_a_sequence(

@@ -79,13 +79,13 @@ class SlowCanvas:
         interval = (self.cache_refresh or 8) if self.cache == "delayed" else 1 << 30
         if self.cache is None or step % interval == 0:
             return everything
-        masks = [place for place in everything if canvas[place] is None]
+        masks = [index for index in everything if canvas[index] is None]
         fed = {
             "prefix": everything[start:],
             "dual": everything[start : start + size],
             "delayed": masks + recent,
         }[self.cache]
-        before = [place - 1 for place in masks if self.shift and place < start + size]
+        before = [index - 1 for index in masks if self.shift and index < start + size]
         return sorted({*fed, *before})
 
     def _pass(
@@ -102,30 +102,30 @@ class SlowCanvas:
         assert params.seed is not None
         stream = (torch.tensor([number]) for number in (params.seed, 0, (start << PASSES_BITS) + step))
         numbers = uniforms(*stream, 2 * size)[0].tolist()
-        masks = [place for place in range(start, start + size) if canvas[place] is None]
+        masks = [index for index in range(start, start + size) if canvas[index] is None]
         tokens, scores = {}, {}
-        for place in masks:
-            row_V = logits_LV[place - int(self.shift)].clone()
+        for index in masks:
+            row_V = logits_LV[index - int(self.shift)].clone()
             for token in (self.mask_id, *(self.stop_ids if self.forbid_eos else ())):
                 row_V[token] = -1e30
-            token, law_V = _draw(row_V, params, numbers[2 * (place - start)])
+            token, law_V = _draw(row_V, params, numbers[2 * (index - start)])
             own_V = row_V.softmax(0)
             judged_V = own_V if params.temperature == 0 else law_V
             best, second = judged_V.sort(descending=True).values[:2].tolist()
-            tokens[place] = token
-            scores[place] = {
+            tokens[index] = token
+            scores[index] = {
                 "low_confidence": float(own_V[token]),
                 "maskgit_plus": float(judged_V[token]),
                 "topk_margin": best - second,
                 "entropy": float((judged_V * judged_V.clamp(min=1e-300).log()).sum()),
-                "random": numbers[2 * (place - start) + 1],
-                "origin": numbers[2 * (place - start) + 1],
+                "random": numbers[2 * (index - start) + 1],
+                "origin": numbers[2 * (index - start) + 1],
             }[self.order]
             if self.defer_eos and token in self.stop_ids:
-                scores[place] = -1e30
+                scores[index] = -1e30
         chosen = self._chosen(masks, scores, numbers[1::2], start, size, step, steps)
-        for place in chosen:
-            canvas[place] = tokens[place]
+        for index in chosen:
+            canvas[index] = tokens[index]
         return chosen
 
     def _chosen(
@@ -142,19 +142,19 @@ class SlowCanvas:
         now, then = (1 - (1 - 1e-3) * (step + late) / steps for late in (0, 1))
         chance = 1.0 if is_last else 1 - then / now
         if self.order == "origin":
-            for place in masks:
-                assert_apart(scores[place], chance, margin=1e-9)
-            return [place for place in masks if scores[place] < chance]
+            for index in masks:
+                assert_apart(scores[index], chance, margin=1e-9)
+            return [index for index in masks if scores[index] < chance]
         if self.threshold is not None:
-            for place in masks:
-                assert_apart(scores[place], self.threshold)
-            above = [place for place in masks if scores[place] > self.threshold]
+            for index in masks:
+                assert_apart(scores[index], self.threshold)
+            above = [index for index in masks if scores[index] > self.threshold]
             if above:
                 return above
             quota = 1
         elif self.factor is not None:
             quota = 1
-            for number, score in enumerate(sorted((scores[place] for place in masks), reverse=True), start=1):
+            for number, score in enumerate(sorted((scores[index] for index in masks), reverse=True), start=1):
                 assert_apart((number + 1) * (1 - score), self.factor)
                 if (number + 1) * (1 - score) < self.factor:
                     quota = number
@@ -164,11 +164,11 @@ class SlowCanvas:
             quota = int(len(masks) * chance)
         if self.order_temperature > 0:
             scores = {
-                place: scores[place] / self.order_temperature - math.log(-math.log(numbers[place - start]))
-                for place in masks
+                index: scores[index] / self.order_temperature - math.log(-math.log(numbers[index - start]))
+                for index in masks
             }
-        assert_gap([scores[place] for place in masks], quota, margin=1e-9 if self.order == "random" else 1e-4)
-        return sorted(masks, key=lambda place: -scores[place])[:quota]
+        assert_gap([scores[index] for index in masks], quota, margin=1e-9 if self.order == "random" else 1e-4)
+        return sorted(masks, key=lambda index: -scores[index])[:quota]
 
 
 def _draw(row_V: Tensor, params: SamplingParams, number: float) -> tuple[int, Tensor]:

@@ -152,13 +152,13 @@ def test_trap_20_confidence_ignores_the_noise(tmp_path: Path) -> None:
     engine.decoder._choose = recorded  # type: ignore[attr-defined]
     [done] = engine.generate([[3, 9]], SamplingParams(max_tokens=3, temperature=4.0, seed=5, ignore_eos=True))
     plan, scores = seen[-1]
-    [place] = [place for place, score in enumerate(scores) if score]
+    [index] = [index for index, score in enumerate(scores) if score]
     reference = full_reference.logits(
         "llada", full_reference.random_tensors("llada"), plan.token_ids_R.tolist()
     )
     reference[:, MASK_ID] = -torch.inf
-    own = reference.double().softmax(-1)[2 + place, done.token_ids[place]]
-    assert abs(float(own) - scores[place]) < 1e-4
+    own = reference.double().softmax(-1)[2 + index, done.token_ids[index]]
+    assert abs(float(own) - scores[index]) < 1e-4
 
 
 def test_trap_24_dream_has_its_own_order_and_length(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def shortened(template: Any, name: str) -> None:
     """Plant a fault: the lifetime of a tensor ends one op before the last one that reads it."""
     lifetimes = template.lifetimes
     last = max(
-        place for place, op in enumerate(template.ops) if name in {template.root(read) for read in op.reads}
+        index for index, op in enumerate(template.ops) if name in {template.root(read) for read in op.reads}
     )
     storages = [
         dataclasses.replace(one, last=last - 1) if one.name == name else one for one in lifetimes.storages

@@ -81,14 +81,14 @@ class SlowCanvas:
             numbers = uniforms(*stream, len(canvas))[0].tolist()
             probs_LV = self._logits([MASK_ID if token is None else token for token in canvas])
             found = {
-                place: self._draw(probs_LV[place], params.temperature, numbers[place])
-                for place, token in enumerate(canvas)
+                index: self._draw(probs_LV[index], params.temperature, numbers[index])
+                for index, token in enumerate(canvas)
                 if token is None
             }
             assert_gap([confidence for _, confidence in found.values()], PER_PASS)
-            surest = sorted(found, key=lambda place: -found[place][1])[:PER_PASS]
-            for place in surest:
-                canvas[place] = found[place][0]
+            surest = sorted(found, key=lambda index: -found[index][1])[:PER_PASS]
+            for index in surest:
+                canvas[index] = found[index][0]
             step += 1
         return tuple(token for token in canvas[len(prompt) :] if token is not None)
 

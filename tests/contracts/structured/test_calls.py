@@ -125,9 +125,9 @@ def test_a_part_that_ends_behind_a_backslash_splits_no_call() -> None:
     call = f'{BEGIN}\n{{"name": "now", "arguments": {{"a": "x{END} \\n y"}}}}\n{END}'
     whole = parsed(call)
     assert [piece.kind for piece in whole] == ["call"]
-    for place in range(1, len(call)):
+    for index in range(1, len(call)):
         parser = HermesParser()
-        assert [*parser.push(call[:place]), *parser.push(call[place:], is_last=True)] == whole
+        assert [*parser.push(call[:index]), *parser.push(call[index:], is_last=True)] == whole
 
 
 def test_a_grammar_that_was_cancelled_can_be_compiled_again(compiler: GrammarCompiler) -> None:

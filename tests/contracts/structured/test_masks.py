@@ -34,9 +34,9 @@ def test_masks_do_not_depend_on_how_a_state_was_reached(toy: Path, expected: lis
         if constraint is None:
             continue
         stepped = compiler.grammar(constraint)
-        for place, token_id in enumerate(completion.token_ids):
+        for index, token_id in enumerate(completion.token_ids):
             at_once = compiler.grammar(constraint)
-            assert at_once.push(completion.token_ids[:place])
+            assert at_once.push(completion.token_ids[:index])
             bits = stepped.matcher.compute_bitmask()
             assert at_once.matcher.compute_bitmask() == bits
             assert bits[token_id // 8] >> token_id % 8 & 1

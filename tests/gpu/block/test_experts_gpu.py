@@ -142,7 +142,7 @@ def test_an_engine_gives_the_tokens_of_a_cpu(
     """Graphs are on by default, and hold experts, chosen by row and by block, and edits."""
     write(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK, ignore_eos=True)
-    prompts = [[(7 * place + 5 * number) % MASK for place in range(3 * number + 1)] for number in range(6)]
+    prompts = [[(7 * index + 5 * number) % MASK for index in range(3 * number + 1)] for number in range(6)]
     expected = clear_answers(build_engine(tmp_path, "block", **options), prompts, params)
     engine = build_engine(tmp_path, "block", device="cuda", **options, **way)
     assert engine.settings.graphs == way.get("graphs", "on")

@@ -74,7 +74,7 @@ def test_graphs_and_waiting_change_no_token(
         with monkeypatch.context() as patch:
             if is_tight:
                 force(patch, TIGHT)
-                patch.setattr(row_reservation, "MIN_PLACES", 0)
+                patch.setattr(row_reservation, "MIN_POSITIONS", 0)
                 # A larger graph would hold all.
                 patch.setattr(cuda_graphs, "CAPTURE_PASSES", -1)
             engine = build_engine(toys[shifted], "block", device="cuda", **options, **way)

@@ -67,7 +67,7 @@ def test_logits_of_both_canvases_are_those_of_the_reference(family: tuple[str, P
     plan, logits_XV = found
     guidance_X = torch.tensor([2.0, 0.0, 2.0], dtype=torch.float64, device="cuda").repeat_interleave(4)
     mixed_XV = mixed_logits(logits_XV, guidance_X).cpu()
-    assert len(plan.payload.place_X) == len(mixed_XV) == 12
+    assert len(plan.payload.index_X) == len(mixed_XV) == 12
     for number, (prompt, one) in enumerate(zip(PROMPTS[1:4], settings, strict=True)):
         rows = torch.arange(4) + len(prompt) - int(kind == "dream")
         expected = full_reference.logits(kind, tensors, [*prompt, *[MASK_ID] * 4])[rows]

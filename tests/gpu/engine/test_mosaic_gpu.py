@@ -21,7 +21,7 @@ from idlm.infer.mosaic.lifetimes import Sizes
 from idlm.infer.mosaic.planner import plan_template
 from idlm.infer.state.batch import WantedRows
 from idlm.kernels.masked_logits import has_fused
-from tests.kernels.cases.places import check_expert_steps, check_heads_in_place
+from tests.kernels.cases.outputs import check_expert_steps, check_heads_in_place
 from tests.numerics import full_reference
 
 pytestmark = [

@@ -38,7 +38,7 @@ ISD: dict[str, Any] = {"stride": 4, "rejection_strategy": "tree"}
 
 @pytest.fixture(autouse=True)
 def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engines, "PLACE", {"device": "cuda", "graphs": "on"})
+    monkeypatch.setattr(engines, "DEVICE", {"device": "cuda", "graphs": "on"})
     yield
     torch.cuda.synchronize()
 
@@ -64,7 +64,7 @@ def test_the_law_through_graphs(tmp_path: Path, decoder: str, options: dict[str,
     """Two grammars under three settings, and an answer without a constraint, share every pass."""
     directory = write_structured_toy(tmp_path)
     # Few lanes, because each number of sequences is captured anew: 240 s with 256 of them, mostly compiling.
-    place = {"device": "cuda", "graphs": "on", "num_lanes": 32}
-    found = draw_fits(directory, build_law_engine(directory, decoder, **place, **options), DRAWS)
+    device = {"device": "cuda", "graphs": "on", "num_lanes": 32}
+    found = draw_fits(directory, build_law_engine(directory, decoder, **device, **options), DRAWS)
     assert found.p_value >= LEVEL, found
     assert decoder == "ar" or 0.3 < found.acceptance < 0.9, found.acceptance

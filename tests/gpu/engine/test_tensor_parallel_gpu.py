@@ -101,9 +101,9 @@ def _is_clear(
     path: Path, decoder: str, prompts: list[list[int]], max_tokens: int, **options: Any
 ) -> list[bool]:
     """Which greedy answers do not hang on rounding, which differs between one rank and several."""
-    place = {"device": "cpu", "graphs": "off", "num_inflight_steps": 0}
+    device = {"device": "cpu", "graphs": "off", "num_inflight_steps": 0}
     _, is_clear = answers_and_margins(
-        _one(path, decoder, **place, **options), prompts, greedy(max_tokens=max_tokens)
+        _one(path, decoder, **device, **options), prompts, greedy(max_tokens=max_tokens)
     )
     assert sum(is_clear) >= len(prompts) - 1, "answers with near ties are not compared: give other prompts"
     return is_clear

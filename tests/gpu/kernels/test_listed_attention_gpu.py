@@ -118,8 +118,8 @@ def test_many_random_steps_are_within_twice_the_error_of_sdpa(name: str) -> None
 @pytest.mark.parametrize("start", [8_000, 131_040])
 def test_long_contexts(start: int) -> None:
     sequences = [
-        Work(start=start, places=tuple(range(32)), size=32, num_clean=32),
-        Work(start=start - 77, places=tuple(range(0, 32, 3)), size=32, num_clean=32, listed=False),
+        Work(start=start, indices=tuple(range(32)), size=32, num_clean=32),
+        Work(start=start - 77, indices=tuple(range(0, 32, 3)), size=32, num_clean=32, listed=False),
         causal(40, 1),
     ]
     setting = SETTINGS["sdar_8b_pdl"]
@@ -132,8 +132,8 @@ def test_long_contexts(start: int) -> None:
 def test_an_fp8_cache_with_its_scales() -> None:
     setting = SETTINGS["sdar_8b"]
     sequences = [
-        Work(start=400, places=tuple(range(32)), size=32),
-        Work(start=300, places=(0, 1, 2), size=32, listed=False),
+        Work(start=400, indices=tuple(range(32)), size=32),
+        Work(start=300, indices=(0, 1, 2), size=32, listed=False),
     ]
     listed = build_listed(sequences, setting.shape, num_listed=256, device="cuda", page_size=16)
     case = listed.case
@@ -154,7 +154,7 @@ def test_an_fp8_cache_with_its_scales() -> None:
 def test_one_cuda_graph_serves_lists_that_change(tunables: tuple[tuple[str, Any], ...]) -> None:
     """The kernel before attention writes lists; only the device knows which sequences see them."""
     setting = replace(SETTINGS["sdar_8b"], num_listed=64, tunables=tunables)
-    works = [Work(start=500, places=tuple(range(32)), size=32), Work(start=90, places=(0, 1, 2), size=32)]
+    works = [Work(start=500, indices=tuple(range(32)), size=32), Work(start=90, indices=(0, 1, 2), size=32)]
     first = build_listed(works, setting.shape, num_listed=64, device="cuda", full=True, page_size=16)
     assert first.lists_BKC is not None and first.rows.listed_B is not None
     source_BKC, lists_BKC = first.lists_BKC.clone(), torch.empty_like(first.lists_BKC)
@@ -173,7 +173,7 @@ def test_one_cuda_graph_serves_lists_that_change(tunables: tuple[tuple[str, Any]
         listed_B = torch.tensor([number % 2 == 0, number % 3 > 0])
         each = [replace(work, listed=bool(flag)) for work, flag in zip(works, listed_B, strict=True)]
         other = build_listed(
-            [*each, replace(works[0], places=(), listed=True)],
+            [*each, replace(works[0], indices=(), listed=True)],
             setting.shape,
             num_listed=64,
             seed=number,

@@ -89,10 +89,10 @@ def test_rows_beyond_31_bits(route: str) -> None:
     small_XD = torch.randn(len(rows_X), width, device="cuda", dtype=torch.bfloat16)
     is_row_X = rows_X >= 0
     hidden_RD[rows_X[is_row_X]] = small_XD[is_row_X]
-    places_X = torch.where(is_row_X, torch.arange(len(rows_X), device="cuda"), -1)
+    positions_X = torch.where(is_row_X, torch.arange(len(rows_X), device="cuda"), -1)
     far, near = (
         masked_logits(hidden, rows, weight_VD, route=route)
-        for hidden, rows in ((hidden_RD, rows_X), (small_XD, places_X))
+        for hidden, rows in ((hidden_RD, rows_X), (small_XD, positions_X))
     )
     assert torch.equal(far.token_X, near.token_X) and torch.equal(far.own_X, near.own_X)
     assert not far.is_nonfinite_X.any()

@@ -206,10 +206,10 @@ def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
         rows = rng.choice([steady, tree, branch])(rng.randint(30, 3500))
         before = rng.choice([0, 3, 40])
         others = random_sequences(rng, most=30, longest=900, chunk=100)
-        place = rng.randint(0, len(others))
+        index = rng.randint(0, len(others))
         sequence: list[Row] = [*causal(rows[0][0] - before, before), *rows] if before <= rows[0][0] else rows
         skipped = len(sequence) - len(rows)
-        batches = [([rows], 0, 0), ([*others[:place], sequence, *others[place:]], place, skipped)]
+        batches = [([rows], 0, 0), ([*others[:index], sequence, *others[index:]], index, skipped)]
         batches += [([[row]], 0, 0) for row in (rows[0], rows[-1])]
         outcomes = []
         for number, (sequences, b, skip) in enumerate(batches):

@@ -22,12 +22,12 @@ pytestmark = [
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = (
-    Sizes(places=32, group=4, head_dim=128, page_size=32, max_slots=640, listed=64),
-    Sizes(places=32, group=8, head_dim=128, max_slots=320, listed=100, sequences=2),
-    Sizes(places=32, group=20, head_dim=64, max_slots=200, layers=1, sequences=2),
-    Sizes(places=4, group=7, head_dim=80, page_size=1, max_slots=300, kv_heads=1, listed=33),
-    Sizes(places=16, group=1, head_dim=256, max_slots=250, kv_heads=5, listed=300),
-    Sizes(places=5, group=3, max_slots=130, sequences=7),
+    Sizes(width=32, group=4, head_dim=128, page_size=32, max_slots=640, listed=64),
+    Sizes(width=32, group=8, head_dim=128, max_slots=320, listed=100, sequences=2),
+    Sizes(width=32, group=20, head_dim=64, max_slots=200, layers=1, sequences=2),
+    Sizes(width=4, group=7, head_dim=80, page_size=1, max_slots=300, kv_heads=1, listed=33),
+    Sizes(width=16, group=1, head_dim=256, max_slots=250, kv_heads=5, listed=300),
+    Sizes(width=5, group=3, max_slots=130, sequences=7),
 )
 SLACK_BYTES = 1 << 20
 
@@ -108,7 +108,7 @@ def test_memory_is_what_is_announced() -> None:
 def test_shares_of_a_long_prefix_add_up_to_one() -> None:
     """One sequence of 60,000 slots, whose work all multiprocessors divide."""
     torch.manual_seed(0)
-    sizes = Sizes(layers=2, sequences=1, places=32, group=4, head_dim=128, page_size=32, max_slots=60_000)
+    sizes = Sizes(layers=2, sequences=1, width=32, group=4, head_dim=128, page_size=32, max_slots=60_000)
     case = make_case(2, replace(sizes, max_slots=64), torch.bfloat16)
     k_LSKH = torch.randn(2, 60_032, 2, 128, device="cuda").bfloat16()
     q_LRNH = torch.randn(2, 32, 8, 128, device="cuda").bfloat16()

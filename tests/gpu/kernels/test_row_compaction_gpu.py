@@ -11,7 +11,7 @@ import torch
 from tests.kernels.cases.sparse.row_compaction import (
     check,
     check_gather,
-    check_places,
+    check_positions,
     check_wanted,
     make_case,
 )
@@ -34,7 +34,7 @@ def test_gathers_equal_indexing(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_places_are_found_and_spread_again(seed: int) -> None:
-    check_places(seed, "cuda")
+    check_positions(seed, "cuda")
 
 
 @pytest.mark.parametrize("seed", range(200))

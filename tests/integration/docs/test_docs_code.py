@@ -172,10 +172,10 @@ def test_the_data_source(install: Install, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo's output as far as commands need it: the base, told to be a converted model."""
-    place = tmp_path_factory.mktemp("workplace")
-    shutil.copytree(TINY, place / "outputs" / "tiny")
-    Semantics(mask_token_id=SPARE_ROW, stride=4).save(place / "outputs" / "tiny")
-    return place
+    folder = tmp_path_factory.mktemp("workplace")
+    shutil.copytree(TINY, folder / "outputs" / "tiny")
+    Semantics(mask_token_id=SPARE_ROW, stride=4).save(folder / "outputs" / "tiny")
+    return folder
 
 
 def blocks(page: str, language: str) -> list[str]:

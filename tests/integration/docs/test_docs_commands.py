@@ -98,19 +98,19 @@ def shown(command: Command) -> str:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small checkpoints where commands look for the demo's."""
-    place = tmp_path_factory.mktemp("workplace")
+    folder = tmp_path_factory.mktemp("workplace")
     block = Semantics(causality="block", logit_shift=False, block_size=4, mask_token_id=SPARE_ROW)
     full = Semantics(causality="full", logit_shift=False, mask_token_id=SPARE_ROW)
     converted = Semantics(mask_token_id=SPARE_ROW, stride=4)
     for name, meaning in (("tiny", converted), ("tiny_block", block), ("tiny_full", full)):
-        shutil.copytree(TINY, place / "outputs" / name)
-        meaning.save(place / "outputs" / name)
-    (place / "gsm8k_test.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
-    return place
+        shutil.copytree(TINY, folder / "outputs" / name)
+        meaning.save(folder / "outputs" / name)
+    (folder / "gsm8k_test.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def quiet_place(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quiet_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(workplace)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

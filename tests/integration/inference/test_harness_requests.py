@@ -200,8 +200,8 @@ def test_examples_without_a_number_and_problems_in_parquet(tmp_path: Path) -> No
 def test_mmlu_is_all_subjects_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subjects = ["anatomy", "astronomy", "anatomy"]
     records = [
-        {"question": f"{subject} {place}?", "subject": subject, "choices": [*"1234"], "answer": place}
-        for place, subject in enumerate(subjects)
+        {"question": f"{subject} {index}?", "subject": subject, "choices": [*"1234"], "answer": index}
+        for index, subject in enumerate(subjects)
     ]
     data, output = tmp_path / "all.jsonl", tmp_path / "out.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))

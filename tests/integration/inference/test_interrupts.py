@@ -89,12 +89,12 @@ def test_ctrl_c_at_any_line_keeps_what_is_finished(
         assert generate(run) == 0
     expected = {r["request_id"]: r["token_ids"] for r in read_lines(output)}
     assert engine.scheduler.num_preemptions
-    for line, place in sorted(_middle_of(trail).items())[::STRIDE]:
+    for line, index in sorted(_middle_of(trail).items())[::STRIDE]:
         for path in (output, partial):
             path.unlink(missing_ok=True)
         finished.clear()
         capsys.readouterr()
-        with ctrl_c_raises(), Lines(_ctrl_c_after(place)):
+        with ctrl_c_raises(), Lines(_ctrl_c_after(index)):
             assert command.run(generate, run) == 130, line
         assert capsys.readouterr().err.endswith("interrupted\n"), line
         assert_idle(engine)
@@ -116,10 +116,10 @@ def _ctrl_c_after(num_lines: int) -> Callable[[Line], None]:
 
 def _middle_of(trail: list[Line]) -> dict[Line, int]:
     """For each line, which of all lines it is in the middle one of its runs."""
-    places: dict[Line, list[int]] = {}
-    for place, line in enumerate(trail):
-        places.setdefault(line, []).append(place)
-    return {line: each[len(each) // 2] for line, each in places.items()}
+    indices: dict[Line, list[int]] = {}
+    for index, line in enumerate(trail):
+        indices.setdefault(line, []).append(index)
+    return {line: each[len(each) // 2] for line, each in indices.items()}
 
 
 def _ctrl_c() -> None:

@@ -42,14 +42,14 @@ from tests.integration.inference.command_lines import (
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Path]:
     """`input=` and `output=` of a run that was stopped, and the partial file it left."""
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    places = [f"input={source}", f"output={tmp_path / 'out'}"]
+    options = [f"input={source}", f"output={tmp_path / 'out'}"]
     with monkeypatch.context() as patch:
         interrupt_after(patch, SHORT + 1)
         with pytest.raises(KeyboardInterrupt):
-            generate([*BASE, *places])
+            generate([*BASE, *options])
     partial = tmp_path / "out.partial"
     assert [record["request_id"] for record in read_lines(partial)] == ["1", "2"]
-    return places, partial
+    return options, partial
 
 
 def _retrained(directory: Path) -> Path:
@@ -85,11 +85,11 @@ def test_answers_of_other_settings_are_refused(
     stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, change: list[str], words: str
 ) -> None:
     """Before a model is loaded, by the first difference, and the file stays as it was."""
-    places, partial = stopped
+    options, partial = stopped
     before = partial.read_bytes()
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
     with pytest.raises(UserError) as caught:
-        generate([*BASE, *places, "resume=true", *change])
+        generate([*BASE, *options, "resume=true", *change])
     assert caught.value.code == "IDLM-0463"
     assert words in caught.value.message and "in.jsonl:1" in caught.value.message
     assert "another output=" in caught.value.fix and str(partial) in caught.value.fix
@@ -97,26 +97,26 @@ def test_answers_of_other_settings_are_refused(
 
 
 def test_a_line_that_has_other_settings_now_is_noticed(stopped: tuple[list[str], Path]) -> None:
-    places, partial = stopped
+    options, partial = stopped
     lines: list[Any] = [{"prompt": prompt} for prompt in PROMPTS]
     lines[1]["sampling"] = {"top_p": 0.5}
     write_lines(partial.with_name("in.jsonl"), lines)
     message = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
     with pytest.raises(UserError, match=message):
-        generate([*BASE, *places, "resume=true"])
+        generate([*BASE, *options, "resume=true"])
 
 
 def test_another_model_is_refused_and_a_moved_one_is_not(
     tmp_path: Path, stopped: tuple[list[str], Path]
 ) -> None:
-    places, _ = stopped
+    options, _ = stopped
     other = _retrained(tmp_path / "other")
     with pytest.raises(UserError, match=r"IDLM-0463.*tiny_ar \(model_digest .*other \(model_digest"):
-        generate([*BASE, *places, "resume=true", f"model={other}"])
+        generate([*BASE, *options, "resume=true", f"model={other}"])
     moved = shutil.copytree(TINY, tmp_path / "moved")
-    assert generate([*BASE, *places, "resume=true", f"model={moved}"]) == 0
+    assert generate([*BASE, *options, "resume=true", f"model={moved}"]) == 0
     with pytest.raises(UserError, match="IDLM-0463"):
-        generate([*BASE, *places, "resume=true", f"model={other}"])
+        generate([*BASE, *options, "resume=true", f"model={other}"])
 
 
 def test_files_that_do_not_affect_answers_may_change(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_files_of_the_base_of_an_adapter_count_too(tmp_path: Path, name: str, is
 
 
 def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], tmp_path: Path) -> None:
-    places, _ = stopped
+    options, _ = stopped
     speed = ["max_num_seqs=3", "page_size=8", "num_pages=64", "graphs=on", "prefix_cache=false"]
-    assert generate([*BASE, *places, "resume=true", *speed, "num_inflight_steps=1", "attention=torch"]) == 0
+    assert generate([*BASE, *options, "resume=true", *speed, "num_inflight_steps=1", "attention=torch"]) == 0
     texts = [record["text"] for record in read_lines(tmp_path / "out")]
     assert texts == [answer(prompt).text for prompt in PROMPTS]
 
@@ -230,8 +230,8 @@ def test_what_failed_is_answered_again(
     with monkeypatch.context() as patch:
         _failing(patch)
         assert generate(arguments) == 1
-    [place] = [at for at, record in enumerate(read_lines(output)) if record["error"] is not None]
-    assert place < 3, "no record follows the failure"
+    [options] = [at for at, record in enumerate(read_lines(output)) if record["error"] is not None]
+    assert options < 3, "no record follows the failure"
     put(output)
     capsys.readouterr()
     with monkeypatch.context() as patch:
@@ -242,9 +242,9 @@ def test_what_failed_is_answered_again(
     put(output)
     assert generate(arguments) == 0
     records = read_lines(output)
-    kept = [number for number in range(4) if number != place]
-    assert [int(record["request_id"]) - 1 for record in records] == [*kept, place]
-    assert [record["text"] for record in records] == [expected[number] for number in (*kept, place)]
+    kept = [number for number in range(4) if number != options]
+    assert [int(record["request_id"]) - 1 for record in records] == [*kept, options]
+    assert [record["text"] for record in records] == [expected[number] for number in (*kept, options)]
     assert all(record["error"] is None for record in records)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
     capsys.readouterr()

@@ -60,11 +60,11 @@ def test_a_system_prompt_stands_before_lines_that_have_none(tmp_path: Path) -> N
 
 def test_a_run_with_another_system_prompt_does_not_go_on(tmp_path: Path) -> None:
     source, output = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0]}]), tmp_path / "out"
-    places = [f"input={source}", f"output={output}"]
-    assert generate([*BASE, *places, f"system={SYSTEM}"]) == 0
-    assert generate([*BASE, *places, f"system={SYSTEM}", "resume=true"]) == 0
+    options = [f"input={source}", f"output={output}"]
+    assert generate([*BASE, *options, f"system={SYSTEM}"]) == 0
+    assert generate([*BASE, *options, f"system={SYSTEM}", "resume=true"]) == 0
     with pytest.raises(UserError, match="IDLM-0444") as refusal:
-        generate([*BASE, *places, "resume=true"])
+        generate([*BASE, *options, "resume=true"])
     assert "system=" in refusal.value.fix
 
 

@@ -55,25 +55,25 @@ needs_sandbox = pytest.mark.skipif(NO_SANDBOX is not None, reason=str(NO_SANDBOX
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Secrets, servers and processes of the host, and what the limits are."""
-    place = tmp_path_factory.mktemp("w")
-    (place / "secret").write_text("secret")
-    (place / "victim").write_text("victim")
+    folder = tmp_path_factory.mktemp("w")
+    (folder / "secret").write_text("secret")
+    (folder / "victim").write_text("victim")
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(socket.socket(family)) for family in (socket.AF_INET, *[socket.AF_UNIX] * 2)
         ]
         for server, address in zip(
-            servers, (("127.0.0.1", 0), str(place / "s"), f"\0lmeval{os.getpid()}"), strict=True
+            servers, (("127.0.0.1", 0), str(folder / "s"), f"\0lmeval{os.getpid()}"), strict=True
         ):
             server.bind(address)
             server.listen(100)
         yield {
-            "place": str(place),
-            "secret": str(place / "secret"),
+            "place": str(folder),
+            "secret": str(folder / "secret"),
             "far_secret": str(Path(__file__).resolve()),
-            "victim": str(place / "victim"),
-            "target": str(place / "target"),
-            "unix": str(place / "s"),
+            "victim": str(folder / "victim"),
+            "target": str(folder / "target"),
+            "unix": str(folder / "s"),
             "abstract": f"\0lmeval{os.getpid()}",
             "port": servers[0].getsockname()[1],
             "pid": os.getpid(),

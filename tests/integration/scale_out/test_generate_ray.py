@@ -34,7 +34,7 @@ from tests.integration.inference.command_lines import PROMPTS, TINY, read_lines,
 OPTIONS = [f"model={TINY}", "device=cpu", "dtype=float64", "decoder=ar", "max_num_seqs=2", "max_length=160"]
 SAMPLED = [*OPTIONS, "sampling.max_tokens=6", "sampling.ignore_eos=true"]
 ROWS: list[dict[str, Any]] = [
-    {"id": f"row {place}", "prompt": prompt} for place, prompt in enumerate(PROMPTS)
+    {"id": f"row {location}", "prompt": prompt} for location, prompt in enumerate(PROMPTS)
 ]
 ROWS[2]["sampling"] = {"seed": 5, "max_tokens": 3}
 ROWS[4] = {"id": "ids", "prompt_ids": [5, 6, 7]}
@@ -198,7 +198,7 @@ def test_a_folder_is_read_in_order_and_ids_must_differ(tmp_path: Path) -> None:
     ]
     read = [line for part in parts for line in read_part(part, config)]
     assert [line.request_id for line in read] == [row["id"] for row in ROWS]
-    assert read[1].place.endswith("a.jsonl:3")
+    assert read[1].location.endswith("a.jsonl:3")
     write_lines(folder / "c.jsonl", [{"prompt": "a"}])
     write_lines(folder / "d.jsonl", [{"prompt": "a"}])
     with pytest.raises(UserError, match="IDLM-0465"):

@@ -235,7 +235,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole_answer(server: Running) -> N
     for choice in whole:
         own = [each["logprobs"] for each in chunks if each["index"] == choice["index"] and each["logprobs"]]
         assert len(own) > 1
-        assert [place for each in own for place in each["text_offset"]] == choice["logprobs"]["text_offset"]
+        assert [index for each in own for index in each["text_offset"]] == choice["logprobs"]["text_offset"]
 
 
 def test_special_tokens_take_no_place_in_the_text() -> None:
@@ -244,16 +244,16 @@ def test_special_tokens_take_no_place_in_the_text() -> None:
     first, last = (text_ids(text)[-1] for text in ("Mia has", "Tom"))
     generation: Any = SimpleNamespace(prompts=["a"], num_samples=1)
     reply = CompletionReply(CompletionRequest(prompt="a", logprobs=0), generation, "tiny", texts)
-    places = []
+    indices = []
     for token_ids in ([first, special], [last, special], [special]):
         event = AnswerEvent(
             "0-0", 0, token_ids, "", [(token, 0.0, []) for token in token_ids], None, None, []
         )
         [choice] = reply.deltas(0, event, is_first=False)
-        places += choice["logprobs"]["text_offset"]
+        indices += choice["logprobs"]["text_offset"]
     start = len(texts.text(first))
     assert start and len(texts.text(special))
-    assert places == [0, start, start, *[start + len(texts.text(last))] * 2]
+    assert indices == [0, start, start, *[start + len(texts.text(last))] * 2]
 
 
 def test_metrics_count_what_was_answered(server: Running) -> None:

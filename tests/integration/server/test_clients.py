@@ -117,7 +117,7 @@ def expected(*texts: str, system: str | None = None, params: SamplingParams = GR
     """The greedy answer to turns that alternate between user and assistant; rounding decides none of it."""
     roles = ("user", "assistant")
     first = [] if system is None else [{"role": "system", "content": system}]
-    turns = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    turns = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
     [done] = clear_answers(reference(), [encode_messages(reference().tokenizer, [*first, *turns])], params)
     return done
 

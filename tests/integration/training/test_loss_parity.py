@@ -56,10 +56,10 @@ def layout(prompt_ids: list[int], response_ids: list[int], stride: int) -> dict[
     """`[x_t | x_0]` of one sample: position i is trained to say token i + 1 if that is a response token."""
     tokens = torch.tensor(prompt_ids + response_ids)
     length, first = len(tokens), len(prompt_ids) - 1
-    place = torch.arange(length)
-    is_trained = (place >= first) & (place < length - 1)
-    block = torch.where(is_trained, place - (place - first) % (stride - 1), place)
-    position, start = torch.cat([place, place]), torch.cat([block, block])
+    index = torch.arange(length)
+    is_trained = (index >= first) & (index < length - 1)
+    block = torch.where(is_trained, index - (index - first) % (stride - 1), index)
+    position, start = torch.cat([index, index]), torch.cat([block, block])
     noisy = torch.arange(2 * length) < length
     to_clean = ~noisy & torch.where(noisy[:, None], position < start[:, None], position <= position[:, None])
     to_noisy = (noisy[:, None] & noisy) & (start == start[:, None]) & (position <= position[:, None])
@@ -68,7 +68,7 @@ def layout(prompt_ids: list[int], response_ids: list[int], stride: int) -> dict[
         "position_ids": position[None],
         "attention_mask": (to_clean | to_noisy)[None, None],
         "labels": tokens[1:][is_trained[:-1]],
-        "rows": torch.stack([place[is_trained], place[is_trained] + length]),
+        "rows": torch.stack([index[is_trained], index[is_trained] + length]),
     }
 
 

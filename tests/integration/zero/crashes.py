@@ -108,8 +108,8 @@ def _child(
         os.dup2(output, 1)
         os.dup2(output, 2)
         if world_size > 1:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in places.items()})
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in variables.items()})
             os.environ["MASTER_ADDR"] = "127.0.0.1"
         from idlm.train import cli
 
@@ -165,36 +165,36 @@ class _Counter:
         self.count, self.is_armed = 0, False
         self.plain_open = builtins.open
 
-    def covers(self, place: Any) -> bool:
+    def covers(self, where: Any) -> bool:
         if not self.is_armed:
             return False
         try:
-            if isinstance(place, int):
-                return os.readlink(f"/proc/self/fd/{place}").startswith(self.prefix)
-            return os.path.abspath(os.fspath(place)).startswith(self.prefix)
+            if isinstance(where, int):
+                return os.readlink(f"/proc/self/fd/{where}").startswith(self.prefix)
+            return os.path.abspath(os.fspath(where)).startswith(self.prefix)
         except (OSError, TypeError):
             return False
 
-    def point(self, what: str, place: Any) -> None:
+    def point(self, what: str, where: Any) -> None:
         """Count one more point; the process dies here if it is the chosen one."""
-        if not self.covers(place):
+        if not self.covers(where):
             return
         self.count += 1
         if self.plan.counts:
-            place = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else place
+            where = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else where
             with self.plain_open(self.list_path, "a") as file:
-                file.write(json.dumps({"point": self.count, "what": what, "place": str(place)}) + "\n")
+                file.write(json.dumps({"point": self.count, "what": what, "place": str(where)}) + "\n")
         if self.count == self.plan.point:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wrap_os(counter: _Counter) -> None:
     def before(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(place: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(where: Any, *args: Any, **kwargs: Any) -> Any:
             # A name relative to an open folder (rmtree) belongs to the tree if the folder does.
             folder = kwargs.get("dir_fd")
-            counter.point(f"before {name}", place if folder is None else folder)
-            return plain(place, *args, **kwargs)
+            counter.point(f"before {name}", where if folder is None else folder)
+            return plain(where, *args, **kwargs)
 
         return wrapped
 

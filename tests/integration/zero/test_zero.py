@@ -80,9 +80,9 @@ def test_every_item_is_trained_once_and_in_order(parity: dict[str, Any]) -> None
         "one": [(0, 0), (0, 1)],
         "plain": [(0, 0), (1, 0)],
     }
-    for world, places in shares.items():
+    for world, pairs in shares.items():
         results = parity[world]["items"]
-        keys = [f"step {step} rank {r} micro-batch {m}" for step in range(1, 6) for r, m in places]
+        keys = [f"step {step} rank {r} micro-batch {m}" for step in range(1, 6) for r, m in pairs]
         assert [item for key in keys for item in results[key]] == list(range(10))
         assert not parity[world]["clashes"] and len(results) == 10
 

@@ -154,7 +154,7 @@ class Case:
             tokens=table.tokens_ZL[lane, :known].tolist(),
             num_computed=int(table.num_computed_Z[lane]),
             ends=int(table.ends_Z[lane]),
-            places=[token if is_decided else None for token, is_decided in zip(tokens, decided, strict=True)],
+            decided=[token if is_in else None for token, is_in in zip(tokens, decided, strict=True)],
             num_passes=int(blocks.num_passes_Z[lane]),
             num_clean_passes=int(blocks.num_clean_passes_Z[lane]),
             whole_part=int(blocks.whole_part_Z[lane]),

@@ -81,12 +81,12 @@ class Case:
 
     def _check_ties(self, token_X: Tensor, is_equal_X: Tensor) -> None:
         """Another token than the definition's is within rounding of it."""
-        for place in (~is_equal_X).nonzero()[:, 0].tolist():
-            logits_V = self.weight_VD.cpu().double() @ self.hidden_RD.cpu()[self.rows_X[place]].double()
+        for index in (~is_equal_X).nonzero()[:, 0].tolist():
+            logits_V = self.weight_VD.cpu().double() @ self.hidden_RD.cpu()[self.rows_X[index]].double()
             rounding = ROUNDING[self.hidden_RD.dtype] * float(logits_V.abs().max())
             logits_V[self.forbidden_S.cpu()] = -torch.inf
-            gap = float(logits_V.max() - logits_V[token_X[place]])
-            assert gap <= 2 * rounding, f"row {place}: {token_X[place]} is {gap} from the best, {rounding=}"
+            gap = float(logits_V.max() - logits_V[token_X[index]])
+            assert gap <= 2 * rounding, f"row {index}: {token_X[index]} is {gap} from the best, {rounding=}"
 
     def _torch_error(self) -> float:
         """Largest error of probabilities and entropies by PyTorch's product in this dtype and softmax in

@@ -207,7 +207,7 @@ def check_nonfinite(
     rows_BJ = torch.tensor([[draw.randrange(-1, num_rows) for _ in range(3)] for _ in range(40)]).to(device)
     for rows in (rows_BJ, rows_BJ[:, 1:], rows_BJ[:, :1]):
         expected = [
-            next((place for place, row in enumerate(own, 1) if row >= 0 and not has_probs_X[row]), 0)
+            next((index for index, row in enumerate(own, 1) if row >= 0 and not has_probs_X[row]), 0)
             for own in rows.tolist()
         ]
         assert nonfinite(probs, rows).tolist() == expected

@@ -67,10 +67,10 @@ def check_restrict(
     open_, bits = _bits(draw, len(lanes) * num_rows, num_tokens)
     only = [[draw.choice([-1, -1, draw.randrange(num_tokens)]) for _ in range(num_tested)] for _ in lanes]
     for m, lane in enumerate(lanes):
-        for place in range(num_tested):
-            allowed = open_[m * num_rows + place]
-            q = restricted_reference(expected_ZJV[lane, place].tolist(), allowed, only[m][place])
-            expected_ZJV[lane, place] = torch.tensor(q, dtype=torch.float64)
+        for index in range(num_tested):
+            allowed = open_[m * num_rows + index]
+            q = restricted_reference(expected_ZJV[lane, index].tolist(), allowed, only[m][index])
+            expected_ZJV[lane, index] = torch.tensor(q, dtype=torch.float64)
     for _ in range(2):
         restrict(
             store,

@@ -176,10 +176,10 @@ def _check_lanes(
         if not state.active_B[b]:
             continue
         layout_Z[lane] = verdict.next_layout_B[b]
-        for place, row in enumerate(verdict.draft_rows_BJ[b].tolist()):
-            drafts_ZJ[lane, place] = state.drafts_ZJ[lane, place] if row >= 0 else 0
+        for index, row in enumerate(verdict.draft_rows_BJ[b].tolist()):
+            drafts_ZJ[lane, index] = state.drafts_ZJ[lane, index] if row >= 0 else 0
             if row >= 0:
-                q_ZJV[lane, place] = p_XV[row]
-                check_draws(drafts_ZJ[lane, place][None], p_XV[row][None], uniforms_BJ[b, place][None])
+                q_ZJV[lane, index] = p_XV[row]
+                check_draws(drafts_ZJ[lane, index][None], p_XV[row][None], uniforms_BJ[b, index][None])
     assert torch.equal(state.drafts_ZJ, drafts_ZJ) and torch.equal(state.layout_Z, layout_Z)
     assert not q_ZJV.numel() or float((kept_ZJV - q_ZJV).abs().max()) <= SLACK

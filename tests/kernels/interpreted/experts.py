@@ -11,7 +11,7 @@ import torch
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.experts.launch import ExpertsLaunch, Tile
 from tests.kernels.cases.experts import SMALL, Case, check_block_route, check_experts, check_route
-from tests.kernels.cases.places import check_expert_steps
+from tests.kernels.cases.outputs import check_expert_steps
 
 TINY = ExpertsLaunch(
     block_r=16,

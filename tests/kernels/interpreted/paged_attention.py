@@ -239,7 +239,7 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
         assert (row in sum_of) == (len(mine) > 1)
         added, first, number = sum_of.get(row, (count, 0, 0))
         assert added == count
-        shares = [place for item in mine for place in range(item[10], item[11])]
+        shares = [index for item in mine for index in range(item[10], item[11])]
         length = num_below + end_block - branch_block
         if tunables.split_slots:
             assert shares == list(range(planning.most_fixed_splits(tunables, end_block * tunables.block_n)))

@@ -17,7 +17,7 @@ from idlm.kernels.linear.launch import LinearLaunch, fixed_launch, make_workspac
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
-from tests.kernels.cases.places import check_heads_in_place
+from tests.kernels.cases.outputs import check_heads_in_place
 from tests.kernels.cases.trunk import CHECKS, LORA_VARIANTS, Draw, check_linear_lora
 
 SMALL = LinearLaunch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)

@@ -18,7 +18,7 @@ class Sequence:
     tokens: list[int]
     num_computed: int
     ends: int
-    places: list[int | None]
+    decided: list[int | None]
     """The token decided for each place of the active block; None if undecided or known."""
     num_passes: int = 0
     num_clean_passes: int = 0
@@ -30,15 +30,15 @@ class Sequence:
 
     def masks(self, size: int) -> list[int]:
         """Places that are neither known nor decided."""
-        return [w for w in range(len(self.tokens) % size, size) if self.places[w] is None]
+        return [w for w in range(len(self.tokens) % size, size) if self.decided[w] is None]
 
     def fed(self, shape: Any, num_feed: int) -> tuple[int, int]:
         """First place and number of places of the active block that a pass computes."""
         if not shape.reuses:
             return 0, shape.size
-        place = (self.masks(shape.size) or [shape.size - 1])[0]
-        part = place // shape.part
-        is_whole = self.whole_part != part or num_feed > 0 or (shape.shifted and place % shape.part == 0)
+        index = (self.masks(shape.size) or [shape.size - 1])[0]
+        part = index // shape.part
+        is_whole = self.whole_part != part or num_feed > 0 or (shape.shifted and index % shape.part == 0)
         return (0, shape.size) if is_whole else (part * shape.part, shape.part)
 
 
@@ -69,12 +69,12 @@ def pack_reference(
             start = len(sequence.tokens) // size * size + first
             rows += [_row(sequence, slot, shape) for slot in range(start, start + num)]
         samples = wants if shape.shifted else denoises
-        places = sequence.masks(size) if samples else []
+        indices = sequence.masks(size) if samples else []
         if shape.shifted and num_feed > 0:
-            places = [w for w in places if w == 0]
+            indices = [w for w in indices if w == 0]
         if shape.part is not None:
-            places = [w for w in places if w // shape.part == places[0] // shape.part]
-        packed.append((rows, num_feed, samples, places))
+            indices = [w for w in indices if w // shape.part == indices[0] // shape.part]
+        packed.append((rows, num_feed, samples, indices))
     return packed
 
 
@@ -91,7 +91,7 @@ def wanted_reference(
         if demand[b] and first + len(demand[b]) > num_wanted:
             found[b] = None
         else:
-            found[b] = [(first + number, place) for number, place in enumerate(demand[b])]
+            found[b] = [(first + number, index) for number, index in enumerate(demand[b])]
         first += len(demand[b])
     return found
 
@@ -100,7 +100,7 @@ def _row(sequence: Sequence, slot: int, shape: Any) -> Row:
     limit = slot // shape.size * shape.size + shape.size
     if slot < len(sequence.tokens):
         return sequence.tokens[slot], slot, limit, False
-    token = sequence.places[slot % shape.size]
+    token = sequence.decided[slot % shape.size]
     return shape.mask_token_id if token is None else token, slot, limit, token is None
 
 
@@ -111,7 +111,7 @@ def decide_reference(
     *,
     num_feed: int,
     samples: bool,
-    places: list[int],
+    indices: list[int],
     has_logits: list[bool],
     proposed: list[int],
     confidence: list[float],
@@ -122,7 +122,7 @@ def decide_reference(
     """Decide, edit and commit one sequence after a pass; returns the tokens emitted."""
     size, known = shape.size, sequence.tokens
     opens = shape.shifted and num_feed > 0
-    is_open = [w for w in places if has_logits[w]]
+    is_open = [w for w in indices if has_logits[w]]
     if quota is None:
         quota = size // sequence.num_steps + (sequence.num_passes < size % sequence.num_steps)
     chosen = is_open if opens else _chosen(is_open, rule, quota, confidence, entropy, sequence)
@@ -133,11 +133,11 @@ def decide_reference(
         w
         for w in range(int(shape.shifted), size)
         if max_clean_passes is not None and samples and not opens and has_logits[w]
-        if sequence.places[w] is not None and w >= len(known) % size
-        if proposed[w] != sequence.places[w] and confidence[w] > sequence.edit_threshold
+        if sequence.decided[w] is not None and w >= len(known) % size
+        if proposed[w] != sequence.decided[w] and confidence[w] > sequence.edit_threshold
     ]
     for w in (*chosen, *edited):
-        sequence.places[w] = proposed[w]
+        sequence.decided[w] = proposed[w]
     sequence.num_passes += samples and not opens
     is_clean = samples and not sequence.masks(size)
     if max_clean_passes is not None:
@@ -149,11 +149,11 @@ def decide_reference(
     sequence.num_computed += num_feed
     if not is_clean:
         return []
-    emitted = [token for token in sequence.places[len(known) % size :] if token is not None]
+    emitted = [token for token in sequence.decided[len(known) % size :] if token is not None]
     known += emitted
     sequence.num_passes = 0
     sequence.whole_part = -1 if shape.reuses else sequence.whole_part
-    sequence.places = [None] * size
+    sequence.decided = [None] * size
     return emitted
 
 

@@ -94,9 +94,9 @@ def verify_reference(
     tau: float,
 ) -> int:
     """Number of drafts that are accepted before the first rejection."""
-    for place, (token, uniform) in enumerate(zip(draft_ids, uniforms, strict=True)):
-        if not uniform * q[place][token] < (1 + tau) * p[place][token]:
-            return place
+    for index, (token, uniform) in enumerate(zip(draft_ids, uniforms, strict=True)):
+        if not uniform * q[index][token] < (1 + tau) * p[index][token]:
+            return index
     return len(draft_ids)
 
 

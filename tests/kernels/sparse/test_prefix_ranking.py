@@ -12,8 +12,8 @@ from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, ha
 
 SIZES = (
     Sizes(),
-    Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
-    Sizes(sequences=5, places=7, group=3, head_dim=24, page_size=8, max_slots=120, listed=130),
+    Sizes(layers=1, sequences=1, width=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
+    Sizes(sequences=5, width=7, group=3, head_dim=24, page_size=8, max_slots=120, listed=130),
 )
 
 
@@ -43,7 +43,7 @@ def test_the_workspace_is_bounded() -> None:
 TYPES = dict.fromkeys(("block_table", "rows_BW", "starts_B", "counts_B", "lanes_B"), "*i64")
 TYPES |= dict.fromkeys(("ranks_B", "is_selected_B"), "*i1")
 TYPES |= dict.fromkeys(("max_LRN", "sum_LRN", "k_scale_LK", "shares_LBKS", "scores_LBKS"), "*fp32")
-TYPES |= dict.fromkeys(("scratch", "places_LZKC"), "*i32")
+TYPES |= dict.fromkeys(("scratch", "slots_LZKC"), "*i32")
 TYPES |= {"q_LRNH": "*bf16", "keys_LSKH": "*bf16", "scale_log2": "fp32"}
 SHARED_BYTES = 227 << 10
 

@@ -10,15 +10,15 @@ from idlm.kernels.row_compaction import (
     PackedRows,
     RowCapacity,
     compact_rows,
-    find_places,
+    find_index,
     gather_rows,
     keep_wanted,
-    spread_places,
+    spread_index,
 )
 from tests.kernels.cases.sparse.row_compaction import (
     check,
     check_gather,
-    check_places,
+    check_positions,
     check_wanted,
     make_case,
 )
@@ -49,8 +49,8 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
             rows, drop, num_left=8000, num_origins=5, room=RowCapacity(8000, of_B), drops_stored=True
         )
         gather_rows(of_R, [of_R.new_empty(9999, 64), of_R[:, None].bfloat16()])
-        find_places(rows.cu_rows_B1, of_R, of_R.bool(), of_B, 32)
-        spread_places(of_BW.bool(), of_B, of_B, of_BW, 9999)
+        find_index(rows.cu_rows_B1, of_R, of_R.bool(), of_B, 32)
+        spread_index(of_BW.bool(), of_B, of_B, of_BW, 9999)
         keep_wanted(of_R, of_B, of_B, flags_B, of_R, size=32, num_head=99)
 
     made = compiled_launches(run)
@@ -60,7 +60,7 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_places_are_found_and_spread_again(seed: int) -> None:
-    check_places(seed)
+    check_positions(seed)
 
 
 @pytest.mark.parametrize("seed", range(100))

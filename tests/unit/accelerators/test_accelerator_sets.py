@@ -25,7 +25,7 @@ from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
-from idlm.kernels.row_compaction import find_places
+from idlm.kernels.row_compaction import find_index
 from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
@@ -33,7 +33,7 @@ SIZE, PAGE_SIZE, NUM_PAGES = 4, 8, 10
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 MAX_SLOTS = NUM_PAGES * PAGE_SIZE
 SCALE = HEAD_DIM**-0.5
-PLACE = EngineSpec(
+SPEC = EngineSpec(
     decoder="block",
     decoder_options={},
     block_size=SIZE,
@@ -74,10 +74,10 @@ class World:
         found: list[int] = torch.randint(low, high, (NUM_SEQUENCES,), generator=self.generator).tolist()
         return found
 
-    def places(self) -> list[int]:
+    def indices(self) -> list[int]:
         """Some of a block's, one at least."""
         is_fed = torch.rand(SIZE, generator=self.generator) < 0.7
-        return [place for place in range(SIZE) if is_fed[place] or place == 1]
+        return [spec for spec in range(SIZE) if is_fed[spec] or spec == 1]
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -89,7 +89,7 @@ class World:
     def view(self, starts: list[int], steps: list[int], fed: list[list[int]]) -> PassView:
         """A pass that stores what is missing below each block and feeds the places `fed` of it."""
         slots = [
-            [*range(self.stored[b], starts[b]), *(starts[b] + place for place in fed[b])]
+            [*range(self.stored[b], starts[b]), *(starts[b] + spec for spec in fed[b])]
             for b in range(NUM_SEQUENCES)
         ]
         counts_B = torch.tensor([len(mine) for mine in slots])
@@ -130,7 +130,7 @@ class World:
                 self.normal(*new),
                 self.normal(*new),
             )
-        rows_BW, _ = find_places(plan.cu_rows_B1, plan.slots_R, None, active.starts_B, active.size)
+        rows_BW, _ = find_index(plan.cu_rows_B1, plan.slots_R, None, active.starts_B, active.size)
         is_fed_BW = rows_BW >= 0
         return PassView(
             plan=plan,
@@ -232,7 +232,7 @@ def attention(
 
 def accelerator_of(name: str, **options: Any) -> KVAccelerator:
     kind = ACCELERATORS.get(name)
-    made = kind(kind.Config(**options), PLACE)
+    made = kind(kind.Config(**options), SPEC)
     assert isinstance(made, KVAccelerator)
     assert made.problems() == []
     made.allocate()
@@ -270,11 +270,11 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
         run_pass(world, accelerator, world.view(stored, [0] * NUM_SEQUENCES, [[]] * NUM_SEQUENCES), rules)
         for number in range(2):
             for step in range(3 if name == "sparsed" else 2):
-                fed = [world.places() if step else list(range(SIZE)) for _ in starts]
+                fed = [world.indices() if step else list(range(SIZE)) for _ in starts]
                 if step == 0 and number == 1:
                     # Some store their clean block without beginning the next one, which they then do.
-                    late = [places if b % 3 == 0 else [] for b, places in enumerate(fed)]
-                    fed = [places if b % 3 else [] for b, places in enumerate(fed)]
+                    late = [indices if b % 3 == 0 else [] for b, indices in enumerate(fed)]
+                    fed = [indices if b % 3 else [] for b, indices in enumerate(fed)]
                     run_pass(world, accelerator, world.view(starts, [0] * NUM_SEQUENCES, late), rules)
                 view = world.view(starts, [step] * NUM_SEQUENCES, fed)
                 num_sparse += run_pass(world, accelerator, view, rules)
@@ -292,7 +292,7 @@ def test_a_pass_that_copies_the_rows_of_blocks_ranks_the_same(
         monkeypatch.setattr(prefix, "KEPT_ROWS", kept_rows)
         world, accelerator = World(5), accelerator_of(name, k=6, exact_layers=1)
         starts = [SIZE * start for start in world.ints(1, 16)]
-        view = world.view(starts, [0] * NUM_SEQUENCES, [world.places() for _ in starts])
+        view = world.view(starts, [0] * NUM_SEQUENCES, [world.indices() for _ in starts])
         made: Any = accelerator.begin(view)
         kv = SparseKV(
             view.plan,
@@ -306,8 +306,8 @@ def test_a_pass_that_copies_the_rows_of_blocks_ranks_the_same(
             kv.attend(layer, world.normal(len(view.plan.slots_R), NUM_HEADS, HEAD_DIM))
             assert len(made._rows) <= 1 or kept_rows
         kv.finish()
-        assert bool(made._places) == (kept_rows == 0)
-        assert all(each.shape[1] == NUM_SEQUENCES * SIZE for each in made._places)
+        assert bool(made._positions) == (kept_rows == 0)
+        assert all(each.shape[1] == NUM_SEQUENCES * SIZE for each in made._positions)
         sets: Any = accelerator
         found.append(sets.sets.slots_LZKC)
     assert torch.equal(found[0], found[1]) and bool((found[0] >= 0).any())
@@ -318,17 +318,17 @@ def test_quest_reports_the_bytes_of_a_page() -> None:
         quest: Any = accelerator_of("quest", page=page)
         held = quest.bounds.least.nbytes + quest.bounds.largest.nbytes
         assert held == quest.page_bytes() * NUM_SEQUENCES * NUM_PAGES
-    place = dataclasses.replace(PLACE, num_layers=1)
-    assert ACCELERATORS.get("quest")(ACCELERATORS.get("quest").Config(), place).page_bytes() == 0
+    spec = dataclasses.replace(SPEC, num_layers=1)
+    assert ACCELERATORS.get("quest")(ACCELERATORS.get("quest").Config(), spec).page_bytes() == 0
 
 
 @pytest.mark.parametrize("name", ["mage", "sparsed"])
 def test_lists_that_do_not_fit_are_refused_before_they_are_allocated(name: str) -> None:
     """With the bytes that they and a pass's copy of them take, and the largest k that fits."""
-    place = dataclasses.replace(PLACE, num_lanes=1 << 28, max_slots=1 << 12)
+    spec = dataclasses.replace(SPEC, num_lanes=1 << 28, max_slots=1 << 12)
     kind, slot_bytes = ACCELERATORS.get(name), 8 * (NUM_LAYERS - 2) * (1 << 28) * NUM_KV_HEADS
-    [problem] = kind(kind.Config(k=1 << 20), place).problems()
-    free = memory_bytes(PLACE.device)[0]
+    [problem] = kind(kind.Config(k=1 << 20), spec).problems()
+    free = memory_bytes(SPEC.device)[0]
     assert f"take {slot_bytes << 12:,} bytes" in problem
     assert f"k up to {free // slot_bytes}," in problem
 
@@ -338,12 +338,12 @@ def test_memory_for_ranking_is_asked_for(name: str) -> None:
     """At least what a pass keeps: queries of the blocks' rows of each sparse layer, and their sums. Rows of
     prompts are kept for one layer at a time, however many layers there are.
     """
-    kind, place = ACCELERATORS.get(name), dataclasses.replace(PLACE, num_layers=40)
-    made = kind(kind.Config(k=8), place)
-    place_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
-    assert made.pass_bytes() > 38 * NUM_SEQUENCES * SIZE * place_bytes
-    longer = kind(kind.Config(k=8), dataclasses.replace(place, max_rows=PLACE.max_rows + 10_000))
-    per_row = place_bytes + 2 * NUM_KV_HEADS * HEAD_DIM * 8
+    kind, spec = ACCELERATORS.get(name), dataclasses.replace(SPEC, num_layers=40)
+    made = kind(kind.Config(k=8), spec)
+    index_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
+    assert made.pass_bytes() > 38 * NUM_SEQUENCES * SIZE * index_bytes
+    longer = kind(kind.Config(k=8), dataclasses.replace(spec, max_rows=SPEC.max_rows + 10_000))
+    per_row = index_bytes + 2 * NUM_KV_HEADS * HEAD_DIM * 8
     assert 0 <= longer.pass_bytes() - made.pass_bytes() <= 10_000 * per_row
     assert accelerator_of("quest").pass_bytes() == 0
 

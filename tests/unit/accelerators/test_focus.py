@@ -15,14 +15,14 @@ from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import ActiveBlocks, BlockDemand, PassRows, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.row_compaction import find_places
+from idlm.kernels.row_compaction import find_index
 from tests.focus_reference import (
     BlockState,
     FocusRules,
     Rows,
     Selection,
     assign_rows,
-    fed_places,
+    fed_positions,
     note,
     select,
 )
@@ -69,7 +69,7 @@ class Lane:
     @property
     def open(self) -> list[int]:
         """Masks that a pass may decide."""
-        return [place for place in self.masked if place // self.part == self.masked[0] // self.part]
+        return [index for index in self.masked if index // self.part == self.masked[0] // self.part]
 
 
 class Bench:
@@ -97,9 +97,9 @@ class Bench:
             device=torch.device("cpu"),
         )
         self.cache.keys.fill_(float("nan"))
-        self.focus = Focus(config, place_of(size, num_lanes))
+        self.focus = Focus(config, index_of(size, num_lanes))
         self.focus.allocate()
-        self.lanes = [self.fresh(place) for place in range(num_lanes)]
+        self.lanes = [self.fresh(index) for index in range(num_lanes)]
         self.num_done = self.num_waits = 0
 
     def fresh(self, lane: int, earlier: tuple[int, int] = (0, 0), num_blocks: int = 0) -> Lane:
@@ -125,8 +125,8 @@ class Bench:
             feed = self.size if lane.num_stored and self.generator.random() < 0.3 else 0
             lane.num_stored_rows = feed - len(lane.stays) * (feed > 0)
             lane.num_scheduled = self.generator.choice((0, feed))
-            known = [(number, lane.num_stored - feed + place, False) for place in range(feed)]
-            active = [(number, lane.num_stored + place, place in lane.masked) for place in range(self.size)]
+            known = [(number, lane.num_stored - feed + index, False) for index in range(feed)]
+            active = [(number, lane.num_stored + index, index in lane.masked) for index in range(self.size)]
             rows += known + (active if lane.is_fed else [])
             counts.append(feed + self.size * lane.is_fed)
         num_padding = self.generator.randrange(4)
@@ -139,7 +139,7 @@ class Bench:
         counts_B = torch.tensor(counts)
         capacity = self.capacity(len(rows))
         is_maskable_BW = torch.tensor(
-            [[lane.is_fed and place in lane.open for place in range(self.size)] for lane in self.lanes]
+            [[lane.is_fed and index in lane.open for index in range(self.size)] for lane in self.lanes]
         )
         return StepPlan(
             lanes_B=torch.arange(len(self.lanes)),
@@ -185,7 +185,7 @@ class Bench:
     def view(self, plan: StepPlan) -> PassView:
         """What an accelerator is shown of it."""
         assert plan.active is not None and plan.is_mask_R is not None
-        rows_BW, is_mask_BW = find_places(
+        rows_BW, is_mask_BW = find_index(
             plan.cu_rows_B1, plan.slots_R, plan.is_mask_R, plan.active.starts_B, self.size
         )
         return PassView(
@@ -218,7 +218,7 @@ class Bench:
         return q_RNH
 
 
-def place_of(size: int, num_lanes: int) -> EngineSpec:
+def index_of(size: int, num_lanes: int) -> EngineSpec:
     """An engine that FOCUS goes with."""
     return EngineSpec(
         decoder="block",
@@ -276,11 +276,12 @@ def run_pass(bench: Bench) -> None:
     slot_mapping_R = torch.zeros_like(plan.slots_R)
     kv = SparseKV(plan, view, slot_mapping_R, kv=None, rows=focus, make_plan=lambda _: None)  # type: ignore[arg-type,return-value]
     fed = [
-        list(range(bench.size)) if lane.is_needed else fed_places(lane.state, bench.rules) for lane in lanes
+        list(range(bench.size)) if lane.is_needed else fed_positions(lane.state, bench.rules)
+        for lane in lanes
     ]
-    fed = [places if lane.is_fed else [] for places, lane in zip(fed, lanes, strict=True)]
+    fed = [indices if lane.is_fed else [] for indices, lane in zip(fed, lanes, strict=True)]
     stored = [lane.num_stored_rows for lane in lanes]
-    demand = [rows + len(places) for rows, places in zip(stored, fed, strict=True)]
+    demand = [rows + len(indices) for rows, indices in zip(stored, fed, strict=True)]
     waits = waits_for_rows(bench, demand, None if capacity is None else capacity.fed, [False] * len(lanes))
     assert view.waits_B.tolist() == waits
     queries: dict[int, list[Rows]] = {number: [] for number in range(len(lanes))}
@@ -290,9 +291,9 @@ def run_pass(bench: Bench) -> None:
             before = initial_rows(kv, number, lane.num_stored)
             assert sorted(before) == ([] if waits[number] else fed[number])
             has_stored = lane.num_stored_rows and (lane.num_scheduled or not waits[number])
-            places = [place for place in range(bench.size) if place not in lane.stays] if has_stored else []
-            assert [place % bench.size for place in stored_slots(kv, number, lane.num_stored)] == places
-            queries[number].append({place: q_RNH[row] for place, row in before.items()})
+            indices = [index for index in range(bench.size) if index not in lane.stays] if has_stored else []
+            assert [index % bench.size for index in stored_slots(kv, number, lane.num_stored)] == indices
+            queries[number].append({index: q_RNH[row] for index, row in before.items()})
         rows_I = kv.select_rows(layer, q_RNH)
         assert layer == 1 or rows_I is None
     selections = [
@@ -328,20 +329,20 @@ def expected(bench: Bench, lane: Lane, queries: list[Rows]) -> Selection:
     """What the reference makes of the pass."""
     if lane.is_needed:
         return Selection(kept=tuple(range(bench.size)), budget=0, limit=bench.size, deltas={})
-    keys = [{place: lane.keys[layer, place] for place in range(bench.size)} for layer in (0, 1)]
+    keys = [{index: lane.keys[layer, index] for index in range(bench.size)} for layer in (0, 1)]
     layers = (queries[0], keys[0]), (queries[1], keys[1])
     return select(lane.state, lane.masked, lane.open, layers, SCALE, bench.rules)
 
 
 def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
     """At random, one at least; the next block of the sequence, or another sequence, where none is left."""
-    able = [place for place in lane.open if place in selection.kept]
+    able = [index for index in lane.open if index in selection.kept]
     chosen = bench.generator.sample(able, bench.generator.randint(1, min(len(able), 4)))
     note(lane.state, lane.masked, selection, len(chosen), bench.rules)
     frozen = bench.focus.memory.frozen_ZW[number].nonzero()[:, 0].tolist()
     assert set(frozen) == lane.state.frozen
     assert set(bench.focus.memory.processed_ZW[number].nonzero()[:, 0].tolist()) == lane.state.processed
-    lane.masked = [place for place in lane.masked if place not in chosen]
+    lane.masked = [index for index in lane.masked if index not in chosen]
     if lane.masked:
         return
     bench.num_done += 1

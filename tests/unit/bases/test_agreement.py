@@ -63,7 +63,7 @@ def sharded(*, kept: int = 2, index: Callable[[dict[str, str]], dict[str, str]] 
         tensors = load_file(base / "model.safetensors")
         (base / "model.safetensors").unlink()
         names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-        parts = {name: names[place % 2] for place, name in enumerate(sorted(tensors))}
+        parts = {name: names[at % 2] for at, name in enumerate(sorted(tensors))}
         for name in names[:kept]:
             own = {tensor: value for tensor, value in tensors.items() if parts[tensor] == name}
             save_file(own, base / name, metadata={"format": "pt"})

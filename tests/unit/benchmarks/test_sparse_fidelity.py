@@ -105,8 +105,8 @@ def test_rows_of_a_run(model: Path, tmp_path: Path) -> None:
         "max_tokens=24",
         "batch=2",
     ]
-    place = [f"results={tmp_path}", "device=cpu", "record=true"]
-    assert sparse_fidelity.measure([*arguments, *sizes, *place]) == 0
+    options = [f"results={tmp_path}", "device=cpu", "record=true"]
+    assert sparse_fidelity.measure([*arguments, *sizes, *options]) == 0
     rows = read_rows("sparse_fidelity", results=tmp_path)
     cases = {
         metric: [row["case"] for row in rows if row["metric"] == metric]

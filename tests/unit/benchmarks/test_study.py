@@ -23,7 +23,7 @@ def record_of(name: str, seed: int, marks: str, **changes: Any) -> dict[str, Any
         "temperature": 1.0,
         "stride": 3 if name.startswith("idlm") else 1,
         "exactness": "exact",
-        "marks": f"{sum((mark == '+') << place for place, mark in enumerate(marks)):x}",
+        "marks": f"{sum((mark == '+') << index for index, mark in enumerate(marks)):x}",
         "num_tokens": 170,
         "num_forwards": 110,
         "num_prompt_passes": 10,
@@ -101,8 +101,8 @@ def test_all_arms_have_the_flops_of_the_control() -> None:
 @pytest.mark.sweep
 def test_a_toy_run_leaves_records(tmp_path: Path) -> None:
     small = ["size=toy", "device=cpu", "base_steps=16", "num=2", "batch=4", "max_tokens=8"]
-    places = [f"folder={tmp_path / 'runs'}", f"results={tmp_path}"]
-    assert study.measure(["arms=base,idlm_4", *small, *places]) == 0
+    options = [f"folder={tmp_path / 'runs'}", f"results={tmp_path}"]
+    assert study.measure(["arms=base,idlm_4", *small, *options]) == 0
     records = read_records(tmp_path)
     assert [record["name"] for record in records] == ["base", "idlm_4"]
     for record in records:

@@ -20,7 +20,7 @@ from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
 
-BAD_PLACE = EngineSpec(
+BAD_SETUP = EngineSpec(
     decoder="ar",
     decoder_options={},
     block_size=None,
@@ -44,7 +44,7 @@ BAD_PLACE = EngineSpec(
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_refusal_lists_every_reason(name: str) -> None:
     with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(accelerator_configs({name: {}, "exact": {}}), BAD_PLACE)
+        stack_of(accelerator_configs({name: {}, "exact": {}}), BAD_SETUP)
     text = str(refusal.value)
     kind = ACCELERATORS.get(name)
     assert ("decoder=ar has no blocks" in text) == kind.needs_blocks
@@ -67,16 +67,16 @@ def test_a_refusal_lists_every_reason(name: str) -> None:
     ids=str,
 )
 def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reasons: list[str]) -> None:
-    place = dataclasses.replace(
-        BAD_PLACE, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
+    setup = dataclasses.replace(
+        BAD_SETUP, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
     )
     with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(accelerator_configs(options), place)
+        stack_of(accelerator_configs(options), setup)
     assert all(reason in str(refusal.value) for reason in reasons)
 
 
 @pytest.mark.parametrize(
-    ("options", "place", "reasons"),
+    ("options", "setup", "reasons"),
     [
         (
             {"alpha": 0.9},
@@ -96,12 +96,12 @@ def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reas
     ],
     ids=str,
 )
-def test_focus_names_every_reason(options: dict[str, Any], place: dict[str, Any], reasons: list[str]) -> None:
-    fitting = {"block_size": 8, "tensor_parallel": 1, "deterministic": False} | place
+def test_focus_names_every_reason(options: dict[str, Any], setup: dict[str, Any], reasons: list[str]) -> None:
+    fitting = {"block_size": 8, "tensor_parallel": 1, "deterministic": False} | setup
     with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(accelerator_configs({"focus": options}), dataclasses.replace(BAD_PLACE, **fitting))
+        stack_of(accelerator_configs({"focus": options}), dataclasses.replace(BAD_SETUP, **fitting))
     assert all(reason in str(refusal.value) for reason in reasons)
-    assert len(str(refusal.value).split("\n  - ")) == 1 + max(1, len(reasons) if len(place) == 3 else 1)
+    assert len(str(refusal.value).split("\n  - ")) == 1 + max(1, len(reasons) if len(setup) == 3 else 1)
 
 
 def test_names_of_commits_and_stabilities_are_checked_together() -> None:

@@ -27,7 +27,7 @@ class ScriptedServer(Server):
         response = {"headers": {"content-type": kind}, "content": content}
         transport = httpx.MockTransport(lambda _: httpx.Response(200, **response))  # type: ignore[arg-type]
         self._options = {"base_url": "http://server/v1", "transport": transport}
-        self.model, self.owner, self.place, self.timeout = "m", None, "server", 10.0
+        self.model, self.owner, self.address, self.timeout = "m", None, "server", 10.0
 
 
 def sent(*chunks: Any, end: str = "data: [DONE]\n\n", line: str = "\n") -> bytes:

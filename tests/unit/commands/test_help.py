@@ -94,8 +94,8 @@ def test_help_begins_with_what_a_newcomer_needs(name: str, capsys: pytest.Captur
         *(["Recipes:"] if name == "idlm-train" else []),
         *("Examples:", "Most used keys:", "Flags:", "All keys"),
     ]
-    places = [text.index(f"\n{heading}") for heading in headings]
-    assert places == sorted(places)
+    indices = [text.index(f"\n{heading}") for heading in headings]
+    assert indices == sorted(indices)
     examples = text[text.index("\nExamples:") : text.index("\nMost used keys:")]
     assert examples.count(f"  {name} ") >= 2
     listed = text[text.index("\nAll keys") :]

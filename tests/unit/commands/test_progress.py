@@ -199,14 +199,14 @@ def test_what_is_written_beside_a_bar_has_lines_of_its_own(errors: str, tmp_path
     assert child.wait() == 0
     shown = on_screen(output.decode())
     logged = (tmp_path / "errors").read_text().splitlines() if errors == "a file" else shown
-    for line, place in (
+    for line, text in (
         ("logged by a handler that is older than the bar", logged),
         ("printed as an error", logged),
         ("logged to standard output", shown),
         ("printed", shown),
         ("printed while it is hidden", shown),
     ):
-        assert place.count(line) == 2, (line, place)
+        assert text.count(line) == 2, (line, text)
     assert shown.count("after the bar True") == 1
     assert shown.count("figures without an end") == 1, "the last state of the bar stays, no other"
 

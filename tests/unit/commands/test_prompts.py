@@ -30,10 +30,10 @@ def test_ids_that_differ_from_the_numbers_of_lines_without_one(tmp_path: Path, i
     check_prompts(read_prompts(_written(tmp_path / "in", ids), SamplingParams()))
 
 
-@pytest.mark.parametrize(("ids", "place"), [([2, None], 2), ([None, "1"], 2), (["a", None, None, 3], 4)])
-def test_ids_that_are_the_number_of_a_line_without_one(tmp_path: Path, ids: list[Any], place: int) -> None:
+@pytest.mark.parametrize(("ids", "location"), [([2, None], 2), ([None, "1"], 2), (["a", None, None, 3], 4)])
+def test_ids_that_are_the_number_of_a_line_without_one(tmp_path: Path, ids: list[Any], location: int) -> None:
     source = _written(tmp_path / "in", ids)
-    with pytest.raises(UserError, match=f"IDLM-0465: {source}:{place}: "):
+    with pytest.raises(UserError, match=f"IDLM-0465: {source}:{location}: "):
         check_prompts(read_prompts(source, SamplingParams()))
 
 
@@ -112,10 +112,10 @@ def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     packed = gzip.compress(plain.read_bytes())
     path.write_bytes(packed)
     found = list(read_prompts(str(path), SamplingParams()))
-    assert [dataclasses.replace(line, place="") for line in found] == [
-        dataclasses.replace(line, place="") for line in expected
+    assert [dataclasses.replace(line, location="") for line in found] == [
+        dataclasses.replace(line, location="") for line in expected
     ]
-    assert found[4].place == f"{path}:5"
+    assert found[4].location == f"{path}:5"
     for damaged in (packed[:-9], b"no gzip", packed[:40] + b"\0" * 40 + packed[80:]):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"IDLM-0430: input=.*in\.jsonl\.gz' is incomplete or damaged"):

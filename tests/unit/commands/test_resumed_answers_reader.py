@@ -19,7 +19,7 @@ COMMON = {"model": "m", "model_digest": "d", "decoder": "ar", "sampling.temperat
 
 def _line(number: int, name: str, **sampling: Any) -> PromptLine:
     params = SamplingParams(**sampling)
-    return PromptLine(place=f"in:{number}", request_id=name, prompt="p", params=params)
+    return PromptLine(location=f"in:{number}", request_id=name, prompt="p", params=params)
 
 
 def _record(line: PromptLine, **changes: Any) -> str:
@@ -47,8 +47,8 @@ def _resume_state(tmp_path: Path, lines: list[PromptLine], text: str) -> ResumeS
     return find_resume_state(source, read, run_config)
 
 
-def _places(found: ResumeState) -> list[str]:
-    return [line.place for line in found.missing]
+def _locations(found: ResumeState) -> list[str]:
+    return [line.location for line in found.missing]
 
 
 @pytest.mark.parametrize("there", [(1,), (1, 0), (2, 1), (2, 0, 1), (0, 2), (2,)])
@@ -56,7 +56,7 @@ def test_lines_without_a_record_are_missing(tmp_path: Path, there: tuple[int, ..
     lines = [_line(number + 1, str(number), max_tokens=6 - number) for number in range(3)]
     found = _resume_state(tmp_path, lines, "".join(_record(lines[number]) for number in there))
     assert len(found.kept_lines) == len(there)
-    assert _places(found) == [line.place for number, line in enumerate(lines) if number not in there]
+    assert _locations(found) == [line.location for number, line in enumerate(lines) if number not in there]
 
 
 def test_a_record_with_other_settings_is_refused(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ def test_a_failure_with_other_settings_is_answered_again(tmp_path: Path) -> None
     lines = [_line(1, "a", max_tokens=6), _line(2, "b", max_tokens=3)]
     failed = _record(_line(1, "a", max_tokens=4), error="IDLM-0448: memory")
     found = _resume_state(tmp_path, lines, failed + _record(lines[1]))
-    assert (len(found.kept_lines), found.num_failed, _places(found)) == (1, 1, ["in:1"])
+    assert (len(found.kept_lines), found.num_failed, _locations(found)) == (1, 1, ["in:1"])
 
 
 def test_a_line_lacking_a_sample_is_answered_again(tmp_path: Path) -> None:
     line = _line(1, "a", n=2)
     found = _resume_state(tmp_path, [line], _record(line, index=1))
-    assert (found.kept_lines, found.num_unanswered, _places(found)) == (frozenset(), 1, ["in:1"])
+    assert (found.kept_lines, found.num_unanswered, _locations(found)) == (frozenset(), 1, ["in:1"])
     assert _resume_state(tmp_path, [line], _record(line, index=1) + _record(line)).is_whole
 
 
@@ -110,4 +110,4 @@ def test_blank_lines_are_skipped_and_broken_ones_have_a_number(tmp_path: Path) -
         tmp_path, lines, records[0] + '{"request_id"\n' + records[2] + "\n" + records[3][:-9]
     )
     assert (broken.kept_lines, broken.broken_lines) == ({1, 3}, (2, 5))
-    assert _places(broken) == ["in:2", "in:4"]
+    assert _locations(broken) == ["in:2", "in:4"]

@@ -34,14 +34,14 @@ def save(folder: Path, step: int) -> None:
 
 
 def test_a_run_that_was_moved_goes_on_with_the_same_content_alone(tmp_path: Path) -> None:
-    def moved_to(place: Path, **changes: object) -> TrainConfig:
+    def moved_to(folder: Path, **changes: object) -> TrainConfig:
         paths = {
-            "model.path": place / "base",
-            "data.sources": f"[{{path: '{place / 'a b.jsonl'}'}}, {{path: '{place / 'more'}'}}]",
-            "eval.path": place / "held",
-            "train.deepspeed": place / "zero.json",
+            "model.path": folder / "base",
+            "data.sources": f"[{{path: '{folder / 'a b.jsonl'}'}}, {{path: '{folder / 'more'}'}}]",
+            "eval.path": folder / "held",
+            "train.deepspeed": folder / "zero.json",
         }
-        return config_of(place, **paths | changes)
+        return config_of(folder, **paths | changes)
 
     old, new = tmp_path / "old", tmp_path / "new"
     for name in ("base/config.json", "base/model.safetensors", "a b.jsonl", "more/c.jsonl", "held/d.jsonl"):

@@ -133,8 +133,8 @@ def test_between_the_two_renames_a_loader_finds_the_new_one(tmp_path: Path) -> N
     save(target, OLD)
     real, looked = os.rename, []
 
-    def rename(source: Path, place: Path) -> None:
-        real(source, place)
+    def rename(source: Path, final: Path) -> None:
+        real(source, final)
         if not target.exists():
             looked.append(content_of(target))
 

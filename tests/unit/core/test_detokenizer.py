@@ -46,11 +46,11 @@ def _byte_ids(tokenizer: Any, run: bytes) -> list[int]:
 def _streamed(tokenizer: Any, token_ids: Sequence[int], rng: random.Random) -> str:
     """Pushed in random chunks; checked against one at a time, and that nothing is left over."""
     one, many = Detokenizer(tokenizer), Detokenizer(tokenizer)
-    shown, place = "", 0
-    while place < len(token_ids):
+    shown, index = "", 0
+    while index < len(token_ids):
         num = rng.choice((1, 2, 3, 70))
-        shown += many.push(token_ids[place : place + num])
-        place += num
+        shown += many.push(token_ids[index : index + num])
+        index += num
     shown += many.flush()
     assert shown == "".join(one.push([token_id]) for token_id in token_ids) + one.flush()
     assert many.flush() == ""
@@ -110,12 +110,12 @@ def test_each_broken_byte_of_a_run_is_one_sign_and_spoils_no_other(all_tokenizer
     for _ in range(600):
         run = bytes(rng.choices(BROKEN, k=rng.randint(0, 16)))
         token_ids = [start, *_byte_ids(tokenizer, run)]
-        expected, place = "a", 0
-        while place < len(run):
-            pieces = (run[place : place + size] for size in range(1, 5))
+        expected, index = "a", 0
+        while index < len(run):
+            pieces = (run[index : index + size] for size in range(1, 5))
             piece = next((piece for piece in pieces if _is_character(piece)), None)
             expected += "\ufffd" if piece is None else piece.decode()
-            place += 1 if piece is None else len(piece)
+            index += 1 if piece is None else len(piece)
         assert _streamed(tokenizer, token_ids, rng) == answer_text(tokenizer, token_ids) == expected
 
 
@@ -157,8 +157,8 @@ def test_an_id_without_a_token_takes_no_space_away(all_tokenizers: dict[str, Any
     words = tokenizer.encode("c the", add_special_tokens=False)
     expected = _whole(tokenizer, words)
     for spare in (len(tokenizer) + 1, tokenizer.eos_token_id):
-        for place in range(len(words) + 1):
-            token_ids = [*words[:place], spare, *words[place:]]
+        for index in range(len(words) + 1):
+            token_ids = [*words[:index], spare, *words[index:]]
             assert _streamed(tokenizer, token_ids, random.Random(0)) == expected
     whole_word = all_tokenizers[FALLBACK].get_vocab()
     token_ids = [whole_word["c"], len(all_tokenizers[FALLBACK]) + 1, whole_word["\u2581the"]]

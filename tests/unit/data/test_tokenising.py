@@ -61,8 +61,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, *, fails_at: int | None = None, er
     lines: list[int] = []
 
     def encode(encoder: Encoder, task: build.Encoded) -> build.Encoded:
-        lines.append(task.place)
-        if task.place == fails_at:
+        lines.append(task.number)
+        if task.number == fails_at:
             raise error
         return original(encoder, task)
 

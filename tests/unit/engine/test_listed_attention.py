@@ -62,7 +62,7 @@ def test_the_fast_truth_is_the_reference(seed: int) -> None:
 
 
 def test_a_list_of_all_slots_is_exact_attention() -> None:
-    sequences = [Work(start=13, places=(0, 1, 2, 3), size=4, num_clean=3), causal(5, 2)]
+    sequences = [Work(start=13, indices=(0, 1, 2, 3), size=4, num_clean=3), causal(5, 2)]
     listed = build_listed(sequences, WIDE, num_listed=20, full=True)
     plan = plan_attention(listed.rows)
     found = paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=listed.lists_BKC)
@@ -71,7 +71,7 @@ def test_a_list_of_all_slots_is_exact_attention() -> None:
 
 
 def test_lists_and_plans_must_fit() -> None:
-    listed = build_listed([Work(start=13, places=(0, 1), size=4)], WIDE, num_listed=5)
+    listed = build_listed([Work(start=13, indices=(0, 1), size=4)], WIDE, num_listed=5)
     plan = plan_attention(listed.rows)
     assert listed.lists_BKC is not None
     for lists_BKC in (None, listed.lists_BKC.long(), listed.lists_BKC[..., :4]):

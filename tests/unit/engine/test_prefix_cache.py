@@ -49,9 +49,9 @@ def _store(pool: PagePool, lane: int, token_ids: Sequence[int]) -> list[int]:
     keys = _keys(cache, token_ids)
     shared = cache.chain(keys)
     assert pool.reserve(lane, len(token_ids), shared)
-    for place in range(len(shared), len(keys)):
-        parent = keys[place - 1] if place else cache.root
-        pool.commit(lane, keys[place], parent, is_written=True)
+    for index in range(len(shared), len(keys)):
+        parent = keys[index - 1] if index else cache.root
+        pool.commit(lane, keys[index], parent, is_written=True)
     return list(pool._owned[lane])
 
 
@@ -141,8 +141,8 @@ def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
     assert pool.reserve(0, 12)
     assert pool.reserve(1, 12)
     for lane in (0, 1, 0, 1):
-        place = pool.num_cached(lane)
-        pool.commit(lane, keys[place], keys[place - 1] if place else cache.root, is_written=True)
+        index = pool.num_cached(lane)
+        pool.commit(lane, keys[index], keys[index - 1] if index else cache.root, is_written=True)
         check_pages(pool)
     assert pool._owned[0][:2] == pool._owned[1][:2]
     assert pool._owned[0][2] != pool._owned[1][2]
@@ -288,9 +288,9 @@ def pages_rest_from_the_first_to_the_last(patch: pytest.MonkeyPatch) -> None:
 def shared_pages_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     original = PagePool._incref
 
-    def hold(self: PagePool, lane: int, place: int, page: int) -> None:
+    def hold(self: PagePool, lane: int, index: int, page: int) -> None:
         is_shared = self._num_refs[page] > 0
-        original(self, lane, place, page)
+        original(self, lane, index, page)
         self._num_refs[page] -= is_shared
 
     patch.setattr(PagePool, "_incref", hold)

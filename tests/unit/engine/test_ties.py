@@ -88,9 +88,9 @@ def test_of_equal_slots_an_accelerator_keeps_the_first_at_any_prefix(device: str
         scores_1BKS[..., 6] = 1.0
         count_B, lane_B = torch.tensor([8], device=device), torch.tensor([0], device=device)
         for num, expected in ((4, [0, 1, 2, 6]), (10, [*range(8), -1, -1])):
-            places_1BKC = torch.empty(1, 1, 2, num, dtype=torch.int32, device=device)
-            select_largest(scores_1BKS, count_B, count_B > 0, lane_B, places_1BKC)
-            assert places_1BKC.tolist() == [[[expected] * 2]]
+            slots_1BKC = torch.empty(1, 1, 2, num, dtype=torch.int32, device=device)
+            select_largest(scores_1BKS, count_B, count_B > 0, lane_B, slots_1BKC)
+            assert slots_1BKC.tolist() == [[[expected] * 2]]
 
 
 def test_of_equal_experts_and_groups_the_lower_number_is_chosen(device: str) -> None:

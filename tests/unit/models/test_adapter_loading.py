@@ -212,9 +212,9 @@ def test_a_rank_is_compared_with_the_stored_tensors_before_it_is_allocated(
 
 
 def test_a_mask_id_outside_the_base_needs_a_row_of_its_own(qwen: Path, tmp_path: Path) -> None:
-    places = {"mask_token_id": 48, "stride": 3}
-    refused(write_adapter(tmp_path / "without", qwen, **places), "IDLM-0606", "mask_token_id=48")
-    load_model(write_adapter(tmp_path / "with", qwen, has_mask_row=True, **places), device="cpu")
+    settings = {"mask_token_id": 48, "stride": 3}
+    refused(write_adapter(tmp_path / "without", qwen, **settings), "IDLM-0606", "mask_token_id=48")
+    load_model(write_adapter(tmp_path / "with", qwen, has_mask_row=True, **settings), device="cpu")
 
 
 def test_a_damaged_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_the_base_grows_as_published(factor: float, published: int) -> None:
     """LongLLaDA's factors of LLaDA's base for 16K, 24K and 32K, which it rounds up."""
     spec = spec_of(CONFIG)
     longer = extended(spec, CONFIG, factor)
-    for place, (fast, slow) in enumerate(zip(spec.rope_inv_freq, longer.rope_inv_freq, strict=True)):
-        grown = (fast / slow) ** (64 / place) if place else published
+    for index, (fast, slow) in enumerate(zip(spec.rope_inv_freq, longer.rope_inv_freq, strict=True)):
+        grown = (fast / slow) ** (64 / index) if index else published
         assert published - 1 < grown <= published
     assert longer.max_positions == factor * 4096 and longer.trained_length is None
 
@@ -122,7 +122,7 @@ def test_cached_keys_stay_valid_beyond_the_trained_length(toy: Path, tmp_path: P
     parameters = {"rope_type": "default", "rope_theta": base}
     written = {**config, "max_position_embeddings": 4 * TRAINED, "rope_parameters": parameters}
     (other / "config.json").write_text(json.dumps({**written, "rope_theta": base}))
-    prompts = [[(3 * place + number) % MASK_ID for place in range(150)] for number in range(2)]
+    prompts = [[(3 * index + number) % MASK_ID for index in range(150)] for number in range(2)]
     params = SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 32}
     expected = clear_answers(Engine.from_pretrained(other, **settings), prompts, params)

@@ -47,8 +47,8 @@ def least_peak(
     # Variables: the offset of each storage, the peak, and for each pair whether the first lies above.
     for index in range(num):
         add((index, 1.0), (peak, -1.0), limit=-shares[index])
-    for place, (one, two) in enumerate(pairs):
-        is_above = num + 1 + place
+    for at, (one, two) in enumerate(pairs):
+        is_above = num + 1 + at
         add((one, 1.0), (two, -1.0), (is_above, -1.0), limit=-shares[one])
         add((two, 1.0), (one, -1.0), (is_above, 1.0), limit=1.0 - shares[two])
     num_variables = num + 1 + len(pairs)

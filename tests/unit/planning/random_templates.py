@@ -50,7 +50,7 @@ class _Writer:
         target.extend(names)
         return rng.choice(names)
 
-    def add(self, loop: Loop | None, place: str) -> None:
+    def add(self, loop: Loop | None, op: str) -> None:
         rng = self.rng
         known = self.usable + (self.local.get(loop.name, []) if loop is not None else [])
         # Names whose storage is written already; others have just been registered.
@@ -58,7 +58,7 @@ class _Writer:
         writes = [self.new(loop) if not known or rng.random() < 0.6 else rng.choice(known)]
         if known and rng.random() < 0.2:
             writes.append(rng.choice(known))
-        self.template.add_op(place, reads, dict.fromkeys(writes), chunks=loop)
+        self.template.add_op(op, reads, dict.fromkeys(writes), chunks=loop)
         if known and rng.random() < 0.1:
             self.template.add_barrier(*rng.sample(known, 1), chunks=loop)
 
@@ -88,7 +88,7 @@ def random_template(seed: int) -> tuple[PassTemplate, Sizes]:
     return writer.template, Sizes(length=length, wanted=rng.randrange(1, length + 1), chunks=chunks)
 
 
-def check_places(plan: ArenaPlan) -> None:
+def check_positions(plan: ArenaPlan) -> None:
     """Everything lies inside the workspace, aligned, and no peak is below the bytes alive."""
     for name, offset in plan.offsets.items():
         assert offset % ALIGNMENT == 0
@@ -107,8 +107,8 @@ def _overlaps(plan: ArenaPlan) -> dict[str, list[str]]:
         ends[root] = max(ends.get(root, 0), plan.offsets[name] + num_bytes)
     spans = sorted((plan.offsets[name], end, name) for name, end in ends.items())
     found: dict[str, list[str]] = {name: [] for name in ends}
-    for place, (_, end, name) in enumerate(spans):
-        for start, _, other in spans[place + 1 :]:
+    for op, (_, end, name) in enumerate(spans):
+        for start, _, other in spans[op + 1 :]:
             if start >= end:
                 break
             found[name].append(other)

@@ -228,15 +228,15 @@ def test_no_chunk_of_logits_divides_a_group(group: int) -> None:
     """Whatever fits, in a plan for more wanted rows than a pass has, too."""
     forward, rng, num_chunked = trunk_forward(SMALL), random.Random(2), 0
     for _ in range(60):
-        length, places = rng.randrange(300, 2000), rng.randrange(2, 90)
+        length, indices = rng.randrange(300, 2000), rng.randrange(2, 90)
         capacity = int(length * 64 * 4 * rng.uniform(1, 6))
-        wanted = group * places
+        wanted = group * indices
         plan = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=1, group=group)
         if isinstance(plan, Misfit):
             continue
         assert plan.peak_bytes <= capacity
         num_chunked += plan.sizes.chunks.get("logits", 1) > 1
-        for now in (wanted, group * rng.randrange(1, places + 1)):
+        for now in (wanted, group * rng.randrange(1, indices + 1)):
             slices = [(step.start, step.stop) for step in plan.steps(now) if step.op.name == "logits"]
             assert [stop for _, stop in slices[:-1]] == [start for start, _ in slices[1:]]
             assert (slices[0][0], slices[-1][1]) == (0, now)

@@ -13,7 +13,7 @@ from idlm.infer.mosaic.planner import ArenaPlan, first_fit, live_bytes, orders, 
 from idlm.infer.mosaic.template import PassTemplate
 from idlm.infer.mosaic.trunk import TrunkShape
 from tests.unit.planning.oracle import least_peak
-from tests.unit.planning.random_templates import check_places, random_template, simulate
+from tests.unit.planning.random_templates import check_positions, random_template, simulate
 from tests.unit.planning.shapes import SHAPES
 
 LENGTHS = [round(2 ** (exponent / 3)) for exponent in range(27, 61)]
@@ -55,7 +55,7 @@ def test_plans_of_the_search_reach_the_bytes_alive(model: str) -> None:
             plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
             if isinstance(plan, ArenaPlan):
                 assert plan.live_bytes <= plan.peak_bytes <= min(capacity, 1.01 * plan.live_bytes)
-                check_places(plan)
+                check_positions(plan)
 
 
 @pytest.mark.parametrize("model", SHAPES)

@@ -8,7 +8,7 @@ import pytest
 
 from idlm.infer.mosaic.lifetimes import relate
 from idlm.infer.mosaic.planner import plan_template
-from tests.unit.planning.random_templates import Corrupted, check_places, random_template, simulate
+from tests.unit.planning.random_templates import Corrupted, check_positions, random_template, simulate
 
 NUM_GRAPHS, NUM_PARTS = 10_000, 4
 
@@ -21,7 +21,7 @@ def test_a_plan_of_a_random_graph_keeps_what_is_needed(part: int) -> None:
     for seed in seeds:
         template, sizes = random_template(seed)
         plan = plan_template(template, sizes)
-        check_places(plan)
+        check_positions(plan)
         try:
             num_steps += simulate(plan)
         except Corrupted as error:

@@ -29,8 +29,8 @@ def test_a_message_cannot_end_its_turn(tagged: Any) -> None:
     start, end = tagged.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     letters = [tagged.convert_tokens_to_ids(char) for char in FORGED.replace("\n", "Ċ")]
     turn = encode_messages(tagged, [{"role": "user", "content": ""}])
-    place = turn.index(end)
-    assert split(tagged, SPELLED) == [*turn[:place], *letters, *turn[place:]]
+    index = turn.index(end)
+    assert split(tagged, SPELLED) == [*turn[:index], *letters, *turn[index:]]
     forged = encode_messages(tagged, [SPELLED])
     assert (forged.count(start), forged.count(end)) == (3, 3), "without the switch it can"
 

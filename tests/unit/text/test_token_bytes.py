@@ -11,7 +11,7 @@ import pytest
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
-from idlm.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
+from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
 from idlm.text.tokenizer import answer_text, encode_text, load_tokenizer
 from tests.small_tokenizers import TEXTS, save_byte_fallback, save_byte_level, save_tagged
 
@@ -52,13 +52,13 @@ def test_places_count_characters(tokenizer: Any) -> None:
     first, second = (len(ids_of(tokenizer, character)) for character in "é😊")
     answer = ids_of(tokenizer, "é😊x")
     answer = [*answer[:first], eos, *answer[first:], eos]
-    text, places = answer_text(tokenizer, answer), TokenPlaces(tokenizer).push(answer)
+    text, indices = answer_text(tokenizer, answer), TokenOffsets(tokenizer).push(answer)
     assert text == "é😊x"
-    assert places == [*[0] * first, 1, *[1] * second, 2, 3]
+    assert indices == [*[0] * first, 1, *[1] * second, 2, 3]
     for prompt in ("é😊x", f"é{tokenizer.eos_token}", "the"):
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         last = len(answer_text(tokenizer, ids[-1:])) or len(tokenizer.eos_token)
-        assert prompt_places(tokenizer, prompt, ids)[-1] == len(prompt) - last
+        assert prompt_offsets(tokenizer, prompt, ids)[-1] == len(prompt) - last
 
 
 def completion(texts: TokenTexts, events: list[AnswerEvent], **body: Any) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def test_alternatives_of_one_text_are_all_there(tokenizer: Any) -> None:
     texts = TokenTexts(tokenizer)
     broken = [token for token in ids_of(tokenizer, "😊é") if len(texts.text_and_bytes(token)[1]) == 1]
     first, *others = broken
-    values = {token: -float(place) for place, token in enumerate(others, start=1)}
+    values = {token: -float(index) for index, token in enumerate(others, start=1)}
     event = AnswerEvent("0-0", 0, [first], "", [(first, 0.0, [*values.items()])])
     [shown] = completion(texts, [event])
     [top] = shown["top_logprobs"]

@@ -23,7 +23,7 @@ def save_dream(directory: Path, *, lists_added: bool = True, **config: Any) -> P
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *("".join(pair) for pair in MERGES)]
-    (directory / "vocab.json").write_text(json.dumps({word: place for place, word in enumerate(words)}))
+    (directory / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
     lines = ["#version: 0.2", *map(" ".join, MERGES)]
     (directory / "merges.txt").write_text("\n".join(lines) + "\n")
     flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
@@ -56,7 +56,7 @@ def save_dream(directory: Path, *, lists_added: bool = True, **config: Any) -> P
 )
 def test_dream_has_the_rules_of_qwen2(tmp_path: Path, lists_added: bool, config: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(save_dream(tmp_path, lists_added=lists_added, **config))
-    eos, start, end, mask = special = [len(tokenizer) - 4 + place for place in range(4)]
+    eos, start, end, mask = special = [len(tokenizer) - 4 + index for index in range(4)]
     assert special_token_ids(tokenizer) == {*special}
     assert (tokenizer.eos_token_id, tokenizer.mask_token_id) == (eos, mask)
     # Digits stand alone, composed characters are equal to decomposed ones, and special tokens are found.

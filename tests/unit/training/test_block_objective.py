@@ -104,8 +104,8 @@ def test_the_mask_is_the_definition_for_every_length(block_size: int, region: st
         )
         positions, is_noisy, docs = batch["position_ids"][0], batch["is_noisy"][0], batch["doc_ids"][0]
         size = int(positions.max()) + 1
-        places = torch.where(is_noisy, positions, positions + size)
-        expected = definition(size, block_size)[places[:, None], places] & (docs[:, None] == docs)
+        indices = torch.where(is_noisy, positions, positions + size)
+        expected = definition(size, block_size)[indices[:, None], indices] & (docs[:, None] == docs)
         expected[docs < 0] = False
         expected |= torch.eye(len(docs), dtype=torch.bool)
         assert torch.equal(mask, expected), f"{length=}"
@@ -130,8 +130,8 @@ def test_traps_15_and_23_loss_and_gradients_are_the_dense_references(attention: 
         hidden[noisy.positions] = torch.from_numpy(noisy.input_ids == MASK)
         rates = dict(zip(noisy.positions.tolist(), (noisy.mask_rates / CERTAIN).tolist(), strict=True))
         logits = dense_logits(plain, hidden, tokens, block_size)
-        for place in torch.nonzero(hidden).flatten().tolist():
-            total = total + functional.cross_entropy(logits[place], tokens[place]) / rates[place]
+        for index in torch.nonzero(hidden).flatten().tolist():
+            total = total + functional.cross_entropy(logits[index], tokens[index]) / rates[index]
         count += int(sample.supervised.sum()) + len(fill)
     (total / count).backward()
     counted = objective_of().counts(batch, stage=stage_of(block_size), want_overlap=True)
@@ -153,16 +153,16 @@ def test_a_prediction_never_depends_on_the_token_it_hides() -> None:
     before = objective.rows(sample, stage, seed)
     masked = before.noisy.positions[before.noisy.input_ids == MASK]
     assert len(masked) >= 3
-    for place in masked.tolist():
+    for index in masked.tolist():
         token_ids = sample.token_ids.copy()
-        token_ids[place] = (token_ids[place] + 1) % (MASK - 1)
+        token_ids[index] = (token_ids[index] + 1) % (MASK - 1)
         other = Sample(token_ids=token_ids, supervised=sample.supervised)
         batches = [collated([rows]) for rows in (before, objective.rows(other, stage, seed))]
         first, second = (logits_of(model, batch) for batch in batches)
         is_noisy, starts = batches[0]["is_noisy"][0], batches[0]["block_starts"][0]
-        blind = is_noisy & (starts <= place)
+        blind = is_noisy & (starts <= index)
         assert torch.equal(first[blind], second[blind])
-        later = is_noisy & (starts > place)
+        later = is_noisy & (starts > index)
         assert not later.any() or not torch.equal(first[later], second[later])
 
 
@@ -192,9 +192,9 @@ def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
     nelbo = 0.0
     for order in itertools.permutations(range(size)):
         hidden_now = [True] * size
-        for place in order:
-            nelbo -= log_p[tuple(hidden_now)][place] / math.factorial(size)
-            hidden_now[place] = False
+        for index in order:
+            nelbo -= log_p[tuple(hidden_now)][index] / math.factorial(size)
+            hidden_now[index] = False
     # The rates leave out the first thousandth of [0, 1].
     assert expected == pytest.approx(nelbo, rel=2e-3)
 
@@ -242,7 +242,7 @@ def test_properties_of_the_rows(block_size: int, region: str) -> None:
         )
         wanted = set(range(1, num) if region == "all" else (np.flatnonzero(flags[1:]) + 1).tolist())
         assert wanted == set(noisy.positions[own & is_target].tolist())
-        assert set((noisy.positions // block_size).tolist()) == {place // block_size for place in wanted}
+        assert set((noisy.positions // block_size).tolist()) == {index // block_size for index in wanted}
         assert (noisy.labels[~own] == STOP).all()
         ends_on_stop = sample.token_ids[-1] == STOP
         assert int(noisy.positions[-1]) + 1 == (-(-num // block_size) * block_size if ends_on_stop else num)

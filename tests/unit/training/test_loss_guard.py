@@ -27,18 +27,18 @@ def guarded(run_dir: Path) -> tuple[LossGuard, torch.nn.Parameter, torch.optim.O
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_bad_micro_batch_is_enough(value: str, place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_one_bad_micro_batch_is_enough(value: str, index: int, tmp_path: Path) -> None:
     guard, weight, optimizer = guarded(tmp_path / "run")
     guard.begin(7, num_micro_batches=3)
     for number in range(3):
-        guard.note(torch.tensor(float(value) if number == place else 1.0), batch(10 + number))
-    with pytest.raises(UserError, match=rf"became {value} at step 7, data items \[{10 + place}\]"):
+        guard.note(torch.tensor(float(value) if number == index else 1.0), batch(10 + number))
+    with pytest.raises(UserError, match=rf"became {value} at step 7, data items \[{10 + index}\]"):
         optimizer.step()
     assert torch.equal(weight, torch.ones(3))
     shown = json.loads((tmp_path / "run/bad-loss-step-7-rank-0.json").read_text())
     assert [part["item_ids"] for part in shown["micro_batches"]] == [[10], [11], [12]]
-    assert shown["micro_batches"][place]["loss"] == value
+    assert shown["micro_batches"][index]["loss"] == value
 
 
 def test_a_step_that_the_optimizer_skips_is_judged_too(tmp_path: Path) -> None:

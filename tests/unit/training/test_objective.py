@@ -287,9 +287,9 @@ def test_acceptance_is_the_overlap_of_both_distributions_by_draft_position(
     sums, counts = torch.zeros(3), torch.zeros(3)
     for row in torch.nonzero(noisy).squeeze(-1).tolist():
         (twin,) = torch.nonzero(~noisy & (positions == positions[row])).squeeze(-1).tolist()
-        place = int(positions[row] - starts[row])
-        sums[place] += torch.minimum(probs[row], probs[twin]).sum()
-        counts[place] += 1
+        index = int(positions[row] - starts[row])
+        sums[index] += torch.minimum(probs[row], probs[twin]).sum()
+        counts[index] += 1
     torch.testing.assert_close(overlap.sums, sums)
     assert torch.equal(overlap.counts, counts)
 

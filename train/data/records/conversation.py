@@ -38,8 +38,8 @@ class RecordConversation:
                 f"{origin} has nothing to predict (all {len(answers)} assistant turns have the weight 0)",
                 fix="delete the record, give a turn the weight 1, or set data.on_bad_record=skip",
             )
-        places = enumerate(self.turns)
-        untrained = {place for place, turn in places if turn.role == "assistant" and not turn.is_trained}
+        numbered = enumerate(self.turns)
+        untrained = {index for index, turn in numbered if turn.role == "assistant" and not turn.is_trained}
         return encoder.messages(
             messages,
             origin=origin,

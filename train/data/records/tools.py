@@ -40,11 +40,11 @@ def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
     """Return the calls of a turn: one or a list, or its JSON text."""
     given = parsed(value, name, fix=WRITE_CALL)
     calls = _named(given, name) if isinstance(given, list) else [(name, given)]
-    return [_call(call, place) for place, call in calls]
+    return [_call(call, index) for index, call in calls]
 
 
 def _named(items: list[Any], name: str) -> list[tuple[str, Any]]:
-    return [(f"{name}[{place}]", item) for place, item in enumerate(items)]
+    return [(f"{name}[{index}]", item) for index, item in enumerate(items)]
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:

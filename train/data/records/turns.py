@@ -46,7 +46,7 @@ class Message:
 def plain_turns(*texts: str) -> list[Message]:
     """Return texts of the user and the assistant in turn."""
     roles = ("user", "assistant")
-    return [Message(message={"role": roles[place % 2], "content": text}) for place, text in enumerate(texts)]
+    return [Message(message={"role": roles[index % 2], "content": text}) for index, text in enumerate(texts)]
 
 
 def turns_of(value: Any, name: str) -> list[Message]:
@@ -58,8 +58,8 @@ def turns_of(value: Any, name: str) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise unusable(f"{name}={shown(value)}, which is not a list of turns", fix=WRITE_TURNS)
     found: list[Message] = []
-    for place, one in enumerate(given):
-        turn = _turn(one, f"{name}[{place}]")
+    for index, one in enumerate(given):
+        turn = _turn(one, f"{name}[{index}]")
         if (
             turn.continues
             and found
@@ -101,11 +101,11 @@ def weighted(turns: Sequence[Message], record: Mapping[str, Any]) -> list[Messag
                 f"{key} has {len(value)} values for {len(turns)} turns",
                 fix=f"give each turn its own {key}, or delete the key {key}",
             )
-        for place, one in enumerate(value):
+        for index, one in enumerate(value):
             if one is None:
                 continue
-            is_trained = _is_trained({key: one}, f"{key}[{place}]", LISTED_WEIGHTS)
-            found[place] = replace(found[place], is_trained=found[place].is_trained and is_trained)
+            is_trained = _is_trained({key: one}, f"{key}[{index}]", LISTED_WEIGHTS)
+            found[index] = replace(found[index], is_trained=found[index].is_trained and is_trained)
     return found
 
 

@@ -55,7 +55,7 @@ def parsed(value: Any, name: str, *, fix: str) -> Any:
 def text_of(value: Any, name: str) -> str:
     """Return a text, which may be given in parts."""
     if isinstance(value, list):
-        return "".join(_part(part, f"{name}[{place}]") for place, part in enumerate(value))
+        return "".join(_part(part, f"{name}[{index}]") for index, part in enumerate(value))
     if not isinstance(value, str):
         raise unusable(f"{name}={shown(value)}, which is not text", fix=f"write {name} as text")
     return value

@@ -26,7 +26,7 @@ BATCH_ROWS = 256
 
 
 class DatasetReader:
-    """Rows of one split; `place` is the 1-based row."""
+    """Rows of one split; `number` is the 1-based row."""
 
     def __init__(self, config: DataConfig, cache: Path) -> None:
         path, self.split = str(config.path), config.split
@@ -56,13 +56,13 @@ class DatasetReader:
         columns = wanted_columns(names)
         unread = tuple(name for name in names if name not in columns)
         dataset = self.dataset.with_format(None).select_columns(columns)
-        place = 0
+        number = 0
         for batch in dataset.iter(BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
-                place += 1
+                number += 1
                 record = without_nulls(dict(zip(batch, values, strict=True)))
-                yield Row(file=0, place=place, value=record, unread=unread)
-            self.share_read = place / len(dataset)
+                yield Row(file=0, number=number, value=record, unread=unread)
+            self.share_read = number / len(dataset)
 
 
 @contextmanager
@@ -84,11 +84,11 @@ def _load(arguments: dict[str, Any], split: str) -> Any:
     """The split as a map-style dataset whose rows lie in files, or the dataset that may not have it."""
     import datasets
 
-    place = Path(arguments["path"])
-    if place.suffix == ".arrow" and place.is_file():
-        return datasets.Dataset.from_file(str(place))
-    if is_saved(place):
-        return datasets.load_from_disk(str(place))
+    folder = Path(arguments["path"])
+    if folder.suffix == ".arrow" and folder.is_file():
+        return datasets.Dataset.from_file(str(folder))
+    if is_saved(folder):
+        return datasets.load_from_disk(str(folder))
     try:
         # It may be a part of one, such as train[:1000].
         return datasets.DatasetDict({split: datasets.load_dataset(**arguments, split=split)})

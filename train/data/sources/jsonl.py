@@ -34,25 +34,25 @@ FROM_CSV = "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in
 
 
 class JsonlReader(FileReader):
-    """Records of JSON files; `place` is a line, or an item of an array."""
+    """Records of JSON files; `number` is a line, or an item of an array."""
 
     def rows(self) -> Iterator[Row]:
         sizes = [path.stat().st_size for path in self.paths]
         for file, (path, name) in enumerate(zip(self.paths, self.names, strict=True)):
             with reading(path):
                 raw = path.open("rb")
-            place = 0
+            number = 0
             with raw:
                 try:
                     kind = packing(raw, path)
-                    for place, value in _values(unpacked(raw, path), path):
-                        yield Row(file=file, place=place, value=_record(value, name, place, kind))
+                    for number, value in _values(unpacked(raw, path), path):
+                        yield Row(file=file, number=number, value=_record(value, name, number, kind))
                         num_bytes = sum(sizes[:file]) + raw.tell()
                         self.share_read = num_bytes / max(1, sum(sizes))
                 except UnicodeDecodeError as error:
                     raise _not_utf8(name, error, kind) from error
                 except (*DAMAGE, json.JSONDecodeError, RecursionError) as error:
-                    raise damaged(f"{name} (after line {place})", error) from error
+                    raise damaged(f"{name} (after line {number})", error) from error
 
 
 def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
@@ -67,10 +67,10 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
     yield from json_lines(stream)
 
 
-def _record(value: Any, name: str, place: int, kind: str | None) -> dict[str, Any] | UserError:
-    origin = f"{name}:{place}"
+def _record(value: Any, name: str, number: int, kind: str | None) -> dict[str, Any] | UserError:
+    origin = f"{name}:{number}"
     if isinstance(value, UnicodeDecodeError):
-        return _not_utf8(name, value, kind, place)
+        return _not_utf8(name, value, kind, number)
     if isinstance(value, Exception):
         if name.lower().endswith(".csv"):
             file = shlex.quote(name)
@@ -90,10 +90,10 @@ def _record(value: Any, name: str, place: int, kind: str | None) -> dict[str, An
     return value
 
 
-def _not_utf8(name: str, error: UnicodeDecodeError, kind: str | None, place: int | None = None) -> UserError:
-    """The error about a file, or about its line `place`, that is not UTF-8."""
+def _not_utf8(name: str, error: UnicodeDecodeError, kind: str | None, number: int | None = None) -> UserError:
+    """The error about a file, or about its line `number`, that is not UTF-8."""
     found = error.encoding if error.encoding != "utf-8" else likely_encoding(error.object)
-    where = name if place is None else f"{name}:{place} (byte {error.start + 1} of the line)"
+    where = name if number is None else f"{name}:{number} (byte {error.start + 1} of the line)"
     note = "" if found is None else f" but {found}" if error.encoding != "utf-8" else f"; it may be {found}"
     fix = f"convert the file: {convert_command(name, found, kind)}"
     if found is None:

@@ -16,14 +16,14 @@ BATCH_ROWS = 256
 
 
 class ParquetReader(FileReader):
-    """Rows of Parquet files; `place` is the 1-based row of its file."""
+    """Rows of Parquet files; `number` is the 1-based row of its file."""
 
     def rows(self) -> Iterator[Row]:
         import pyarrow
         from pyarrow import parquet
 
         for file, path in enumerate(self.paths):
-            place = 0
+            number = 0
             try:
                 table = parquet.ParquetFile(path)
                 names = table.schema_arrow.names
@@ -31,11 +31,11 @@ class ParquetReader(FileReader):
                 unread = tuple(name for name in names if name not in columns)
                 for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                     for record in batch.to_pylist(maps_as_pydicts="strict"):
-                        place += 1
-                        yield Row(file=file, place=place, value=without_nulls(record), unread=unread)
-                    self.share_read = (file + place / max(1, table.metadata.num_rows)) / len(self.paths)
+                        number += 1
+                        yield Row(file=file, number=number, value=without_nulls(record), unread=unread)
+                    self.share_read = (file + number / max(1, table.metadata.num_rows)) / len(self.paths)
             except (pyarrow.ArrowException, OSError) as error:
-                raise damaged(f"{self.names[file]} (after row {place})", error) from error
+                raise damaged(f"{self.names[file]} (after row {number})", error) from error
 
 
 @SOURCES.register("parquet")

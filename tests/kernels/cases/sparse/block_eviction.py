@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.block_eviction import BlockKeys, Candidates, block_importance, plain, select_places
+from idlm.kernels.block_eviction import BlockKeys, Candidates, block_importance, plain, select_positions
 from tests.kernels.references.sparse.block_eviction import importance_reference, select_reference
 
 SHAPES = [
@@ -52,7 +52,7 @@ class Layer:
             columns = self.is_key_BW[b].nonzero()[:, 0].tolist()
             if not queries or not columns:
                 continue
-            slots = [int(keys.starts_B[b]) + place for place in columns]
+            slots = [int(keys.starts_B[b]) + index for index in columns]
             pages = [int(keys.block_table_BP[b, slot // keys.page_size]) for slot in slots]
             physical = [
                 page * keys.page_size + s % keys.page_size for page, s in zip(pages, slots, strict=True)
@@ -98,8 +98,8 @@ def make_layer(
     table_BP = torch.randperm(num_sequences * pages, generator=generator).view(num_sequences, pages)
     starts_B = ints(2, num_sequences) * size
     keys_SKH = torch.full((num_sequences * pages * page_size, num_kv_heads, head_dim), torch.nan)
-    for b, place in is_key_BW.nonzero().tolist():
-        slot = int(starts_B[b]) + place
+    for b, index in is_key_BW.nonzero().tolist():
+        slot = int(starts_B[b]) + index
         physical = int(table_BP[b, slot // page_size]) * page_size + slot % page_size
         keys_SKH[physical] = torch.randn(num_kv_heads, head_dim, generator=generator)
     kv_dtype = kv_dtype or dtype
@@ -181,11 +181,11 @@ def check_selection(seed: int, device: str = "cpu") -> None:
     """Equals the reference, sequence by sequence, unless a gain is at the threshold up to rounding."""
     first_BPW, second_BPW, of, alpha = make_candidates(seed, device)
     sees_processed = seed % 4 < 3
-    found = select_places(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
+    found = select_positions(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     gains_BW = (second_BPW - first_BPW).sum(dim=1)
     for b in range(len(gains_BW)):
         masks = of.is_mask_BW[b].nonzero()[:, 0].tolist()
-        gains = {place: float(gains_BW[b, place]) for place in masks}
+        gains = {index: float(gains_BW[b, index]) for index in masks}
         # Equal gains have no spread, in any arithmetic.
         if len(set(gains.values())) > 1:
             values = torch.tensor(list(gains.values()), dtype=torch.float64)
@@ -194,7 +194,7 @@ def check_selection(seed: int, device: str = "cpu") -> None:
                 continue
         kept, end, budget = select_reference(
             gains,
-            [place for place in masks if of.is_maskable_BW[b, place]],
+            [index for index in masks if of.is_maskable_BW[b, index]],
             set((of.rows_BW[b] >= 0).nonzero()[:, 0].tolist()),
             set(of.processed_ZW[of.lanes_B[b]].nonzero()[:, 0].tolist()),
             size=gains_BW.shape[1],

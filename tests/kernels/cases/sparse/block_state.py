@@ -39,9 +39,9 @@ class Sequence:
         if not num_fed and num_before == 2 * size:
             slots = slots[:size]
         self.fed = dict(enumerate(self.tokens[:num_fed]))
-        self.masks = {place for place, token in self.fed.items() if token == MASK}
-        places = {slot: slot - self.start + size for slot in slots if self.start - size <= slot < self.start}
-        self.stored = {place: texts[slot] for slot, place in places.items()}
+        self.masks = {index for index, token in self.fed.items() if token == MASK}
+        indices = {slot: slot - self.start + size for slot in slots if self.start - size <= slot < self.start}
+        self.stored = {index: texts[slot] for slot, index in indices.items()}
         return slots, [texts[slot] for slot in slots]
 
     def go_on(self, rng: random.Random, size: int) -> None:
@@ -49,9 +49,9 @@ class Sequence:
         if MASK not in self.tokens or rng.random() < 0.1:
             known = [rng.randrange(NUM_TOKENS) if token == MASK else token for token in self.tokens]
             self.before, self.tokens, self.start = known, [MASK] * size, self.start + size
-        for place, token in enumerate(self.tokens):
+        for index, token in enumerate(self.tokens):
             if (token == MASK and rng.random() < 0.3) or (token != MASK and rng.random() < 0.1):
-                self.tokens[place] = rng.randrange(NUM_TOKENS)
+                self.tokens[index] = rng.randrange(NUM_TOKENS)
 
 
 def check_state(seed: int, device: str = "cpu") -> None:
@@ -103,7 +103,7 @@ def _check_pass(
         lanes_B=ints(lanes),
         starts_B=ints([one.start for one in sequences]),
         rows_BW=ints(rows),
-        is_mask_BW=ints([[place in one.masks for place in range(size)] for one in sequences]) > 0,
+        is_mask_BW=ints([[index in one.masks for index in range(size)] for one in sequences]) > 0,
         cu_rows_B1=ints(ends),
         slots_R=ints(slots + [0] * padding),
         token_ids_R=ints([token for _, some in laid_out for token in some] + [0] * padding),
@@ -117,27 +117,27 @@ def _check_pass(
         )
         assert (bool(started.mine_B[b]), bool(started.evicts_B[b])) == (mine, one.evicts)
         assert not mine or float(started.mean_decoded_B[b]) == mean
-        kept = {place for place in one.fed if started.keep_R[rows[b][place]]}
+        kept = {index for index in one.fed if started.keep_R[rows[b][index]]}
         assert kept == one.fed.keys() - dropped
         if rules.keeps_stored:
             num_before = ends[b + 1] - ends[b] - len(one.fed)
             last = range(ends[b] + max(0, num_before - size), ends[b] + num_before)
-            dropped_rows = {stored[b][place] for place in stays}
+            dropped_rows = {stored[b][index] for index in stays}
             assert {row for row in last if not started.keep_R[row]} == dropped_rows
-        computed.append({place for place in kept if rng.random() < 0.7})
+        computed.append({index for index in kept if rng.random() < 0.7})
         if mine and not waits[b]:
             finish_reference(
                 one.state, one.fed, one.masks, computed[b], evicts=one.evicts, stability=rules.stability
             )
-    left = [[0 if place in some else -1 for place in range(size)] for some in computed]
+    left = [[0 if index in some else -1 for index in range(size)] for some in computed]
     waits_B = torch.tensor(waits, device=device)
     finish_blocks(state, fed, started, rules, rows_BW=ints(left), waits_B=waits_B)
 
 
 def _check_lane(state: BlockState, lane: int, expected: LaneState, rules: StateRules) -> None:
     def frozen(flags_ZW: torch.Tensor, ids_ZW: torch.Tensor) -> dict[int, int]:
-        places = flags_ZW[lane].nonzero()[:, 0].tolist()
-        return {place: int(ids_ZW[lane, place]) for place in places}
+        indices = flags_ZW[lane].nonzero()[:, 0].tolist()
+        return {index: int(ids_ZW[lane, index]) for index in indices}
 
     assert int(state.starts_Z[lane]) == expected.start
     assert frozen(state.frozen_ZW, state.frozen_ids_ZW) == expected.frozen

@@ -31,10 +31,10 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A sequence: rows before its block from slot `start - num_clean`, then the block's rows at `places`."""
+    """A sequence: rows before its block from slot `start - num_clean`, then the block's rows at `indices`."""
 
     start: int
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     size: int
     num_clean: int = 0
     listed: bool = True
@@ -44,7 +44,7 @@ class Work:
         stored."""
         first = self.start - self.num_clean
         clean = [(first + i, self.start, FAR) for i in range(self.num_clean)]
-        return clean + [(self.start + place, self.start + self.size, FAR) for place in self.places]
+        return clean + [(self.start + index, self.start + self.size, FAR) for index in self.indices]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,17 +227,17 @@ def random_listed(
     for _ in range(rng.randint(1, most)):
         kind = rng.randrange(6)
         start = rng.choice([0, rng.randint(0, 40), rng.randint(0, longest)])
-        places: list[int] = list(range(size))
+        indices: list[int] = list(range(size))
         if kind == 0:
             sequences.append(rng.choice([[], causal(start, rng.randint(1, chunk))]))
             continue
         if kind == 1:
-            places = sorted(rng.sample(places, rng.randint(0, size)))
+            indices = sorted(rng.sample(indices, rng.randint(0, size)))
         num_clean = rng.choice([0, 0, min(start, size), rng.randint(0, min(start, chunk))])
         sequences.append(
             Work(
                 start=start,
-                places=tuple(places),
+                indices=tuple(indices),
                 size=size,
                 num_clean=num_clean,
                 listed=rng.random() < 0.7,

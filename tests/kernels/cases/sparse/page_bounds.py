@@ -27,7 +27,7 @@ def check(
     rng = random.Random(seed)
     engine_page = rng.choice((16, 32, 8))
     page = rng.choice((16, 8, 48, engine_page))
-    size, kv_heads, group, places = math.gcd(engine_page, page), rng.choice((1, 3)), 2, rng.choice((1, 5, 32))
+    size, kv_heads, group, width = math.gcd(engine_page, page), rng.choice((1, 3)), 2, rng.choice((1, 5, 32))
     # Bounds of fp8 keys are in fp32.
     bound_dtype = torch.float32 if fp8 else dtype
     ends = [rng.randint(0, pages * engine_page) for _ in range(3)]
@@ -70,7 +70,7 @@ def check(
         written[sequence, first] = expected
     num_left = int((bounds.least_CKH[:-1, 0, 0] == OLD).sum())
     assert num_left == num_slots // size - len(found), "other pieces were overwritten"
-    heads = torch.randn(3 * places + 2, kv_heads, group, head_dim).to(dtype)
+    heads = torch.randn(3 * width + 2, kv_heads, group, head_dim).to(dtype)
     _check_scores(rng, heads, page, ends, bounds, on_device, written)
 
 
@@ -84,9 +84,9 @@ def _check_scores(
     written: dict[tuple[int, int], tuple[Tensor, Tensor]],
 ) -> None:
     """Scores of three blocks that begin at `ends`; `written`: bounds by sequence and first slot."""
-    device, places = bounds.least_CKH.device, len(q_RKGH) // 3
-    rows_BW = torch.randperm(len(q_RKGH))[: 3 * places].view(3, places)
-    rows_BW[torch.rand(3, places) < rng.choice((0.0, 0.4))] = -1
+    device, width = bounds.least_CKH.device, len(q_RKGH) // 3
+    rows_BW = torch.randperm(len(q_RKGH))[: 3 * width].view(3, width)
+    rows_BW[torch.rand(3, width) < rng.choice((0.0, 0.4))] = -1
     num_pages = -(-max(*ends, 1) // page)
     scores_BKP = page_scores(
         q_RKGH.flatten(1, 2).to(device),

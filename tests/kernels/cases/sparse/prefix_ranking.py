@@ -34,7 +34,7 @@ class Sizes:
 
     layers: int = 2
     sequences: int = 3
-    places: int = 4
+    width: int = 4
     kv_heads: int = 2
     group: int = 2
     head_dim: int = 16
@@ -99,12 +99,12 @@ def make_case(seed: int, sizes: Sizes, dtype: torch.dtype, *, device: str = "cpu
               for _ in range(sizes.sequences)]  # fmt: skip
     starts = [min(start, sizes.max_slots) for start in starts]
     starts[0] = rng.choice((0, sizes.max_slots, starts[0]))
-    places = sizes.sequences * sizes.places
+    width = sizes.sequences * sizes.width
     # Rows of prompts, which belong to no block, lie among the others.
-    num_rows = places + rng.randint(0, 5)
-    rows = torch.randperm(num_rows)[:places]
-    rows[torch.rand(places) < rng.choice((0.0, 0.3))] = -1
-    rows_BW = rows.view(sizes.sequences, sizes.places)
+    num_rows = width + rng.randint(0, 5)
+    rows = torch.randperm(num_rows)[:width]
+    rows[torch.rand(width) < rng.choice((0.0, 0.3))] = -1
+    rows_BW = rows.view(sizes.sequences, sizes.width)
     ranks_B = (torch.rand(sizes.sequences) < rng.choice((0.5, 1.0))) & (rows_BW >= 0).any(-1)
     table_BP = torch.randperm(num_pages - 1)[: sizes.sequences * pages_per_sequence] + 1
     table_BP = table_BP.view(sizes.sequences, pages_per_sequence)
@@ -162,11 +162,11 @@ def check_selection(
     num_layers, num_sequences, num_kv_heads = scores_LBKS.shape[:3]
     is_selected_B = torch.arange(num_sequences) < max(1, num_sequences - 1)
     shape = (num_layers, 2 * num_sequences, num_kv_heads, num)
-    places_LZKC = torch.full(shape, OLD, dtype=torch.int32, device=device)
+    slots_LZKC = torch.full(shape, OLD, dtype=torch.int32, device=device)
     lanes_B = 2 * torch.arange(num_sequences)
     select(
         scores_LBKS.to(device), torch.tensor(counts, device=device), is_selected_B.to(device),
-        lanes_B.to(device), places_LZKC,
+        lanes_B.to(device), slots_LZKC,
     )  # fmt: skip
     expected_LZKC = torch.full(shape, OLD, dtype=torch.int32)
     for sequence in range(max(1, num_sequences - 1)):
@@ -174,7 +174,7 @@ def check_selection(
         order_LKS = scores_LBKS[:, sequence, :, :count].sort(dim=-1, descending=True, stable=True).indices
         expected_LZKC[:, 2 * sequence] = NOT_LISTED
         expected_LZKC[:, 2 * sequence, :, :most] = order_LKS[..., :most].sort(dim=-1).values.int()
-    assert torch.equal(places_LZKC.cpu(), expected_LZKC)
+    assert torch.equal(slots_LZKC.cpu(), expected_LZKC)
 
 
 def hard_scores(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
@@ -190,8 +190,8 @@ def hard_scores(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
         return torch.full(shape, 0.25)
     if kind == 4:
         # All large scores are neighbours, so that few groups have them all; -0 equals 0.
-        places_S = torch.arange(shape[-1])
+        slots_S = torch.arange(shape[-1])
         return torch.where(
-            (places_S % 97 < 50) & (places_S > shape[-1] // 2), scores_LBKS.abs(), -0.0 * places_S
+            (slots_S % 97 < 50) & (slots_S > shape[-1] // 2), scores_LBKS.abs(), -0.0 * slots_S
         )
     return scores_LBKS.softmax(-1) if kind == 5 else scores_LBKS

@@ -16,10 +16,10 @@ from idlm.kernels.row_compaction import (
     PackedRows,
     RowCapacity,
     compact_rows,
-    find_places,
+    find_index,
     gather_rows,
     keep_wanted,
-    spread_places,
+    spread_index,
 )
 from tests.kernels.references.sparse.row_compaction import compact_reference, wanted_reference
 
@@ -55,18 +55,18 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         return torch.randint(0, high, of, generator=generator)
 
     size, num_sequences = SIZES[seed % len(SIZES)], rng.choice([1, 2, 5, 17])
-    by_sequence, places, number = [], [], 0
+    by_sequence, indices, number = [], [], 0
     for _ in range(num_sequences):
         before = list(range(number, number + rng.choice([0, 0, size, 3 * size])))
         fed = sorted(rng.sample(range(size), rng.choice([0, size, size, rng.randrange(size + 1)])))
         number += len(before) + len(fed)
         by_sequence.append((before, list(range(number - len(fed), number))))
-        places.append(fed)
+        indices.append(fed)
     num_fed, num_rows = number, max(1, number + rng.choice([0, 0, 5, 140]))
     ends = torch.tensor([0] + [len(before) + len(block) for before, block in by_sequence]).cumsum(0)
     sequence_R = torch.searchsorted(ends[1:], torch.arange(num_rows), right=True).clamp(max=num_sequences - 1)
     rows_BW = torch.full((num_sequences, size), -1)
-    for b, (fed, (_, block)) in enumerate(zip(places, by_sequence, strict=True)):
+    for b, (fed, (_, block)) in enumerate(zip(indices, by_sequence, strict=True)):
         rows_BW[b, fed] = torch.tensor(block, dtype=torch.int64)
     ints_JR = ints(1000, 7, num_rows)
     names = ("token_ids_R", "positions_R", "slots_R", "limits_R", "branch_starts_R", "mapping_R", "origin_R")
@@ -159,7 +159,7 @@ def check(case: Case) -> None:
     ]
 
 
-def check_places(seed: int, device: str = "cpu") -> None:
+def check_positions(seed: int, device: str = "cpu") -> None:
     """Rows of places and back, of sequences that feed rows before their block, some of its rows, or none."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     size, num_sequences = SIZES[seed % len(SIZES)], rng.choice([1, 2, 5, 17])
@@ -177,7 +177,7 @@ def check_places(seed: int, device: str = "cpu") -> None:
     is_mask_R = torch.randint(0, 2, (len(slots),), generator=generator) > 0
     moved = [torch.tensor(each).to(device) for each in (ends, slots, starts)]
     for masks_R in (None, is_mask_R.to(device)):
-        rows_BW, is_mask_BW = find_places(moved[0], moved[1], masks_R, moved[2], size)
+        rows_BW, is_mask_BW = find_index(moved[0], moved[1], masks_R, moved[2], size)
         assert rows_BW.tolist() == rows
         expected = [
             [row >= 0 and masks_R is not None and bool(is_mask_R[row]) for row in each] for each in rows
@@ -185,11 +185,11 @@ def check_places(seed: int, device: str = "cpu") -> None:
         assert is_mask_BW.tolist() == expected
     kept_BW = torch.randint(0, 2, (num_sequences, size), generator=generator) > 0
     ends_B = torch.randint(0, size + 1, (num_sequences,), generator=generator)
-    keep_R, limits_R = spread_places(kept_BW.to(device), ends_B.to(device), moved[2], rows_BW, len(slots))
+    keep_R, limits_R = spread_index(kept_BW.to(device), ends_B.to(device), moved[2], rows_BW, len(slots))
     for b, of_sequence in enumerate(rows):
-        for place, row in enumerate(of_sequence):
+        for index, row in enumerate(of_sequence):
             if row >= 0:
-                assert bool(keep_R[row]) == bool(kept_BW[b, place])
+                assert bool(keep_R[row]) == bool(kept_BW[b, index])
                 assert int(limits_R[row]) == starts[b] + int(ends_B[b])
 
 
@@ -228,13 +228,13 @@ def check_wanted(seed: int, device: str = "cpu") -> None:
     expected = [-1 if number is None else number for number in numbers]
     assert found.numbers_X.tolist() == expected + [-1] * (num_wanted - len(rows))
     if num_head is None:
-        places = {number: place for place, number in head}
+        indices = {number: index for index, number in head}
         assert found.origin_H is None
-        assert found.place_H.tolist() == [places.get(number, 0) for number in range(num_wanted)]
+        assert found.index_H.tolist() == [indices.get(number, 0) for number in range(num_wanted)]
     else:
         head += [(0, 0)] * (num_head - len(head))
         assert found.origin_H is not None
-        assert found.place_H.tolist() == [place for place, _ in head]
+        assert found.index_H.tolist() == [index for index, _ in head]
         assert found.origin_H.tolist() == [number for _, number in head]
 
 

@@ -51,15 +51,15 @@ def check(listed: ListedCase, tunables: Launch | None) -> Tensor:
 def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     """A listed block behind its clean rows, dropped rows, a ranking block, a prompt, and blocks at slot 0."""
     sequences = [
-        Work(start=45, places=(0, 1, 2, 3), size=4, num_clean=7),
-        Work(start=37, places=(0, 3, 6), size=8),
+        Work(start=45, indices=(0, 1, 2, 3), size=4, num_clean=7),
+        Work(start=37, indices=(0, 3, 6), size=8),
         [],
-        Work(start=70, places=tuple(range(8)), size=8, num_clean=8, listed=False),
+        Work(start=70, indices=tuple(range(8)), size=8, num_clean=8, listed=False),
         causal(3, 9),
-        Work(start=0, places=(0, 1, 2), size=4),
-        Work(start=0, places=(0, 1, 2), size=4, listed=False),
+        Work(start=0, indices=(0, 1, 2), size=4),
+        Work(start=0, indices=(0, 1, 2), size=4, listed=False),
         steady(20),
-        Work(start=32, places=(), size=4),
+        Work(start=32, indices=(), size=4),
     ]
     is_tiny = tunables is TINY
     check(build_listed(sequences, SMALL, num_listed=40 if is_tiny else 21, full=is_tiny), tunables)
@@ -72,10 +72,10 @@ def test_blocks_walk_apart_from_a_prompt(num_listed: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(choice, "APART_BLOCKS", 0)
     sequences = [
         causal(3, 70),
-        Work(start=45, places=(0, 1, 2, 3), size=4, listed=num_listed > 0),
+        Work(start=45, indices=(0, 1, 2, 3), size=4, listed=num_listed > 0),
         [],
-        Work(start=37, places=(0, 3, 6), size=8, listed=False),
-        Work(start=70, places=tuple(range(4)), size=4, num_clean=28, listed=num_listed > 0),
+        Work(start=37, indices=(0, 3, 6), size=8, listed=False),
+        Work(start=70, indices=tuple(range(4)), size=4, num_clean=28, listed=num_listed > 0),
     ]
     listed = build_listed(sequences, SMALL, num_listed=num_listed, spare_slots=400)
     listed = replace(listed, case=replace(listed.case, rows=replace(listed.rows, few_rows=4)))
@@ -87,7 +87,7 @@ def test_blocks_walk_apart_from_a_prompt(num_listed: int, monkeypatch: pytest.Mo
 @pytest.mark.sweep_but(1)
 @pytest.mark.parametrize("start", [1, 15, 16, 17, 31, 32, 33])
 def test_sums_end_where_the_block_begins(start: int) -> None:
-    sequences = [Work(start=start, places=(0, 1), size=4, num_clean=1, listed=False)]
+    sequences = [Work(start=start, indices=(0, 1), size=4, num_clean=1, listed=False)]
     for tunables in (HALF, FIXED):
         check(build_listed(sequences, SMALL, num_listed=1), tunables)
 
@@ -95,7 +95,7 @@ def test_sums_end_where_the_block_begins(start: int) -> None:
 @pytest.mark.sweep
 def test_a_list_and_its_block_are_incomplete_blocks_of_slots() -> None:
     """One slot and one row are two blocks of the walk, though all slots are fewer than one."""
-    listed = build_listed([Work(start=1, places=(0,), size=1)], SMALL, num_listed=3, full=True)
+    listed = build_listed([Work(start=1, indices=(0,), size=1)], SMALL, num_listed=3, full=True)
     assert listed.rows.max_slots == 2
     check(listed, TINY)
     check(listed, FIXED)
@@ -123,8 +123,8 @@ def test_random_steps(seed: int) -> None:
 @pytest.mark.sweep
 def test_with_fixed_splits_a_listed_row_does_not_depend_on_its_batch() -> None:
     """Alone, and behind clean rows among other sequences; equal heads, so that the pages alone differ."""
-    work = Work(start=45, places=(0, 1, 2, 3), size=4)
-    others = [causal(40, 3), Work(start=60, places=(0, 1), size=4, listed=False)]
+    work = Work(start=45, indices=(0, 1, 2, 3), size=4)
+    others = [causal(40, 3), Work(start=60, indices=(0, 1), size=4, listed=False)]
     outcomes = []
     for sequences in ([work], [*others, replace(work, num_clean=5)]):
         listed = build_listed(sequences, SMALL, num_listed=21, full=True)

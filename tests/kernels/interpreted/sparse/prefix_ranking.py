@@ -16,9 +16,9 @@ SMALL = op.RankingLaunch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=25
 SMALL_TILES = op.RankingLaunch(tile=64, read=64)
 SIZES = (
     Sizes(),
-    Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
-    Sizes(sequences=5, places=7, group=3, head_dim=24, page_size=8, max_slots=120, listed=130),
-    Sizes(layers=3, sequences=2, places=5, kv_heads=3, group=4, max_slots=200, listed=5),
+    Sizes(layers=1, sequences=1, width=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
+    Sizes(sequences=5, width=7, group=3, head_dim=24, page_size=8, max_slots=120, listed=130),
+    Sizes(layers=3, sequences=2, width=5, kv_heads=3, group=4, max_slots=200, listed=5),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels.cases.sparse.row_compaction import (
     check,
     check_gather,
-    check_places,
+    check_positions,
     check_wanted,
     make_case,
 )
@@ -28,7 +28,7 @@ def test_gathers_equal_indexing(seed: int) -> None:
 @pytest.mark.sweep_but(4)
 @pytest.mark.parametrize("seed", range(15))
 def test_places_are_found_and_spread_again(seed: int) -> None:
-    check_places(seed)
+    check_positions(seed)
 
 
 @pytest.mark.sweep_but(2)

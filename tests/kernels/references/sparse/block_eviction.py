@@ -48,11 +48,11 @@ def select_reference(
     budget = max(min(size, math.ceil(alpha * mean_decoded)), num_strong)
     if not is_mine or len(deltas) <= budget:
         return set(fed), size, budget
-    chosen = set(sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:budget])
-    kept = chosen | {place for place in fed if place not in deltas}
-    kept |= {place - 1 for place in chosen if place - 1 in deltas}
+    chosen = set(sorted(may_be_decided, key=lambda index: (-deltas[index], index))[:budget])
+    kept = chosen | {index for index in fed if index not in deltas}
+    kept |= {index - 1 for index in chosen if index - 1 in deltas}
     last = max(kept, default=-1)
-    kept |= {place for place in deltas if place < last and place not in processed}
+    kept |= {index for index in deltas if index < last and index not in processed}
     seen = kept | processed if sees_processed else kept
     return kept, max(seen, default=-1) + 1, budget
 
@@ -106,11 +106,11 @@ def begin_reference(
     if of_request:
         decoded, passes = decoded + lane.num_decoded, passes + lane.num_earlier
     if mine:
-        lane.frozen = {place: token for place, token in lane.frozen.items() if fed[place] == token}
+        lane.frozen = {index: token for index, token in lane.frozen.items() if fed[index] == token}
     kept: dict[int, int] = {}
     if keeps_stored and start - size in (lane.start, lane.before_start):
         kept = lane.frozen if lane.start == start - size else lane.before
-    stays = {place for place, token in kept.items() if stored.get(place) == token}
+    stays = {index for index, token in kept.items() if stored.get(index) == token}
     stays -= {size - 1} if shifted else set()
     return mine, evicts, max(1.0, decoded / max(1, passes)), set(lane.frozen) if mine else set(), stays
 
@@ -125,6 +125,6 @@ def finish_reference(
     lane.is_new = False
     if stability == "off":
         return
-    for place in fed.keys() - masks:
-        if stability == "plain" or place + 1 not in masks:
-            lane.frozen[place] = fed[place]
+    for index in fed.keys() - masks:
+        if stability == "plain" or index + 1 not in masks:
+            lane.frozen[index] = fed[index]

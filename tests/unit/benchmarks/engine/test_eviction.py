@@ -27,7 +27,7 @@ from benchmarks.stream import Rates
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.semantics import Semantics
-from tests.focus_reference import BlockState, FocusRules, Selection, budget, fed_places, note
+from tests.focus_reference import BlockState, FocusRules, Selection, budget, fed_positions, note
 
 
 def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
@@ -68,17 +68,17 @@ def slow_rows(block: BlockTrace, size: int, rules: FocusRules, *, evicts: bool) 
     """Of each pass: rows fed, rows kept, rows of the head; last, what is frozen. By tests/focus_reference."""
     state, left, found = BlockState(), list(range(size)), []
     for decided, values in zip(block.decided, block.deltas, strict=True):
-        deltas, fed = dict(zip(left, values, strict=True)), fed_places(state, rules)
+        deltas, fed = dict(zip(left, values, strict=True)), fed_positions(state, rules)
         number, _ = budget(state, deltas, left, rules)
         kept = set(fed)
         if evicts and len(left) > number:
-            chosen = set(sorted(left, key=lambda place: (-deltas[place], place))[:number])
-            kept = chosen | {place - 1 for place in chosen if place - 1 in left} | set(fed) - set(left)
-            kept |= {place for place in left if place < max(kept) and place not in state.processed}
+            chosen = set(sorted(left, key=lambda index: (-deltas[index], index))[:number])
+            kept = chosen | {index - 1 for index in chosen if index - 1 in left} | set(fed) - set(left)
+            kept |= {index for index in left if index < max(kept) and index not in state.processed}
         found.append((len(fed), len(kept), len(kept & set(left))))
         selection = Selection(kept=tuple(sorted(kept)), budget=number, limit=size, deltas=deltas)
         note(state, left, selection, len(decided), rules)
-        left = [place for place in left if place not in decided]
+        left = [index for index in left if index not in decided]
     return [*found, (len(state.frozen),)]
 
 

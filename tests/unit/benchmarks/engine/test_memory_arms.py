@@ -153,7 +153,7 @@ def test_every_native_arm_proposes_the_same(arm: str, is_shifted: bool) -> None:
 def test_the_prompt_has_no_masks_and_its_share() -> None:
     canvas = random_canvas(1000, 0.9, vocab=8, mask_id=3, device=CPU)
     assert (
-        (canvas.ids_BL[0] == 3).nonzero()[:, 0].tolist() == canvas.places_M.tolist() == list(range(900, 1000))
+        (canvas.ids_BL[0] == 3).nonzero()[:, 0].tolist() == canvas.index_M.tolist() == list(range(900, 1000))
     )
     assert int(canvas.ids_BL.max()) == 7 and int(canvas.ids_BL.min()) == 0
     assert [num_masks(10, share) for share in (0.0, 0.1, 0.5, 1.0)] == [9, 9, 5, 1]
@@ -167,7 +167,7 @@ def test_our_arms_propose_what_the_native_arms_do(arm: str) -> None:
     trunk, names = ours._runner._trunk, family_of("tiny_llada").tensor_names
     tensors = {name: target.view for name, target in weight_targets(trunk, names).items()}
     native = loaded_model(spec, tensors, names, device=CPU)
-    logits_MV = masked_logits(native, canvas.ids_BL, canvas.places_M, is_shifted=False)
+    logits_MV = masked_logits(native, canvas.ids_BL, canvas.index_M, is_shifted=False)
     # The product never predicts the mask.
     logits_MV[:, 127] = -torch.inf
     best_M2 = logits_MV.topk(2).values

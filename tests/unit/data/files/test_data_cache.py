@@ -131,8 +131,8 @@ def test_damaged_tokens_are_never_trained_on(tmp_path: Path, tokenizer, monkeypa
     expected = contents(source)
     tokens = source.directory / "000000" / "tokens.bin"
     whole = tokens.read_bytes()
-    for place in (0, len(whole) // 2, len(whole) - 1):
-        tokens.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for at in (0, len(whole) // 2, len(whole) - 1):
+        tokens.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         damaged = read(config, encoder_of(tokenizer))
         right, refused = 0, []
         for index, sample in enumerate(expected):
@@ -243,7 +243,7 @@ def test_pieces_predict_every_token_but_the_first_once(
         return objective.num_rows(len(piece), piece.num_targets)
 
     pieces = split(sample, lambda piece: rows_of(piece) <= row_length, max_length=max_length)
-    predicted = [place for start, stop in pieces for place in range(start + 1, stop)]
+    predicted = [at for start, stop in pieces for at in range(start + 1, stop)]
     assert predicted == list(range(1, len(flags)))
     for start, stop in pieces:
         assert stop - start <= max_length

@@ -121,8 +121,8 @@ def test_equal_content_is_refused(tmp_path: Path, tokenizer) -> None:
 )
 def test_a_mixture_that_makes_no_sense_is_refused(tmp_path: Path, sources: str, says: str) -> None:
     path = write(tmp_path / "a.jsonl", 3)
-    places = sources.replace("FOLDER", str(tmp_path)).replace("A", str(path))
-    given = ["data.sources=" + places.split("] ")[0].removesuffix("]") + "]", *places.split("] ")[1:]]
+    settings = sources.replace("FOLDER", str(tmp_path)).replace("A", str(path))
+    given = ["data.sources=" + settings.split("] ")[0].removesuffix("]") + "]", *settings.split("] ")[1:]]
     arguments = ["objective=ar", "train.steps=3", "data.source=jsonl", *given]
     with pytest.raises(UserError, match=says):
         check_config(compose("train", TrainConfig, arguments))

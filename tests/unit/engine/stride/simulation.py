@@ -153,8 +153,8 @@ class Sequences:
         for index, buffer in enumerate(self.buffers):
             layout = layouts[buffer.index(self.machine.decoder.num_masks)]
             num, chance = layout.num_drafts, self.filled if buffer.from_verify_rows else self.acceptance
-            tokens += sum(chance**place for place in range(num + 1))
-            accepted = next((place for place in range(num) if rng.random() >= chance), num)
+            tokens += sum(chance**at for at in range(num + 1))
+            accepted = next((at for at in range(num) if rng.random() >= chance), num)
             tests.append((accepted, min(num, accepted + 1), not buffer.from_verify_rows))
             self.buffers[index] = layout.next_buffers[accepted]
         return tokens, tests

@@ -12,7 +12,7 @@ from idlm.infer.runtime.draft_acceptance import MAX_WINDOW, DraftAcceptance
 def _observe(acceptance: DraftAcceptance, chance: float, num: int, *, seed: int = 0) -> None:
     rng = random.Random(seed)
     for _ in range(num):
-        accepted = next((place for place in range(3) if rng.random() >= chance), 3)
+        accepted = next((index for index in range(3) if rng.random() >= chance), 3)
         acceptance.observe(accepted, min(3, accepted + 1), from_masks=True)
         acceptance.average()
 

@@ -104,39 +104,39 @@ class ToyFull(Decoder):
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Decide the most confident masks; emit the answers whose canvas is clean."""
-        lanes_B, num_places = plan.lanes_B, batch.max_rows
+        lanes_B, num_positions = plan.lanes_B, batch.max_rows
         ids_R, confidence_R, bad_R = self._propose(table, batch, plan, wanted)
         assert plan.is_mask_R is not None
 
-        size = len(lanes_B) * num_places
-        place_R = torch.where(plan.is_mask_R, plan.sequence_R * num_places + plan.slots_R, size)
+        size = len(lanes_B) * num_positions
+        index_R = torch.where(plan.is_mask_R, plan.sequence_R * num_positions + plan.slots_R, size)
 
-        def by_place(values_R: Tensor, fill: float) -> Tensor:
+        def by_index(values_R: Tensor, fill: float) -> Tensor:
             """Values of the masks [B, L], the others `fill`. The last entry takes what belongs nowhere."""
             flat = torch.full((size + 1,), fill, dtype=values_R.dtype, device=table.device)
-            return flat.scatter_(0, place_R, values_R)[:-1].view(-1, num_places)
+            return flat.scatter_(0, index_R, values_R)[:-1].view(-1, num_positions)
 
-        ids_BL, confidence_BL = by_place(ids_R, 0), by_place(confidence_R, -1.0)
-        is_mask_BL = by_place(plan.is_mask_R.long(), 0) > 0
+        ids_BL, confidence_BL = by_index(ids_R, 0), by_index(confidence_R, -1.0)
+        is_mask_BL = by_index(plan.is_mask_R.long(), 0) > 0
         order_BL = confidence_BL.argsort(dim=-1, descending=True, stable=True)
         is_chosen_BL = is_mask_BL & (order_BL.argsort(dim=-1) < self.config.per_pass)
-        is_decided_BL = self.is_decided_ZL[lanes_B, :num_places] | is_chosen_BL
-        tokens_BL = torch.where(is_chosen_BL, ids_BL, self.tokens_ZL[lanes_B, :num_places])
-        self.tokens_ZL[lanes_B, :num_places], self.is_decided_ZL[lanes_B, :num_places] = (
+        is_decided_BL = self.is_decided_ZL[lanes_B, :num_positions] | is_chosen_BL
+        tokens_BL = torch.where(is_chosen_BL, ids_BL, self.tokens_ZL[lanes_B, :num_positions])
+        self.tokens_ZL[lanes_B, :num_positions], self.is_decided_ZL[lanes_B, :num_positions] = (
             tokens_BL,
             is_decided_BL,
         )
         self.num_passes_Z[lanes_B] += plan.samples_B.long()
         known_B, ends_B = table.num_known_Z[lanes_B], table.ends_Z[lanes_B]
         is_clean_B = plan.samples_B & ~(is_mask_BL & ~is_chosen_BL).any(dim=-1)
-        places_L = torch.arange(num_places, device=table.device)
-        emitted_BL = tokens_BL.gather(1, (places_L + known_B[:, None]).clamp(max=num_places - 1))
+        positions_L = torch.arange(num_positions, device=table.device)
+        emitted_BL = tokens_BL.gather(1, (positions_L + known_B[:, None]).clamp(max=num_positions - 1))
         num_emitted_B = torch.where(is_clean_B, ends_B - known_B, 0)
         table.commit(lanes_B, emitted_BL, num_emitted_B, torch.zeros_like(num_emitted_B))
         return StepOutcome(
             token_ids_BJ=emitted_BL,
             num_emitted_B=num_emitted_B,
-            nonfinite_B=by_place(bad_R, 0).amax(dim=-1).clamp(max=1),
+            nonfinite_B=by_index(bad_R, 0).amax(dim=-1).clamp(max=1),
         )
 
     def _propose(
