@@ -184,7 +184,7 @@ def _recipe_layers(path: Path, conf_dir: Path, *above: Path) -> list[dict[str, A
             layers.append(_located(content, conf_dir))
             continue
         files = [folder / f"{name}.yaml" for folder in (path.parent, conf_dir / RECIPE)]
-        found = next((index for file in files if file.is_file() and file not in known), None)
+        found = next((file for file in files if file.is_file() and file not in known), None)
         if found is None:
             raise UserError(
                 "IDLM-0105",
