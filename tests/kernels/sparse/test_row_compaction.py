@@ -46,7 +46,7 @@ def test_the_kernels_compile_for_hopper_without_spills() -> None:
 
     def run() -> None:
         compact_rows(
-            rows, drop, num_left=8000, num_origins=5, room=RowCapacity(8000, of_B), drops_stored=True
+            rows, drop, num_left=8000, num_origins=5, limit=RowCapacity(8000, of_B), drops_stored=True
         )
         gather_rows(of_R, [of_R.new_empty(9999, 64), of_R[:, None].bfloat16()])
         find_index(rows.cu_rows_B1, of_R, of_R.bool(), of_B, 32)

@@ -41,7 +41,7 @@ class Case:
 
     def run(self) -> Compacted:
         """By the op."""
-        options = {"room": self.limit, "drops_stored": self.drops_stored}
+        options = {"limit": self.limit, "drops_stored": self.drops_stored}
         return compact_rows(
             self.rows, self.drop, num_left=self.num_left, num_origins=self.num_origins, **options
         )
