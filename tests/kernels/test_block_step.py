@@ -121,17 +121,17 @@ def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     table = Lanes(lanes, lanes, lanes, lanes.new_empty(num_lanes, 4096))
     blocks = BlockLanes.empty(num_lanes, 32, lanes.device)
     numbers_B = lanes.new_empty(num_sequences)
-    bools_B, places_BW = numbers_B.bool(), lanes.new_empty(num_sequences, 32)
-    floats_BW, floats_Z = places_BW.double(), lanes.double()
+    bools_B, positions_BW = numbers_B.bool(), lanes.new_empty(num_sequences, 32)
+    floats_BW, floats_Z = positions_BW.double(), lanes.double()
 
     def run() -> None:
         rows = {"lanes_B": numbers_B, "num_feed_B": numbers_B, "samples_B": bools_B}
         pack_blocks(table, blocks, shape, steps_Z=lanes, **rows, num_rows=9999, num_wanted=99, edits=has_all)
-        has_logits_BW = places_BW.bool() if has_all else None
+        has_logits_BW = positions_BW.bool() if has_all else None
         given = PassBlocks(
-            **rows, waits_B=bools_B, is_maskable_BW=places_BW.bool(), has_logits_BW=has_logits_BW
+            **rows, waits_B=bools_B, is_maskable_BW=positions_BW.bool(), has_logits_BW=has_logits_BW
         )
-        proposed = Proposed(places_BW, floats_BW, floats_BW if has_all else None)
+        proposed = Proposed(positions_BW, floats_BW, floats_BW if has_all else None)
         limits = Rules(*(floats_Z, floats_Z, floats_Z, lanes), max_clean_passes=3 if has_all else None)
         names = {"rule": RULES[3 if has_all else 2], "choose": lambda masks: masks.is_maskable_BW}
         decide_blocks(table, lanes, blocks, shape, given, proposed, limits=limits, **names)

@@ -49,7 +49,7 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def plain(self, place: str) -> dict[str, Any]:
+    def plain(self, location: str) -> dict[str, Any]:
         """The call for a chat template, which writes arguments as JSON itself."""
         called = self.function
         try:
@@ -57,7 +57,7 @@ class ToolCall(Body):
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict) or not is_json(arguments):
-            raise FieldError(f"{place}.function.arguments", "not a JSON object")
+            raise FieldError(f"{location}.function.arguments", "not a JSON object")
         function = {"name": called.name, "arguments": arguments}
         return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
 
@@ -80,16 +80,16 @@ class Tool(Body):
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
 
-    def check(self, place: str) -> None:
+    def check(self, location: str) -> None:
         """Raise ApiError for unknown fields, text that cannot be encoded, and arguments that are none."""
-        self.check_extra(f"{place}.")
-        self.function.check_extra(f"{place}.function.")
+        self.check_extra(f"{location}.")
+        self.function.check_extra(f"{location}.function.")
         if not is_json(self.plain()):
-            raise FieldError(place, "text that is not valid Unicode, or an infinite number")
+            raise FieldError(location, "text that is not valid Unicode, or an infinite number")
         kind = (self.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             rule = f"arguments are an object, not of type {kind!r}"
-            raise FieldError(f"{place}.function.parameters", rule)
+            raise FieldError(f"{location}.function.parameters", rule)
 
     def arguments_schema(self, *, is_free: bool) -> dict[str, Any]:
         """The schema that arguments are forced to follow; `is_free`: any object, unless they are strict."""

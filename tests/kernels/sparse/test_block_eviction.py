@@ -14,7 +14,7 @@ from idlm.kernels.block_eviction import (
     begin_blocks,
     block_importance,
     finish_blocks,
-    select_places,
+    select_positions,
 )
 from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
 from tests.kernels.cases.sparse.block_state import check_state
@@ -79,7 +79,7 @@ def test_the_kernels_compile_for_hopper_without_spills(dtype: torch.dtype, scale
         q_RNH = scale_K.new_empty(6400, 32, 128, dtype=dtype)
         flags = {"is_query_BW": flags_BW, "is_key_BW": flags_BW}
         parts_BPW = block_importance(q_RNH, of_BW, keys, **flags, scale=0.1)
-        select_places(parts_BPW, parts_BPW, of, alpha=1.5)
+        select_positions(parts_BPW, parts_BPW, of, alpha=1.5)
 
     made = compiled_launches(run)
     assert [name for name, _ in made] == ["importance_kernel", "select_kernel"]

@@ -87,9 +87,9 @@ def test_silence_is_named_after_its_time() -> None:
         ([("data", 6), ("save", 6), ("data", 6)], [1]),
     ],
 )
-def test_the_rank_furthest_behind_hangs(places: list[tuple[str, int]], expected: list[int]) -> None:
+def test_the_rank_furthest_behind_hangs(indices: list[tuple[str, int]], expected: list[int]) -> None:
     watchdog = watchdog_that_saw(*(beat(rank) for rank in (1, 2)))
-    for rank, (phase, step) in enumerate(places):
+    for rank, (phase, step) in enumerate(indices):
         watchdog.seen[rank].heartbeat.phase, watchdog.seen[rank].heartbeat.step = phase, step
         watchdog.seen[rank].moved_at -= watchdog.hang_seconds * (SLOW_FACTOR if phase == "save" else 1) + 1
     shown = named(watchdog)
@@ -117,12 +117,12 @@ def test_a_rank_that_hangs_ends_with_its_stack(
     monkeypatch.setattr(watchdog_module, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(os, "_exit", end)
 
-    def the_place_that_hangs() -> None:
+    def the_line_that_hangs() -> None:
         assert ended.wait(20)
 
     with watching(0.05) as watchdog:
         watchdog.move("compute", 3)
-        the_place_that_hangs()
+        the_line_that_hangs()
     shown = capfd.readouterr().err
     assert statuses == [watchdog_module.STATUS]
     assert "rank 0" in shown and "step 4, compute hangs" in shown
