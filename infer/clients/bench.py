@@ -270,8 +270,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print a line for each arm and load; what failed first is said above it."""
     for row in rows:
         if row["num_error_requests"]:
-            address = f"{row['arm']}, {_at_once(row)}: {row['num_error_requests']} of {row['num_requests']}"
-            print(f"{address} requests failed; the first one: {row['first_error']}", file=sys.stderr)
+            label = f"{row['arm']}, {_at_once(row)}: {row['num_error_requests']} of {row['num_requests']}"
+            print(f"{label} requests failed; the first one: {row['first_error']}", file=sys.stderr)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -321,11 +321,11 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     left, right = figure.subplots(1, 2)
     for number, name in enumerate(dict.fromkeys(row["arm"] for row in rows)):
         own = [row for row in rows if row["arm"] == name]
-        indices, colour = [row["num_concurrency"] for row in own], f"C{number}"
-        left.plot(indices, [row[RATE] for row in own], marker="o", color=colour, label=name)
+        counts, colour = [row["num_concurrency"] for row in own], f"C{number}"
+        left.plot(counts, [row[RATE] for row in own], marker="o", color=colour, label=name)
         for metric, line in (("ttft", "--"), ("tpot", "-")):
             values = [float("nan") if (v := row["stats"][metric]["p50"]) is None else 1e3 * v for row in own]
-            right.plot(indices, values, line, marker="o", color=colour, label=f"{name} {metric.upper()}")
+            right.plot(counts, values, line, marker="o", color=colour, label=f"{name} {metric.upper()}")
     is_open = rows[0]["arrival_requests_per_second"] is not None
     for axes, title in ((left, "output tokens/s"), (right, "median ms")):
         axes.set(title=title, xlabel="arrivals/s" if is_open else "requests at a time", xscale="log", ylim=0)

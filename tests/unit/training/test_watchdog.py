@@ -79,7 +79,7 @@ def test_silence_is_named_after_its_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "expected"),
+    ("indices", "expected"),
     [
         ([("compute", 5), ("data", 5), ("compute", 5)], [1]),
         ([("compute", 5), ("compute", 4), ("data", 5)], [1]),
@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_ends_with_its_stack(
     shown = capfd.readouterr().err
     assert statuses == [watchdog_module.STATUS]
     assert "rank 0" in shown and "step 4, compute hangs" in shown
-    assert "the_place_that_hangs" in shown
+    assert "the_line_that_hangs" in shown
 
 
 def test_errors_pass_through_and_the_thread_ends() -> None:
