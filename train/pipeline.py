@@ -43,10 +43,10 @@ from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import (
     num_parameters,
     num_trained_parameters,
+    route_library_output,
     uses_deepspeed,
     zero_stage,
 )
-from idlm.train.distributed.library_output import route_library_output
 from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer, PrepareSaves, StopRequests, TimeLimit
 from idlm.train.loop.watchdog import Watchdog, watching
@@ -259,7 +259,7 @@ def train(
 
 def _open_tracker(config: TrainConfig, progress: Progress) -> None:
     if rank() == 0 and config.wandb.mode != "disabled":
-        from idlm.train.loop.tracking import open_tracker
+        from idlm.train.loop.metrics import open_tracker
 
         progress.tracker = open_tracker(config.wandb, progress.metrics_path.parent, asdict(config))
 

@@ -34,17 +34,7 @@ def compact_rows(
         keep_R &= drop.keep_R | is_block_R | (numbers_R < first_B[rows.sequence_R])
     demand_B = torch.zeros_like(rows.cu_rows_B1[1:]).scatter_add_(0, rows.sequence_R, keep_R.long())
     if limit is not None:
-        is_scheduled_R = ~is_block_R & keep_R
-        if drop.scheduled_B is not None:
-            counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
-            number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
-            is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
-        scheduled_B = torch.zeros_like(demand_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
-        left = limit.capacity - scheduled_B.sum()
-        needs_B = demand_B - scheduled_B
-        priority_B = limit.num_waits_B * (num_rows + 1) - needs_B
-        waits_B = waits_B | allot(needs_B, priority_B, left)[1]
-        keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
+        keep_R, waits_B = _within_capacity(rows, drop, limit, keep_R, is_block_R, demand_B)
     numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows
     numbers_I = torch.where(is_row_I, numbers_I, 0)
@@ -73,6 +63,22 @@ def compact_rows(
         waits_B=waits_B,
         demand_B=demand_B,
     )
+
+
+def _within_capacity(
+    rows: PackedRows, drop: Drop, limit: RowCapacity, keep_R: Tensor, is_block_R: Tensor, demand_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rows that are kept, of sequences that wait the scheduled ones alone; and which sequences wait."""
+    is_scheduled_R = ~is_block_R & keep_R
+    if drop.scheduled_B is not None:
+        counts_R1 = torch.nn.functional.pad(keep_R.cumsum(0), (1, 0))
+        number_R = counts_R1[:-1] - counts_R1[rows.cu_rows_B1[rows.sequence_R]]
+        is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
+    scheduled_B = torch.zeros_like(demand_B).scatter_add_(0, rows.sequence_R, is_scheduled_R.long())
+    needs_B = demand_B - scheduled_B
+    priority_B = limit.num_waits_B * (len(keep_R) + 1) - needs_B
+    waits_B = drop.waits_B | allot(needs_B, priority_B, limit.capacity - scheduled_B.sum())[1]
+    return keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R]), waits_B
 
 
 def keep_wanted(

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
-from idlm.text.chat import conversation
+from idlm.text.chat import Template, conversation
 from idlm.text.templates import Message
-from idlm.text.turns import Template
 
 
 def render_conversation(

@@ -19,8 +19,13 @@ from idlm.config.compose import yaml_text
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.publish import clear_stale
-from idlm.train.checkpoint.inputs import store_inputs
-from idlm.train.checkpoint.same_run import CONFIG_FILE, RunShape, require_same_config, require_same_shape
+from idlm.train.checkpoint.same_run import (
+    CONFIG_FILE,
+    RunShape,
+    require_same_config,
+    require_same_shape,
+    store_inputs,
+)
 from idlm.train.config.schema import AdapterConfig, TrainConfig
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.text.chat import TRAILING, conversation
+from idlm.text.chat import TRAILING, Template, conversation
 from idlm.text.left_out import TurnText
 from idlm.text.templates import Message, with_date, writes_date
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, reasoning, without_thinking
@@ -29,7 +29,6 @@ from idlm.text.tokenizer import (
     plain_text,
     special_token_ids,
 )
-from idlm.text.turns import Template
 from idlm.train.data.cache import holds_mask
 from idlm.train.data.layout import Sample
 

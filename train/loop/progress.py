@@ -24,7 +24,7 @@ from idlm.train.planning.flops import ModelWork, span, work_of
 
 if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
-    from idlm.train.loop.tracking import WandbTracker
+    from idlm.train.loop.metrics import WandbTracker
     from idlm.train.loop.trainer import IdlmTrainer
 
 

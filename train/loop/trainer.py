@@ -29,8 +29,7 @@ from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.checkpoint.writer import CheckpointWriter
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import highest
-from idlm.train.distributed.deepspeed import local_part
-from idlm.train.distributed.library_output import printing_to_log
+from idlm.train.distributed.deepspeed import local_part, printing_to_log
 from idlm.train.model.attention import forget_clean_keys
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.objectives.curriculum import rate_factor

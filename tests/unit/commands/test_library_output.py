@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from idlm.log import get_logger
-from idlm.train.distributed.library_output import printing_to_log, route_library_output
+from idlm.train.distributed.deepspeed import printing_to_log, route_library_output
 
 BARRIER = "barrier(): using the device under current context. You can specify `device_id`"
 
@@ -81,7 +81,7 @@ def test_the_process_group_is_closed_at_the_end(tmp_path: object) -> None:
     """A process that opens one and returns, as a run with ZeRO on one GPU does."""
     program = (
         "from torch import distributed as dist\n"
-        "from idlm.train.distributed.library_output import route_library_output\n"
+        "from idlm.train.distributed.deepspeed import route_library_output\n"
         "destroy = dist.destroy_process_group\n"
         "dist.destroy_process_group = lambda: (print('closed'), destroy())\n"
         "route_library_output()\n"
