@@ -35,8 +35,8 @@ class Semantics:
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
     `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: two tokens that are no text: a row predicts
     the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift).
-    `acceptance`: how often the draft at each place is accepted once those before it were, which strides are
-    first chosen by. The defaults describe a plain autoregressive checkpoint. Values that do not fit raise
+    `acceptance`: how often the draft at each position is accepted once those before it were, which strides
+    are first chosen by. The defaults describe a plain autoregressive checkpoint. Values that do not fit raise
     UserError IDLM-0304."""
 
     causality: str = "causal"

@@ -3,7 +3,8 @@
 The whole sequence is computed anew in every pass, through the weights of transformers' modules but layer by
 layer, with a dense mask per query head: block-causal, but for the rows of a block in work, which see of the
 slots before it only those that a rule lists for their KV head. Nothing of the engine is imported.
-W places of a block, P slots before it, L positions, N query heads, K KV heads, G = N / K, H head dim, Q = G
+W positions of a block, P slots before it, L positions, N query heads, K KV heads, G = N / K, H head dim, Q =
+G
 * W queries of a KV head.
 """
 
@@ -58,7 +59,7 @@ def bound_of(q_QH: Tensor, page_FH: Tensor) -> float:
 
 
 def top(scores: list[float], num: int, dtype: torch.dtype = torch.float32) -> list[int]:
-    """Places of the largest."""
+    """Positions of the largest."""
     assert_gap(scores, num, margin=SLOT_MARGINS[dtype])
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:num])
 

@@ -2,8 +2,8 @@
 anew in every pass by transformers with a dense block-causal mask, everything else in plain Python.
 
 Nothing of the engine is imported. What the engine is free to choose is stated here: random numbers are
-Philox4x32-10 of (seed, sample, block << 16 | pass, place); ties go to the left; the MASK is never predicted.
-Rounding decides a near tie, so one raises `tests.margins.NearTie`: no test compares across it.
+Philox4x32-10 of (seed, sample, block << 16 | pass, position); ties go to the left; the MASK is never
+predicted. Rounding decides a near tie, so one raises `tests.margins.NearTie`: no test compares across it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class SlowBlocks:
 
     @torch.no_grad()
     def _part_logits(self, ids: list[int], first: int) -> list[list[float]]:
-        """Of `ids` at `first`, beside the keys and values that the last whole pass left of other places."""
+        """Of `ids` at `first`, beside the keys and values that the last whole pass left of other
+        positions."""
         import transformers
 
         cache, length = transformers.DynamicCache(), self.held[0][0].shape[2]
@@ -154,7 +155,7 @@ class SlowBlocks:
         return [token for token in work[len(known) - start :] if token is not None], num_passes
 
     def _rows_of(self, before: list[int], work: list[int | None]) -> dict[int, list[float]]:
-        """The row that predicts each place, as far as one does."""
+        """The row that predicts each position, as far as one does."""
         rules, start = self.rules, len(before)
         first, last = 0, rules.size
         if rules.reuses:
@@ -169,7 +170,7 @@ class SlowBlocks:
         is_whole = len(ids) == rules.size
         self.num_rows += len(ids)
         logits = self._logits(before + ids)[start:] if is_whole else self._part_logits(ids, start + first)
-        # The row before the first one is of no use: there, a shifted place is never masked.
+        # The row before the first one is of no use: there, a shifted position is never masked.
         indices = range(first + 1, last) if rules.shifted else range(first, last)
         return dict(zip(indices, logits, strict=False))
 
@@ -196,7 +197,7 @@ class SlowBlocks:
 
         chosen = choose(scores)
         if not self.allows_ties and self.rules.strategy != "sequential":
-            # A law of one token has probability 1 on every device: of such ties, the left place is first.
+            # A law of one token has probability 1 on every device: of such ties, the left position is first.
             clear_choice(choose, scores, exact=certain)
         return {index: self._draw(rows[index], sampling, numbers[index]) for index in chosen}
 
@@ -220,7 +221,7 @@ class SlowBlocks:
         return best if judge[best] > self.rules.edit else old
 
     def _choose(self, scores: dict[int, float], step: int) -> list[int]:
-        """Places by their scores: entropies where the strategy looks at these, confidences elsewhere."""
+        """Positions by their scores: entropies where the strategy looks at these, confidences elsewhere."""
         rules = self.rules
         indices = sorted(scores)
         if rules.part is not None:

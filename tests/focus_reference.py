@@ -21,7 +21,7 @@ from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, uniform
 from tests.margins import MARGIN, clear_choice
 
 Rows = dict[int, Tensor]
-"""By place in the block, the queries [N, H] or keys [K, H] of one layer."""
+"""By position in the block, the queries [N, H] or keys [K, H] of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class BlockState:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of one pass: which places of the block go on behind layer 1, the budget K, the first place that no row
-    may see from the attention of layer 1 on, and what it was decided by.
+    """Of one pass: which positions of the block go on behind layer 1, the budget K, the first position that
+    no row may see from the attention of layer 1 on, and what it was decided by.
     """
 
     kept: tuple[int, ...]
@@ -237,7 +237,7 @@ class SlowFocus(SlowBlocks):
             last_row = self._clean(work, start, stays)
 
     def _clean(self, tokens: list[int], start: int, stays: Collection[int] = ()) -> list[float]:
-        """Store a block without masks, but for places whose keys and values stay; returns the last row's
+        """Store a block without masks, but for positions whose keys and values stay; returns the last row's
         logits.
         """
         offsets = [offset for offset in range(self.rules.size) if offset not in stays]

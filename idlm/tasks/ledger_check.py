@@ -1,7 +1,7 @@
 """Judge a ledger answer by executing the prompt's text again, without any code of the generator.
 
 This file states the grammar of prompts and the accepted sentences a second time on purpose: a mistake in
-either place makes generated samples fail their own check. Names and items are those of the prompt."""
+either position makes generated samples fail their own check. Names and items are those of the prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _SIGNS = {
 
 
 def check_ledger(prompt: str, response: str) -> Grade:
-    """Compare `response` with the run of `prompt`, sentence by sentence, any accepted form in any place."""
+    """Compare `response` with the run of `prompt`, sentence by sentence, any accepted form in any
+    position."""
     return judge(prompt, response, _execute)
 
 

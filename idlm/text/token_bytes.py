@@ -64,7 +64,8 @@ class TokenOffsets:
 
 
 def prompt_offsets(tokenizer: Any, prompt: str | list[int], token_ids: list[int]) -> list[int]:
-    """The places of a prompt's tokens in it; what the tokenizer has put in front of a text is not there."""
+    """The positions of a prompt's tokens in it; what the tokenizer has put in front of a text is not
+    there."""
     prefix = [] if tokenizer is None or not isinstance(prompt, str) else added_prefix(tokenizer)
     num_before = len(prefix) if token_ids[: len(prefix)] == prefix else 0
     positions = TokenOffsets(tokenizer, keeps_hidden=True)

@@ -116,7 +116,7 @@ class FocusPass(RowsPass):
         )
 
     def _importance(self, layer: int, q_RNH: Tensor) -> Tensor:
-        """The attention that places of blocks get in a layer, in parts [B, P, W]."""
+        """The attention that positions of blocks get in a layer, in parts [B, P, W]."""
         view, masked_BW = self.view, self.view.is_mask_BW
         (keys_SKH, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
         is_key_BW = masked_BW if self._config.importance == "masked" else torch.ones_like(masked_BW)
@@ -136,7 +136,7 @@ class FocusPass(RowsPass):
         )
 
     def _select(self, first_BPW: Tensor, second_BPW: Tensor) -> Selected:
-        """The places that remain, by their importance in both layers."""
+        """The positions that remain, by their importance in both layers."""
         view = self.view
         candidates = Candidates(
             is_mine_B=self._started.evicts_B,

@@ -4,8 +4,8 @@ queries to them, and keep the best of them per layer and KV head for the block's
 All layers are ranked at once after the last one, by `kernels/prefix_ranking`: attention leaves each row's
 softmax sums over the slots before its block, and the pass keeps the queries of blocks. Lists hold logical
 slots, so they stay right when the prefix cache swaps a page.
-B sequences, R rows, W places of a block, S physical slots, C listed slots, N query heads, K KV heads, H head
-dim, L sparse layers, Z lanes, X places of all blocks of a pass.
+B sequences, R rows, W positions of a block, S physical slots, C listed slots, N query heads, K KV heads, H
+head dim, L sparse layers, Z lanes, X positions of all blocks of a pass.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PrefixPass(KVPass):
         self._rows: list[tuple[tuple[Tensor, Tensor, Tensor], Tensor]] = []
         """Of each layer that is not copied yet: queries and sums of all rows, and the rows of blocks."""
         self._positions: list[Tensor] = []
-        """Queries [L, X, N, H] and both sums [L, X, N] by place, as far as layers are copied."""
+        """Queries [L, X, N, H] and both sums [L, X, N] by position, as far as layers are copied."""
         self._num_copied = 0
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
@@ -103,9 +103,9 @@ class PrefixPass(KVPass):
         sets.memory.claim(view, ranks_B)
 
     def _kept(self) -> tuple[list[Tensor], Tensor]:
-        """Queries and sums of all layers, and the row [B, W] of each place in them."""
+        """Queries and sums of all layers, and the row [B, W] of each position in them."""
         last_BW = self._rows[-1][1]
-        # Rows are numbered anew where some are dropped, places are not.
+        # Rows are numbered anew where some are dropped, positions are not.
         if not self._copies and all(rows_BW is last_BW for _, rows_BW in self._rows):
             layers = zip(*(kept for kept, _ in self._rows), strict=True)
             return [torch.stack(each) for each in layers], last_BW

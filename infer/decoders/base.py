@@ -117,7 +117,7 @@ class Decoder(ABC):
         """Say what the pass is fed; changes nothing."""
 
     def replace_drafts(self, chosen: Tensor) -> None:
-        """Put in place some drafts, int64 [b, 3]: of each the lane, the place and the token. Asked of
+        """Put in place some drafts, int64 [b, 3]: of each the lane, the position and the token. Asked of
         decoders that offer candidates (`PassGrammars.tell`)."""
         raise AssertionError(f"decoder {self.name} has no drafts")
 

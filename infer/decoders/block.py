@@ -196,7 +196,7 @@ class BlockDecoder(Decoder):
         probs = table.probs(
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )
-        # Numbers belong to places, so that no draw depends on which rows are wanted.
+        # Numbers belong to positions, so that no draw depends on which rows are wanted.
         uniforms_BW = uniforms(
             table.seeds_Z,
             table.samples_Z,

@@ -22,8 +22,8 @@ from idlm.kernels.block_step import BlockLanes, BlockShape, WantedPositions, pac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecidingBlocks(ActiveBlocks):
-    """The payload of plans: also the place of each wanted row, each sequence's step of the random stream,
-    and, once a pass has dropped rows, which places have logits."""
+    """The payload of plans: also the position of each wanted row, each sequence's step of the random stream,
+    and, once a pass has dropped rows, which positions have logits."""
 
     wanted: WantedPositions
     draw_steps_B: Tensor
@@ -40,7 +40,7 @@ def plan_blocks(
     edits: bool = False,
 ) -> StepPlan:
     """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`:
-    the number of passes that each lane's quota allows a block. `edits`: decided places want logits too."""
+    the number of passes that each lane's quota allows a block. `edits`: decided positions want logits too."""
     limits: BlockLimits = batch.payload or BlockLimits()
     packed = pack_blocks(
         table.lanes(),

@@ -3,12 +3,12 @@ it, and decides some masks of the active block. Nothing is stored between passes
 so: then some passes feed a part of the canvas (`full_rows.py`).
 
 LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (arXiv 2508.15487; a row
-predicts the next place, read by an index and not by a copy). A block of the answer is emitted once it is
+predicts the next position, read by an index and not by a copy). A block of the answer is emitted once it is
 clean.
 Departures: the MASK is never predicted; a token is drawn by inversion of a Philox number, in the law of the
 papers' Gumbel noise; `full_orders.py` names those of orders.
-Shapes: B sequences, C canvases (as many, or with guidance twice as many), R rows, W places of the active
-block, X wanted places, Y places of a slice, Z lanes, V vocabulary.
+Shapes: B sequences, C canvases (as many, or with guidance twice as many), R rows, W positions of the active
+block, X wanted positions, Y positions of a slice, Z lanes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FullDecoder(Decoder):
     baseline_keeps: ClassVar[tuple[str, ...]] = (
         *("order", "block_length", "defer_eos", "forbid_eos", "guidance"),
     )
-    # A whole canvas costs as many passes as it has places: LLaDA's length, not that of a longest answer.
+    # A whole canvas costs as many passes as it has positions: LLaDA's length, not that of a longest answer.
     default_max_tokens: ClassVar[int] = 128
 
     @classmethod
@@ -271,7 +271,7 @@ class FullDecoder(Decoder):
         return is_maskable_BW & samples_B[:, None] & ~self.is_decided_ZW[lanes_B, :width]
 
     def _sizes(self, known_B: Tensor, ends_B: Tensor) -> Tensor:
-        """Places of the active block [B], at least 1. Whole blocks remain after the known tokens."""
+        """Positions of the active block [B], at least 1. Whole blocks remain after the known tokens."""
         left_B = (ends_B - known_B).clamp(min=1)
         return left_B if self.config.block_length is None else (left_B - 1) % self.config.block_length + 1
 
@@ -293,7 +293,7 @@ class FullDecoder(Decoder):
         flat_X = active.sequence_X * width + active.index_X
 
         def by_index(values_X: Tensor) -> Tensor:
-            """Values by place [B, W], 0 where there is no wanted row."""
+            """Values by position [B, W], 0 where there is no wanted row."""
             return values_X.new_zeros(num_positions).scatter_(0, flat_X, values_X).view(-1, width)
 
         ids_BW, scores_BW = by_index(ids_X), by_index(scores_X)
@@ -367,7 +367,7 @@ class FullDecoder(Decoder):
         return scores_Y
 
     def _choose(self, table: SequenceState, plan: StepPlan, scores_BW: Tensor, uniforms_BW: Tensor) -> Tensor:
-        """The masks that this pass decides, bool [B, W]. `uniforms_BW`: a second number of each place."""
+        """The masks that this pass decides, bool [B, W]. `uniforms_BW`: a second number of each position."""
         is_maskable_BW, options = active_canvases(plan).is_maskable_BW, self.options
         lanes_B = plan.lanes_B[: len(is_maskable_BW)]
         known_B, ends_B = table.num_known_Z[lanes_B], table.ends_Z[lanes_B]

@@ -34,7 +34,7 @@ class FullConfig:
     for each token. `threshold`: decide every mask whose score is above it, and at least one, in place of the
     quota of `steps`; `factor`: decide the n most confident ones, c_n the least confident of them, for the
     largest n with (n + 1) * (1 - c_n) < factor, and at least one (both Fast-dLLM's, arXiv 2505.22618,
-    confidence-aware parallel decoding). `order_temperature`: places are drawn with probability
+    confidence-aware parallel decoding). `order_temperature`: positions are drawn with probability
     proportional to exp(score / order_temperature) (Dream's `alg_temp`); 0: the largest scores.
 
     `defer_eos`: stop tokens count as the least confident, so that they do not fill the end of a canvas that

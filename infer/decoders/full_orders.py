@@ -6,8 +6,8 @@ and its code), whose passes follow the times 1 .. `FIRST_TIME` of its diffusion.
 Departures: Dream's code averages the number of masks over the batch, here every request counts its own; times
 are fp64, not fp32; a greedy request's scores are under the model's own distribution, without top-k and top-p;
 top-p is the mass among the top-k tokens, where Dream's code cuts the whole distribution by top-p first.
-Exact ties go to the left place.
-Shapes: B sequences, W places of a block, Y rows of a slice.
+Exact ties go to the left position.
+Shapes: B sequences, W positions of a block, Y rows of a slice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """How far each sequence's block is, int64 [B]: passes so far, passes in all, its places, and the masks
+    """How far each sequence's block is, int64 [B]: passes so far, passes in all, its positions, and the masks
     that are left."""
 
     pass_B: Tensor
@@ -54,7 +54,7 @@ class Order(ABC):
 
     `always_own`: the confidence is under the model's own distribution, not under the request's (after
     temperature and truncation). `has_threshold`: scores are probabilities, which a threshold can be compared
-    with. `is_random`: the score is a random number of the place, not a function of the distribution.
+    with. `is_random`: the score is a random number of the position, not a function of the distribution.
     `reads`: what the score is a function of: the probability of the token, the entropy, or the whole row. The
     latter two need copies of the logits, where logits are stored.
     `flips`: only masks whose random number is below `flip_chance` are decided."""
@@ -165,7 +165,7 @@ class Origin(Random):
 
 def factor_quota(scores_BW: Tensor, is_maskable_BW: Tensor, factor_B: Tensor) -> Tensor:
     """The largest n, at least 1, with (n + 1) * (1 - c_n) < factor for the n-th largest score c_n of the
-    maskable places, int64 [B] (Fast-dLLM, arXiv 2505.22618, factor-based decoding)."""
+    maskable positions, int64 [B] (Fast-dLLM, arXiv 2505.22618, factor-based decoding)."""
     scores_BW = torch.where(is_maskable_BW, scores_BW, -torch.inf).sort(dim=-1, descending=True).values
     number_W = torch.arange(1, scores_BW.shape[1] + 1, device=scores_BW.device)
     # The left side grows with n, so that counting finds the largest.
@@ -173,8 +173,8 @@ def factor_quota(scores_BW: Tensor, is_maskable_BW: Tensor, factor_B: Tensor) ->
 
 
 def choose(scores_BW: Tensor, is_maskable_BW: Tensor, quota_B: Tensor) -> Tensor:
-    """The `quota_B` maskable places with the largest scores (fp64, -inf allowed), bool [B, W]."""
-    # Below every score, so that a place with score -inf still comes before those that are not maskable.
+    """The `quota_B` maskable positions with the largest scores (fp64, -inf allowed), bool [B, W]."""
+    # Below every score, so that a position with score -inf still comes before those that are not maskable.
     keys_BW = torch.where(is_maskable_BW, scores_BW.clamp(min=torch.finfo(torch.float64).min), -torch.inf)
     order_BW = keys_BW.sort(dim=-1, descending=True, stable=True).indices
     positions_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)

@@ -1,7 +1,7 @@
 """The rows of a pass of decoder `full`: whole canvases, the part of them that a cache leaves to compute, and
 second canvases for guidance.
 
-KV caching: rows see the whole canvas, and of places that are not fed what the last pass over them stored,
+KV caching: rows see the whole canvas, and of positions that are not fed what the last pass over them stored,
 which may be stale. Lossy. `prefix` and `dual` are Fast-dLLM's (arXiv 2505.22618, KV cache for block-wise
 decoding, DualCache); `delayed` is dKV-Cache's (arXiv 2505.15781, dKV-Cache-Decode). A refresh, which feeds
 everything, begins every block.
@@ -10,9 +10,9 @@ and draws from logits that lead away from it: its own plus (1 + guidance) times 
 (LLaDA, arXiv 2502.09992, and `cfg_scale` of its code; Dream has none published and gets the same).
 Departures: with a cache and shifted logits (Dream) the row before a mask of the active block, which predicts
 it, is fed as well. Fast-dLLM decides the first token of a shifted block in the refresh instead; dKV-Cache
-moves the cached place. Guidance mixes logits in fp32, whatever the dtype of the model.
+moves the cached position. Guidance mixes logits in fp32, whatever the dtype of the model.
 Shapes: B sequences, C canvases (one of each sequence, then the second ones), L slots of the longest canvas, R
-rows, X wanted places, Y places of a slice, W places of the active block, Z lanes, V vocabulary.
+rows, X wanted positions, Y positions of a slice, W positions of the active block, Z lanes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def active_canvases(plan: StepPlan) -> ActiveCanvases:
 
 def wanted_positions(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
     """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
-    for, or (a static shape) all places. At least one row."""
+    for, or (a static shape) all positions. At least one row."""
     if is_exact:
         sequence_X, index_X = is_maskable_BW.nonzero(as_tuple=True)
         if len(index_X):
@@ -70,7 +70,7 @@ def wanted_positions(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor,
 class FedRows:
     """Rows of a pass: row r feeds slot `slots_R[r]` of sequence `sequence_R[r]`; sequence b owns the rows
     from cu_rows_B1[b] on, and rows from cu_rows_B1[-1] on are padding (`is_fed_R`, bool). `ranks_BL`: the
-    number of fed places up to and including a slot; None: all slots are fed."""
+    number of fed positions up to and including a slot; None: all slots are fed."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
@@ -88,7 +88,7 @@ class FedRows:
 
 
 def whole_canvases(ends_B: Tensor, *, num_rows: int | None) -> FedRows:
-    """The rows of all places before `ends_B`. `num_rows`: rows to lay out, padding included; None: exactly
+    """The rows of all positions before `ends_B`. `num_rows`: rows to lay out, padding included; None: exactly
     those that are fed, which the host waits for."""
     cu_rows_B1, rows_R, sequence_R = _rows(ends_B, num_rows)
     is_fed_R = rows_R < cu_rows_B1[-1]
@@ -97,11 +97,11 @@ def whole_canvases(ends_B: Tensor, *, num_rows: int | None) -> FedRows:
 
 
 def fed_canvases(is_fed_BL: Tensor, *, num_rows: int | None) -> FedRows:
-    """The rows of some places, in order; see `whole_canvases`."""
+    """The rows of some positions, in order; see `whole_canvases`."""
     ranks_BL = is_fed_BL.long().cumsum(-1)
     cu_rows_B1, rows_R, sequence_R = _rows(ranks_BL[:, -1], num_rows)
     num_rows, slot_L = len(rows_R), torch.arange(is_fed_BL.shape[1], device=is_fed_BL.device)
-    # Places that are not fed write to a row of no pass.
+    # Positions that are not fed write to a row of no pass.
     target_BL = torch.where(is_fed_BL, cu_rows_B1[:-1, None] + ranks_BL - 1, num_rows).clamp(max=num_rows)
     slots_R = rows_R.new_zeros(num_rows + 1).scatter_(
         0, target_BL.flatten(), slot_L.expand_as(target_BL).flatten()
@@ -131,7 +131,7 @@ def _rows(num_B: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvases:
     """Canvases as a pass finds them. `slot_L`: 0 .. L - 1. The active block of sequence b lies in
-    [known_B[b], block_ends_B[b]), and canvas b ends before ends_B[b]. Bool [B, L]: places without a token
+    [known_B[b], block_ends_B[b]), and canvas b ends before ends_B[b]. Bool [B, L]: positions without a token
     (`is_mask_BL`), and with one that the last pass has decided (`is_recent_BL`)."""
 
     slot_L: Tensor
@@ -152,7 +152,7 @@ class Cache(ABC):
 
     @abstractmethod
     def feeds(self, canvases: Canvases) -> Tensor:
-        """The places to feed, bool [B, L]; the caller adds those before wanted masks of shifted logits."""
+        """The positions to feed, bool [B, L]; the caller adds those before wanted masks of shifted logits."""
 
 
 CACHES: Registry[type[Cache]] = Registry("canvas_cache", None)
@@ -205,7 +205,7 @@ def reuse_of(
 
 
 def reused_positions(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:
-    """What a pass between two refreshes feeds, bool [B, L]: the places of `cache`, and with `shift` those
+    """What a pass between two refreshes feeds, bool [B, L]: the positions of `cache`, and with `shift` those
     before the masks of the active block."""
     is_fed_BL = cache.feeds(canvases)
     if shift:
@@ -229,7 +229,7 @@ def guided(
 ) -> StepPlan:
     """The plan of `fed` rows with second canvases, which so far equal the first ones: their prompts, which
     end at `prompt_ends_C`, become masks, they get slots after the first canvas, which ends at `ends_C`, and
-    every wanted place wants a pair of rows."""
+    every wanted position wants a pair of rows."""
     active = active_canvases(plan)
     assert plan.is_mask_R is not None
     num_sequences = len(ends_C) // NUM_CANVASES

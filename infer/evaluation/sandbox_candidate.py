@@ -347,7 +347,7 @@ def run_text(name: str, text: str, given: dict[str, Any]) -> types.ModuleType:
 
 
 def _file_state(file: Any) -> tuple[Any, ...]:
-    """All of a file, and the place in it; nothing of a closed one."""
+    """All of a file, and the position in it; nothing of a closed one."""
     if file.closed:
         return ()
     position = file.tell()

@@ -1,6 +1,6 @@
-"""Attention of one canvas, whose rows all see all of it, through torch, with an output at a given place.
+"""Attention of one canvas, whose rows all see all of it, through torch, with an output at a given position.
 
-Torch has no attention that writes to a given place: it runs on pieces of query rows, whose outputs are
+Torch has no attention that writes to a given position: it runs on pieces of query rows, whose outputs are
 copied. On a GPU the library is cuDNN where it can be, else FlashAttention. On a CPU the arithmetic is that of
 kernels/paged_attention: same bits.
 Shapes: m query rows, R rows of the canvas, N query heads, K KV heads, G = N / K, H head dim.

@@ -1,4 +1,4 @@
-"""The ops of a trunk's template as functions: each reads and writes the places that the plan gives it. The
+"""The ops of a trunk's template as functions: each reads and writes the positions that the plan gives it. The
 head is the end of a planned pass (`CanvasRows`, `BestRows`).
 
 What is allocated beside them is bounded: attention runs on pieces of at most `PIECE_ROWS` query rows, and so
@@ -102,7 +102,8 @@ def _attention_norm(run: CanvasPass, step: OpCall) -> None:
 
 
 def _project(run: CanvasPass, step: OpCall, first_head: int, num_heads: int) -> Tensor:
-    """The product of the normed rows and some heads of the fused projection, at its place, [m, heads, H]."""
+    """The product of the normed rows and some heads of the fused projection, at its position, [m, heads,
+    H]."""
     spec, layer, (source, *_), [out] = run.trunk.spec, run.layer(step), step.op.reads, step.op.writes
     heads = slice(first_head * spec.head_dim, (first_head + num_heads) * spec.head_dim)
     out_mE = run.rows(step, out, num_heads * spec.head_dim)
@@ -224,7 +225,7 @@ def _choose_experts(run: CanvasPass, step: OpCall) -> None:
 
 
 def _sorted_pairs(run: CanvasPass, step: OpCall) -> tuple[Tensor, Tensor]:
-    """Places of the sorted pairs [P] and of their tiles, flat; both int32."""
+    """Positions of the sorted pairs [P] and of their tiles, flat; both int32."""
     order_P = run.rows(step, "expert_order", dtype=torch.int32)
     num_bytes = run.plan.num_bytes["expert_tiles"]
     tiles = run.arena.view(step.offsets["expert_tiles"], (num_bytes // 4,), torch.int32)

@@ -189,7 +189,7 @@ def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]
 
 
 def _uses(graph: Graph) -> dict[str, list[int]]:
-    """Places of the ops that use each storage, in order; the first use must be a write."""
+    """Positions of the ops that use each storage, in order; the first use must be a write."""
     used: dict[str, list[int]] = {graph.root(name): [] for name in graph.tensors}
     for position, op in enumerate(graph.ops):
         written = {graph.root(name) for name in op.writes}

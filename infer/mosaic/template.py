@@ -49,9 +49,9 @@ class PassTemplate(Graph):
     """The ops and tensors of one forward pass: a prologue, layers that are registered once, an epilogue.
 
     A tensor that is used inside one iteration of a loop exists once, at chunk size. A tensor that is also
-    used outside the loop keeps its place for the whole loop: a slice of rows that one iteration writes must
-    survive the others. The same holds for the layers, which are a loop too. Registration ends with the first
-    question about lifetimes or steps; a mistake in a template is an AssertionError."""
+    used outside the loop keeps its position for the whole loop: a slice of rows that one iteration writes
+    must survive the others. The same holds for the layers, which are a loop too. Registration ends with the
+    first question about lifetimes or steps; a mistake in a template is an AssertionError."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

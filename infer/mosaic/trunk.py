@@ -157,7 +157,7 @@ def _add_ffn(trunk: _TrunkTemplate) -> None:
 
 def _add_experts(trunk: _TrunkTemplate) -> None:
     """Routed experts, as in kernels/experts: pairs of a row and an expert are sorted by expert, and the
-    grouped products read and write rows at the places of their pairs, so no row is copied."""
+    grouped products read and write rows at the positions of their pairs, so no row is copied."""
     shape, template, k = trunk.shape, trunk.template, trunk.shape.top_k
     trunk.rows(shape.x_bytes, EXPERTS, ffn_in=1)
     trunk.rows(ROUTER_BYTES, EXPERTS, router_logits=shape.num_experts, expert_weights=k)

@@ -8,7 +8,7 @@ stored, `commit_kv`, `select_rows`, `select_kv` and, with lists, `prefix_sums`; 
 blocks are always computed exactly, and a row always sees its own block. The state of a lane belongs to one
 block (`BlockMemory`); it is cleared when the lane gets a new sequence or its sequence loses its KV, and the
 block then starts again.
-B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
+B sequences, R rows, W positions of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineSpec:
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
     together (`Routing.capacity`), so that each depends on all of them. `edits_blocks`: the model deletes and
     splits positions (`Semantics.edit_token_ids`). `logit_shift`: a row predicts the next
-    place. `num_slots` of the KV pool, if the user said how many pages it has."""
+    position. `num_slots` of the KV pool, if the user said how many pages it has."""
 
     decoder: str
     decoder_options: Mapping[str, Any]
@@ -98,8 +98,8 @@ class KVPass:
         """Called once the layer's keys are stored; those of prompts and clean blocks are final."""
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """Return logical slots [B, K, C] before the block, in any order, -1 in unused places; or None if the
-        layer is exact for all sequences. C does not depend on what tensors hold.
+        """Return logical slots [B, K, C] before the block, in any order, -1 in unused positions; or None if
+        the layer is exact for all sequences. C does not depend on what tensors hold.
 
         `q_RNH` has the rotated queries of the rows still computed. Only lists of `is_sparse_B` are used."""
         return None

@@ -30,10 +30,11 @@ with clean commits 0.7 % wait at 14 % padding; 0.6 % would at 17 %."""
 STEADY = 0.97
 """A choice stays until less than this share of it is needed: each number of rows takes another graph."""
 MIN_POSITIONS = 256
-"""Places up to which reading its weights takes all the time of the head, so that it computes all places."""
+"""Positions up to which reading its weights takes all the time of the head, so that it computes all
+positions."""
 PARTS = 8
-"""The capacity grows by this share of all places: each size in use is a graph of its own. In passes that drop
-rows it grows in finer steps (`HEAD_STEPS`): few of their places need logits."""
+"""The capacity grows by this share of all positions: each size in use is a graph of its own. In passes that
+drop rows it grows in finer steps (`HEAD_STEPS`): few of their positions need logits."""
 STEPS: tuple[tuple[float, int], ...] = ((512, 16), (1024, 32), (math.inf, 64))
 """Below the first number, rows that are kept are rounded up to a multiple of the second."""
 FED_STEPS, HEAD_STEPS = 4, 2
@@ -41,11 +42,12 @@ FED_STEPS, HEAD_STEPS = 4, 2
 NONE = PassRows(fed=0, kept=0, head=0)
 AHEAD_PARTS = ((3 / 8, 8), (math.inf, 4))
 """Capacities whose graphs are captured before traffic: from one to the next, the rows that are kept grow by
-1/8 below 3/8 of all places, and by 1/4 above. A capacity that traffic uses often gets its own graph later."""
+1/8 below 3/8 of all positions, and by 1/4 above. A capacity that traffic uses often gets its own graph
+later."""
 AHEAD_FED, AHEAD_HEAD, AHEAD_STORED = 3.25, 0.75, 1.25
 """For each row that is kept, such capacities have this many embedded rows and rows of the head (2.9 and 0.55
 in the trace of `benchmarks.eviction`). Where whole blocks are embedded, they have the third for each
-place."""
+position."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,12 +156,13 @@ def _sum(passes: Sequence[PassRows]) -> PassRows:
 
 
 def head_bucket(num_wanted: int | None, num_sequences: int, block_size: int) -> int | None:
-    """Rows that a pass of static shape reserves, rounded up to an eighth of all places; None: all places."""
+    """Rows that a pass of static shape reserves, rounded up to an eighth of all positions; None: all
+    positions."""
     num_positions = num_sequences * block_size
     if num_wanted is None or num_positions <= MIN_POSITIONS:
         return None
     step = -(-num_positions // PARTS)
-    # A shifted block's first place never waits, nor does one block behind those.
+    # A shifted block's first position never waits, nor does one block behind those.
     num_rows = -(-max(num_wanted, num_sequences + block_size) // step) * step
     return num_rows if num_rows < num_positions else None
 

@@ -57,8 +57,8 @@ class PassReadback:
         return found
 
     def read(self, index: int) -> tuple[list[int], list[int], list[int]]:
-        """The tokens that the sequence at this place has emitted, the first candidates, and the second ones
-        if there are."""
+        """The tokens that the sequence at this position has emitted, the first candidates, and the second
+        ones if there are."""
         num_emitted, *numbers = self._heads[index]
         candidates = numbers[self._num_tokens :]
         firsts, seconds = candidates[: self._num_drafts], candidates[self._num_drafts :]
@@ -74,7 +74,7 @@ class Follower:
     may be more than the answer has (`committed`).
 
     `drafts`: those that the next pass tests, all of which fit; `ahead` is after them. `only`: of each the
-    token itself if it was certain, else -1. `readback`: that of the last pass, and the place in its batch.
+    token itself if it was certain, else -1. `readback`: that of the last pass, and the position in its batch.
     `is_over`: nothing can follow. `firsts`: the first candidates for the next drafts."""
 
     def __init__(self, committed: Grammar) -> None:

@@ -26,8 +26,8 @@ from idlm.kernels.sampling import Drafts, allowed_logits, restrict
 
 
 class PassGrammars:
-    """The grammars of the sequences that a pass decodes: their followers by place in the batch, and their
-    lanes. `greedy`: numbers of those that take the likeliest tokens. `index_M`: the places on the device,
+    """The grammars of the sequences that a pass decodes: their followers by position in the batch, and their
+    lanes. `greedy`: numbers of those that take the likeliest tokens. `index_M`: the positions on the device,
     once `masked` has run."""
 
     index_M: Tensor
@@ -40,8 +40,8 @@ class PassGrammars:
 
     def choose_drafts(self, num_drafts: int) -> list[list[int]]:
         """Wait for the readback of earlier passes, follow it, and choose the drafts that this pass tests, at
-        most so many of a sequence. Returns lane, place and token of each draft of sequences whose drafts are
-        not all first candidates."""
+        most so many of a sequence. Returns lane, position and token of each draft of sequences whose drafts
+        are not all first candidates."""
         self._num_drafts = num_drafts
         lanes = zip(self._lanes, self._followers.values(), strict=True)
         open_ = [(lane, each) for lane, each in lanes if each.catch_up(num_drafts)]

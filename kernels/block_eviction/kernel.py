@@ -1,7 +1,7 @@
 """The Triton kernels: attention inside a block by KV head, and the choice of its rows.
 
-B sequences, W places of a block (SIZE, padded to BLOCK_W), P parts of a sum. Sums are trees of fixed shape:
-nothing depends on the order in which programs run."""
+B sequences, W positions of a block (SIZE, padded to BLOCK_W), P parts of a sum. Sums are trees of fixed
+shape: nothing depends on the order in which programs run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys_of_rank(
     BLOCK_W: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Keys [h, c] of the places that are key number `wanted` [c], 0 where there is none."""
+    """Keys [h, c] of the positions that are key number `wanted` [c], 0 where there is none."""
     is_key, rank, count = column
     table_B, start, kv_head = at
     w, h = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_H)
@@ -65,7 +65,7 @@ def importance_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The part of one sequence and KV head: the attention that places get from its query heads.
+    """The part of one sequence and KV head: the attention that positions get from its query heads.
 
     `strides`: of rows and heads of the queries, of slots and heads of the keys, of the block table."""
     b, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -114,7 +114,7 @@ def importance_kernel(
 
 @triton.jit
 def gained(first_BPW, second_BPW, b, w, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Attention gained from the first layer to the second by each place."""
+    """Attention gained from the first layer to the second by each position."""
     p = tl.arange(0, BLOCK_P)
     at = (b * PARTS + p[:, None]) * SIZE + w[None, :]
     m_pw = (p < PARTS)[:, None] & (w < SIZE)[None, :]

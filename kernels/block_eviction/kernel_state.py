@@ -1,6 +1,6 @@
 """The Triton kernels of the state of blocks: one program for each sequence.
 
-B sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes."""
+B sequences, R rows, W positions of a block (SIZE, padded to BLOCK_W), Z lanes."""
 
 from __future__ import annotations
 

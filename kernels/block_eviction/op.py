@@ -1,7 +1,7 @@
-"""How much attention the places of a block get from each other, and which rows go on: two launches for the
+"""How much attention the positions of a block get from each other, and which rows go on: two launches for the
 first, one for the second, nothing waits for the device. Contract in README.md.
 
-R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
+R rows, B sequences, W positions of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def block_importance(
     """The attention that each place of a block gets from the block's queries, in parts [B, P, W] (fp32; fp64
     from fp64) whose sum over P it is; 0 where `is_key_BW` is false (FOCUS, equations 2 and 15).
 
-    `q_RNH` (rotated) is contiguous in H; `rows_BW` int64: the row of each place; `is_query_BW` and
-    `is_key_BW` bool: the places that count, queries only where there is a row. The largest score of
-    neighbours counts, neighbours being adjacent keys. Rows and slots of other places are not read."""
+    `q_RNH` (rotated) is contiguous in H; `rows_BW` int64: the row of each position; `is_query_BW` and
+    `is_key_BW` bool: the positions that count, queries only where there is a row. The largest score of
+    neighbours counts, neighbours being adjacent keys. Rows and slots of other positions are not read."""
     if not runs_kernels(q_RNH) or q_RNH.dtype == torch.float64:
         return plain.block_importance(
             q_RNH, rows_BW, keys, is_query_BW=is_query_BW, is_key_BW=is_key_BW, scale=scale
@@ -57,12 +57,12 @@ def block_importance(
 def select_positions(
     first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
 ) -> Selected:
-    """The places that go on behind the second of two layers, by what they gained from the first to the second
-    (FOCUS, section 4 and algorithm 1).
+    """The positions that go on behind the second of two layers, by what they gained from the first to the
+    second (FOCUS, section 4 and algorithm 1).
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,
-    or is not `is_mine_B`, keeps every place that is fed and sees its whole block. `sees_processed`: places
-    that were processed before are seen even right of the last one that goes on."""
+    or is not `is_mine_B`, keeps every position that is fed and sees its whole block. `sees_processed`:
+    positions that were processed before are seen even right of the last one that goes on."""
     if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
         return plain.select_positions(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     import triton

@@ -1,6 +1,6 @@
 """The ops in plain torch, in fp32 (fp64 from fp64): what a CPU runs.
 
-R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
+R rows, B sequences, W positions of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def block_importance(
 
 
 def _read(keys: BlockKeys, positions_BW: Tensor) -> Tensor:
-    """Keys [B, W, K, H] of places."""
+    """Keys [B, W, K, H] of positions."""
     last = keys.block_table_BP.shape[1] * keys.page_size - 1
     slots_BW = (keys.starts_B[:, None] + positions_BW).clamp(0, last)
     physical_BW = keys.block_table_BP.gather(1, slots_BW // keys.page_size) * keys.page_size

@@ -1,6 +1,6 @@
 """Beginning and end of a pass in plain torch: what a CPU runs. Static shapes, no wait for a device.
 
-B sequences, R rows, W places of a block, Z lanes."""
+B sequences, R rows, W positions of a block, Z lanes."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def _turn(state: BlockState, fed: FedBlocks, mine_B: Tensor, rules: StateRules) 
 
 
 def _stays_stored(state: BlockState, fed: FedBlocks) -> tuple[Tensor, Tensor]:
-    """Which places [B, W] of the block before the active one are frozen with the tokens that are fed there,
-    and their rows. Where nothing of the active block was decided, that is still the block in work."""
+    """Which positions [B, W] of the block before the active one are frozen with the tokens that are fed
+    there, and their rows. Where nothing of the active block was decided, that is still the block in work."""
     lanes_B, size = fed.lanes_B, fed.rows_BW.shape[1]
     starts_B = fed.starts_B - size
     rows_BW, _ = find_index(fed.cu_rows_B1, fed.slots_R, None, starts_B, size)

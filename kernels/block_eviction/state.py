@@ -1,7 +1,7 @@
 """What a lane remembers of its block between passes: the beginning and the end of a pass, a launch each.
 Contract in README.md; the references define it.
 
-B sequences, R rows, W places of a block, Z lanes."""
+B sequences, R rows, W positions of a block, Z lanes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def finish_blocks(
     rows_BW: Tensor,
     waits_B: Tensor,
 ) -> None:
-    """Places with a row (`rows_BW`, after all drops) have keys and values in all layers now; decoded ones
+    """Positions with a row (`rows_BW`, after all drops) have keys and values in all layers now; decoded ones
     freeze. Nothing changes for `waits_B` (bool)."""
     if not runs_kernels(rows_BW):
         plain_state.finish_blocks(state, fed, started, rules, rows_BW=rows_BW, waits_B=waits_B)

@@ -1,6 +1,6 @@
 """Arguments and results of the selection of rows, and what lanes remember between passes.
 
-B sequences, R rows, W places of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes."""
+B sequences, R rows, W positions of a block, P pages, S physical slots, K KV heads, H head dim, Z lanes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class BlockKeys(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What a selection goes by. bool but for `rows_BW` (the row of each place, -1: not fed), `lanes_B` (both
-    int64) and `mean_decoded_B` (fp64 >= 1: decoded tokens per pass).
+    """What a selection goes by. bool but for `rows_BW` (the row of each position, -1: not fed), `lanes_B`
+    (both int64) and `mean_decoded_B` (fp64 >= 1: decoded tokens per pass).
 
     `is_mine_B`: sequences that may lose rows. `is_mask_BW`: masks that are fed, of which this pass may decide
-    `is_maskable_BW`. `processed_ZW`, by lane: places that have keys and values in all layers."""
+    `is_maskable_BW`. `processed_ZW`, by lane: positions that have keys and values in all layers."""
 
     is_mine_B: Tensor
     is_mask_BW: Tensor
@@ -42,8 +42,8 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """`kept_BW` (bool): places that go on. `ends_B` (int64): how many of a block's first places they see.
-    `budget_B` (int64): K of each sequence."""
+    """`kept_BW` (bool): positions that go on. `ends_B` (int64): how many of a block's first positions they
+    see. `budget_B` (int64): K of each sequence."""
 
     kept_BW: Tensor
     ends_B: Tensor
@@ -52,7 +52,7 @@ class Selected:
 
 class BlockState(NamedTuple):
     """By lane. Which block the state belongs to, and of the one before it (`starts_Z`, `before_starts_Z`, the
-    first slot; -1: none); which places are frozen with which tokens, there and in the block before; which
+    first slot; -1: none); which positions are frozen with which tokens, there and in the block before; which
     have keys and values in all layers. `counts_Z4`: masks at the block's beginning, its passes; decoded
     tokens and passes of earlier blocks. `is_new_Z`: nothing of the sequence has been computed."""
 

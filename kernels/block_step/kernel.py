@@ -1,7 +1,7 @@
 """The Triton kernels of a block-diffusion pass: its rows and its decisions. Small integers, few launches.
 
 Every program sums the rows of all sequences to find those of its own, so programs exchange nothing. B
-sequences, R rows, W places of a block, Z lanes, L columns of the token table."""
+sequences, R rows, W positions of a block, Z lanes, L columns of the token table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_BITS: tl.constexpr = tl.constexpr(PASSES_BITS)
 
 @triton.jit
 def first_open(blocks, lane, known, m_b, SHAPE: tl.constexpr):
-    """The leftmost place of each sequence that is neither known nor decided, else the last place."""
+    """The leftmost place of each sequence that is neither known nor decided, else the last position."""
     w = tl.arange(0, SHAPE.padded_size)
     m_bw = m_b[:, None] & (w < SHAPE.size)[None, :]
     decided = tl.load(blocks.is_decided_ZW + lane[:, None] * SHAPE.size + w[None, :], mask=m_bw, other=1) != 0
@@ -29,7 +29,7 @@ def sequence_rows(
     lanes, blocks, columns, B, R, SHAPE: tl.constexpr, LIMITED: tl.constexpr, BLOCK_B: tl.constexpr
 ):
     """Per sequence: whether it advances, wants to decode and denoises; the number of known tokens that it
-    stores; the first place that it computes of its active block; its first slot and its number of rows."""
+    stores; the first position that it computes of its active block; its first slot and its number of rows."""
     lanes_B, feed_B, samples_B = columns
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
@@ -171,7 +171,7 @@ def pack_blocks_kernel(
 
 @triton.jit
 def ranks(keys, is_open, w):
-    """Rank of each place among the open ones: larger keys first, the left one of equal keys first."""
+    """Rank of each position among the open ones: larger keys first, the left one of equal keys first."""
     mine, other = keys[:, None], keys[None, :]
     is_before = (other > mine) | ((other == mine) & (w[None, :] < w[:, None]))
     return tl.sum((is_before & is_open[None, :]).to(tl.int32), 1)
@@ -220,14 +220,14 @@ def decide_kernel(
         is_open = is_open & has_logits
     looks = is_open
     if limits.max_clean_passes is not None:
-        # Inside a shifted block no row predicts the first place.
+        # Inside a shifted block no row predicts the first position.
         can_edit = m_w & decided & (w >= num_fixed) & samples & (opens == 0)
         if SHAPE.shifted:
             can_edit = can_edit & (w > 0)
         if given.has_logits_BW is not None:
             can_edit = can_edit & has_logits
         looks = looks | can_edit
-    # Proposals for closed places may be anything.
+    # Proposals for closed positions may be anything.
     proposed = tl.load(proposals.token_ids_BW + mine, mask=looks, other=0)
     confidence = tl.load(proposals.confidence_BW + mine, mask=looks, other=0.0)
     entropy = confidence

@@ -1,6 +1,6 @@
-"""Device functions of `pack_blocks_kernel`: which places of blocks ask for a wanted row, and those rows.
+"""Device functions of `pack_blocks_kernel`: which positions of blocks ask for a wanted row, and those rows.
 
-b some sequences, X wanted rows, W places of a block."""
+b some sequences, X wanted rows, W positions of a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def open_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr):
-    """Masks that may be decided, [b, w]; `decided_bw` holds in places beyond the block."""
+    """Masks that may be decided, [b, w]; `decided_bw` holds in positions beyond the block."""
     is_open = (w[None, :] >= (known_b % SHAPE.size)[:, None]) & (decided_bw == 0) & samples_b[:, None]
     is_open = is_open & ((w[None, :] == 0) | (opens_b[:, None] == 0))
     if SHAPE.part_size < SHAPE.size:
@@ -21,7 +21,8 @@ def open_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constex
 
 @triton.jit
 def editable_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.constexpr):
-    """Decided places that may be edited, [b, w]. Inside a shifted block no row predicts the first place."""
+    """Decided positions that may be edited, [b, w]. Inside a shifted block no row predicts the first
+    position."""
     has_row = (w < SHAPE.size) & (w >= (1 if SHAPE.shifted else 0))
     is_mine = samples_b & (opens_b == 0)
     return decided_bw & (w[None, :] >= (known_b % SHAPE.size)[:, None]) & has_row[None, :] & is_mine[:, None]
@@ -31,7 +32,8 @@ def editable_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.con
 def positions_of(
     lanes, blocks, lanes_B, b, m_b, samples_b, opens_b, SHAPE: tl.constexpr, EDITS: tl.constexpr
 ):
-    """Of sequences `b`: the masks that may be decided, and the places that ask for a wanted row, [b, w]."""
+    """Of sequences `b`: the masks that may be decided, and the positions that ask for a wanted row, [b,
+    w]."""
     w = tl.arange(0, SHAPE.padded_size)
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
     known = tl.load(lanes.num_known_Z + lane)

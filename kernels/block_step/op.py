@@ -2,8 +2,8 @@
 GPU.
 
 In plain torch each takes about 80 launches, several percent of a step of an 8B model at batch 1. Contract in
-README.md. Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows, I
-columns."""
+README.md. Z lanes, L columns of the token table, B sequences, R rows, W positions of a block, X wanted rows,
+I columns."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def pack_blocks(
 
     `num_rows`: rows of the pass, which bound how many blocks may be denoised next to the stored ones; None:
     exactly those that are needed, which the host waits for. `num_wanted`: capacity for wanted rows, of which
-    one block and a first place of each sequence have some in any case; None: for all places. `edits`: decided
-    places want rows as well. No pass is empty, even if the device finds all its sequences complete."""
+    one block and a first place of each sequence have some in any case; None: for all positions. `edits`:
+    decided positions want rows as well. No pass is empty, even if the device finds all its sequences
+    complete."""
     rows, num_sequences, is_limited = None, len(lanes_B), num_rows is not None
     if num_rows is None or not runs_kernels(lanes_B):
         rows = due_rows(

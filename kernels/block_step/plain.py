@@ -1,7 +1,7 @@
 """The decisions of a block-diffusion pass in plain torch: on a CPU, and on a GPU where the kernel does not
 know the strategy, or edits resize blocks. Static shapes; nothing waits for the device.
 
-Shapes: B sequences, W places of a block, Z lanes."""
+Shapes: B sequences, W positions of a block, Z lanes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Positions:
 def positions_of(
     known_B: Tensor, blocks: BlockLanes, shape: BlockShape, given: PassBlocks, *, edits: bool
 ) -> Positions:
-    """The places that a pass may change, of sequences with `known_B` known tokens before it."""
+    """The positions that a pass may change, of sequences with `known_B` known tokens before it."""
     index_W = torch.arange(shape.size, device=known_B.device)
     fixed_BW = index_W < (known_B % shape.size)[:, None]
     decided_BW, opens_B = blocks.is_decided_ZW[given.lanes_B], (given.num_feed_B > 0) & shape.shifted

@@ -1,7 +1,7 @@
 """The rows of a block-diffusion pass in plain torch, for a CPU. Static shapes; nothing waits for the device.
 
 Of positions of its block that are not fed a row sees what the last pass over them has stored. Shapes: B
-sequences, R rows, W places of a block, X wanted rows, Z lanes."""
+sequences, R rows, W positions of a block, X wanted rows, Z lanes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ since a later pass could not compute it."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueRows:
     """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on; and, if all fit, whether
-    it decides something, its masks that may be decided, and the places that ask for logits."""
+    it decides something, its masks that may be decided, and the positions that ask for logits."""
 
     known_B: Tensor
     feed_B: Tensor
@@ -162,15 +162,15 @@ def editable(is_decided_BW: Tensor, known_B: Tensor, is_mine_B: Tensor, shape: B
 def _with_capacity(
     is_due_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
 ) -> WantedPositions:
-    """A wanted row for every place that asks for one, in the order of priorities, then of sequences, until a
-    sequence exceeds it: that one and those behind it wait.
+    """A wanted row for every position that asks for one, in the order of priorities, then of sequences, until
+    a sequence exceeds it: that one and those behind it wait.
 
-    `predicting_X`: the row that predicts each place, [B * W]."""
+    `predicting_X`: the row that predicts each position, [B * W]."""
     num_B = is_due_BW.sum(dim=1)
     ends_B, waits_B = allot(num_B, priority_B, num_wanted)
     number_BW = (ends_B - num_B)[:, None] + is_due_BW.cumsum(dim=1) - 1
     number_BW = torch.where(is_due_BW & ~waits_B[:, None], number_BW, -1)
-    # Places without a row go to one more, which is cut off; padding is row 0, place 0.
+    # Positions without a row go to one more, which is cut off; padding is row 0, position 0.
     target_X = torch.where(number_BW >= 0, number_BW, num_wanted).flatten()
     positions = torch.arange(len(target_X), device=lanes_B.device)
     rows_X, positions_X = (

@@ -2,7 +2,7 @@
 
 A row may predict `delete_id`: its position leaves the block, the others move up, and masks fill the end. Or
 `split_id`: a mask is put before what the position held, and the block's end is cut off. The block keeps its
-size, and its fixed tokens their places. Masks that came in so are new ones, the others original ones.
+size, and its fixed tokens their positions. Masks that came in so are new ones, the others original ones.
 A pass decides as many masks more than its quota as there are new ones, so that original ones get fewer. The
 `max_edit_passes`-th pass that begins without an original one is the last, as is any pass after block size +
 `max_edit_passes`: it decides all masks and predicts neither token.
@@ -86,7 +86,7 @@ class Resizing:
         takes_BW = written_BW & ~(deletes_BW | splits_BW)
         count_BW = 1 - deletes_BW.long() + splits_BW.long()
         ends_BW = count_BW.cumsum(-1)
-        # Each place looks up where its content comes from; a split position comes twice, first as a mask.
+        # Each position looks up where its content comes from; a split position comes twice, first as a mask.
         index_W = torch.arange(size, device=device)
         source_BW = (ends_BW[:, None, :] <= index_W[:, None]).sum(-1)
         is_filled_BW = source_BW < size

@@ -1,6 +1,6 @@
 """Arguments and results of the ops of a block-diffusion pass.
 
-Z lanes, B sequences, R rows, W places of a block, X wanted rows."""
+Z lanes, B sequences, R rows, W positions of a block, X wanted rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES = ("sequential", "low_confidence_static", "low_confidence_dynamic", "entro
 
 
 class BlockLanes(NamedTuple):
-    """The active block of each lane: the tokens decided so far (known ones are in the table), which places
+    """The active block of each lane: the tokens decided so far (known ones are in the table), which positions
     are decided, the number of denoising passes, and how many of these began without a mask (edits only).
     `whole_part_Z`: the part that was being decided when the whole block was last computed; -1: the cache has
     nothing of this block. `num_waits_Z`: the passes in a row in which the lane found no room."""
@@ -34,7 +34,7 @@ class BlockLanes(NamedTuple):
 
     @classmethod
     def empty(cls, num_lanes: int, block_size: int, device: torch.device) -> BlockLanes:
-        """Lanes without any decided place."""
+        """Lanes without any decided position."""
         shape = (num_lanes, block_size)
         return cls(
             tokens_ZW=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -59,7 +59,7 @@ class BlockLanes(NamedTuple):
 class BlockShape:
     """`shifted`: a row predicts the next position, so the last row of the previous clean block predicts a
     block's first position, and that pass can denoise nothing else. `fuses`: the pass that stores a block also
-    denoises the next one, if it has enough rows. `part`: number of places of a part, in which masks are
+    denoises the next one, if it has enough rows. `part`: number of positions of a part, in which masks are
     decided together; None: anywhere. `reuses`: a pass computes only the part that is being decided, after one
     pass over the whole block per part."""
 
@@ -72,7 +72,7 @@ class BlockShape:
 
     @property
     def part_size(self) -> int:
-        """Number of places of a part; of the block if it has none."""
+        """Number of positions of a part; of the block if it has none."""
         return self.part or self.size
 
     @property
@@ -82,17 +82,17 @@ class BlockShape:
 
     @property
     def reused_part(self) -> int | None:
-        """Number of places that a pass computes of a block whose others are stored; None: always all."""
+        """Number of positions that a pass computes of a block whose others are stored; None: always all."""
         return self.part if self.reuses else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedPositions:
-    """The places whose proposals a pass may use, each with one wanted row; int64 but for `waits_B`.
+    """The positions whose proposals a pass may use, each with one wanted row; int64 but for `waits_B`.
 
     Wanted row x is row `rows_X[x]` of the pass. It predicts `positions_X[x]` (b * W + w) of a sequence on
-    lane `lanes_X[x]`; `number_BW` is its number x, -1 for places without one. Rows behind the last are
-    padding: row 0, place 0. `num_B`: the rows that each sequence asked for, from number `first_B` on;
+    lane `lanes_X[x]`; `number_BW` is its number x, -1 for positions without one. Rows behind the last are
+    padding: row 0, position 0. `num_B`: the rows that each sequence asked for, from number `first_B` on;
     `waits_B` (bool): the sequences for which there was no room, so that they have none."""
 
     rows_X: Tensor
@@ -127,7 +127,8 @@ class PackedBlocks:
 
 
 class Proposed(NamedTuple):
-    """For every place a token, its probability (fp64) and, if the rule needs it, the entropy (fp64, nats)."""
+    """For every position a token, its probability (fp64) and, if the rule needs it, the entropy (fp64,
+    nats)."""
 
     token_ids_BW: Tensor
     confidence_BW: Tensor
@@ -136,7 +137,7 @@ class Proposed(NamedTuple):
 
 class Rules(NamedTuple):
     """Parameters of the rules, per lane: fp64, `steps_Z` int64. `max_clean_passes`: limit of passes for edits
-    alone; None: no edits. `quota_B` (int64): the minimum number of decided places, in place of the number
+    alone; None: no edits. `quota_B` (int64): the minimum number of decided positions, in place of the number
     that follows from `steps_Z`."""
 
     threshold_Z: Tensor
@@ -169,7 +170,7 @@ Choose = Callable[[Masks], Tensor]
 class PassBlocks(NamedTuple):
     """The sequences of a pass, as it was planned: `num_feed_B` tokens are stored; `samples_B` (bool): it
     decides something; `waits_B` (bool): sequences beyond the capacity of the pass. Bool [B, W]: masks that
-    may be decided if they have logits, and places that have logits (None: all)."""
+    may be decided if they have logits, and positions that have logits (None: all)."""
 
     lanes_B: Tensor
     num_feed_B: Tensor

@@ -77,8 +77,8 @@ def grouped_kernel(
 
     GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
     gate before up, and the output is silu(gate) * up; a stacked TILE makes both by one product of twice as
-    many weight rows. Otherwise `x` is sorted, and the output is stored at its pair's place. Without tiles in
-    the plan there is one row, so every pair is a tile. `strides`: of x, an expert, the weight, y."""
+    many weight rows. Otherwise `x` is sorted, and the output is stored at its pair's position. Without tiles
+    in the plan there is one row, so every pair is a tile. `strides`: of x, an expert, the weight, y."""
     tiles_T4, order_P, experts_P = plan
     BLOCK_O: tl.constexpr = TILE.block_o
     tiles_o = tl.cdiv(OUT, BLOCK_O)

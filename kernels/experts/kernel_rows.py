@@ -103,7 +103,7 @@ def route_kernel(
     PAD_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it].
+    """One row: the chosen experts in rising order, and their weights. Experts lie as [group, position in it].
 
     `admitted_RX` (None: all): whether the first row of a block has admitted each of them."""
     logits_RX, bias_X, slots_R, positions_R = given

@@ -1,4 +1,5 @@
-"""The op `experts` in four steps whose results go to places that the caller gives, for a planned workspace.
+"""The op `experts` in four steps whose results go to positions that the caller gives, for a planned
+workspace.
 
     sort_pairs -> expert_hidden -> expert_outputs -> add_experts
 

@@ -1,7 +1,7 @@
 """The Triton kernels of bounds of keys, and of the scores of pages by them.
 
-B sequences, I pieces, R rows, W places, P pages, C pieces of all pages, N query heads, K KV heads, G = N / K,
-H head dim, S physical KV slots."""
+B sequences, I pieces, R rows, W positions, P pages, C pieces of all pages, N query heads, K KV heads, G = N /
+K, H head dim, S physical KV slots."""
 
 from __future__ import annotations
 

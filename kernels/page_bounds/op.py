@@ -1,6 +1,6 @@
 """Bounds of the keys of pieces of pages, and the scores of pages by them. Contract in README.md.
 
-B sequences, I pieces, F slots of a piece, R rows, W places of a block, P pages, C pieces of all pages,
+B sequences, I pieces, F slots of a piece, R rows, W positions of a block, P pages, C pieces of all pages,
 N query heads, K KV heads, G = N / K, H head dim, S physical KV slots."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arguments of the ops on bounds of keys.
 
-B sequences, I pieces, R rows, W places of a block, P pages of the engine, C pieces that exist, S physical KV
-slots, K KV heads, H head dim."""
+B sequences, I pieces, R rows, W positions of a block, P pages of the engine, C pieces that exist, S physical
+KV slots, K KV heads, H head dim."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ the values. Nothing makes them take turns (the paper's ping-pong), which was mea
 
 Layout: scores [64 rows, 64 slots] and sums [64 rows, H] are in registers as wgmma leaves them, and weights go
 into the next product without shared memory. That holds the queries and rings of 6 blocks of keys and of
-values: 225 KiB, so one program a multiprocessor. Barriers of a place in the rings: `full` completes when all
+values: 225 KiB, so one program a multiprocessor. Barriers of a position in the rings: `full` completes when
+all
 256 threads have copied their pieces of keys or values, `free` when both warpgroups have read them.
 
 Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels

@@ -30,7 +30,8 @@ def listed_of(slot_list, i, stop, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def is_list_full(slot_list, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether block `i` of the walk is one of the list with a slot in every place; it ascends to its -1s."""
+    """Whether block `i` of the walk is one of the list with a slot in every position; it ascends to its
+    -1s."""
     last = i * BLOCK_N + BLOCK_N - 1
     return tl.load(slot_list + last, mask=(last < NUM_LISTED) & (i < walk[2]), other=-1) >= 0
 

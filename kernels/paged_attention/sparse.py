@@ -16,7 +16,7 @@ from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRows:
-    """The rows that see lists; places without a row repeat their sequence's last one."""
+    """The rows that see lists; positions without a row repeat their sequence's last one."""
 
     sequences_b: torch.Tensor
     rows_bW: torch.Tensor

@@ -4,8 +4,8 @@ A tile is BLOCK_N slots of a sequence, layer and KV head. Keys are the left oper
 queries runs along the columns of a product, which a thread mostly holds itself. Tiles of all layers and
 sequences that rank are numbered, and the programs of a KV head divide them into equal ranges.
 
-L layers, R rows of a pass, B sequences, W places, S physical KV slots, N query heads, K KV heads, G = N / K,
-H head dim."""
+L layers, R rows of a pass, B sequences, W positions, S physical KV slots, N query heads, K KV heads, G = N /
+K, H head dim."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def share_kernel(
 ):  # fmt: skip
     """Shares of the slots before the blocks of sequences that rank; nothing else is written.
 
-    PARTS: parts of BLOCK_M queries, whose sums are added up in memory, in order. IS_NARROW: places of a
+    PARTS: parts of BLOCK_M queries, whose sums are added up in memory, in order. IS_NARROW: positions of a
     layer's keys fit 32 bits."""
     kv_head, worker = tl.program_id(0) % K, (tl.program_id(0) // K).to(tl.int64)
     num_workers = tl.num_programs(0) // K

@@ -1,11 +1,12 @@
-"""The Triton kernel that lists the largest of many scores, in the order of their places.
+"""The Triton kernel that lists the largest of many scores, in the order of their positions.
 
 One program has the scores of one layer, sequence and KV head. It narrows an interval of keys (integers in
-the order of the scores) by histograms of 256 bins until the C largest are known. Most places are ruled out
-before: the C-th largest maximum of a group of places is a lower bound of the C-th largest score, so that only
-groups whose maximum reaches it are looked at again. Counts are integers, so the order of sums is no matter.
+the order of the scores) by histograms of 256 bins until the C largest are known. Most positions are ruled out
+before: the C-th largest maximum of a group of positions is a lower bound of the C-th largest score, so that
+only groups whose maximum reaches it are looked at again. Counts are integers, so the order of sums is no
+matter.
 
-L layers, B sequences, K KV heads, S places, C listed ones, Z lanes."""
+L layers, B sequences, K KV heads, S positions, C listed ones, Z lanes."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def _bins(b_key, m_valid, low, high, bits, b_histogram):
 
 @triton.jit
 def _candidates(scores, ids, tile, num, group_bits, count, TILE: tl.constexpr):
-    """Places and keys of a tile of the candidates: 2 ** group_bits places for each of the `num` ids."""
+    """Positions and keys of a tile of the candidates: 2 ** group_bits positions for each of the `num` ids."""
     o_number = tile * TILE + tl.arange(0, TILE)
     m_group = o_number < (num << group_bits)
     b_group = tl.load(ids + (o_number >> group_bits), mask=m_group, other=0)
@@ -92,7 +93,7 @@ def _store_taken(target, most, o_value, b_key, m_valid, interval, need, counts):
 
 @triton.jit
 def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Store the largest key of each group of places; returns the least and the largest of them."""
+    """Store the largest key of each group of positions; returns the least and the largest of them."""
     b_low = tl.full([GROUPS], 0xFFFFFFFF, tl.uint32)
     b_high = tl.full([GROUPS], 0, tl.uint32)
     num_groups = tl.cdiv(count, GROUP)
@@ -169,7 +170,7 @@ def select_kernel(
     num_sequences, num_scores, max_groups, num_listed, stride_layer, stride_lane,
     K: tl.constexpr, GROUP_BITS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The list of one layer, sequence and KV head. A group has 2 ** GROUP_BITS places; `scratch` has two
+    """The list of one layer, sequence and KV head. A group has 2 ** GROUP_BITS positions; `scratch` has two
     numbers for each."""
     kv_head, sequence = tl.program_id(0) % K, tl.program_id(0) // K % num_sequences
     layer = (tl.program_id(0) // K // num_sequences).to(tl.int64)
@@ -192,10 +193,10 @@ def select_kernel(
     tl.debug_barrier()
     ids, group_bits = scratch + max_groups, tl.full((), GROUP_BITS, tl.int32)
     num, low = _largest_groups(scratch, ids, num_groups, tl.minimum(most, num_groups), low, high, TILE)
-    # With no more groups than places to list, places below the least maximum count too.
+    # With no more groups than positions to list, positions below the least maximum count too.
     low = tl.where(num_groups <= most, 0, low).to(tl.uint32)
     tl.debug_barrier()
-    # Places of these groups that may be listed replace the maxima, if there are no more of them.
+    # Positions of these groups that may be listed replace the maxima, if there are no more of them.
     num_positions = _taken(scratch, max_groups, scores, ids, num, group_bits, count, low, high, count, TILE)
     if num_positions <= max_groups:
         ids, num, group_bits = scratch, num_positions, 0

@@ -139,8 +139,8 @@ def select_largest(
     group: int = GROUP,
     launch: RankingLaunch = USUAL,
 ) -> None:
-    """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
-    `slots_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
+    """Write the positions of the C largest of the first `counts_B` scores, ascending, then -1, into
+    `slots_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower position is
     taken; NaN counts as the largest. Scores may be negative. `group`, `launch`: launch parameters."""
     if not runs_kernels(scores_LBKS) or scores_LBKS.dtype != torch.float32:
         plain.select_largest(scores_LBKS, counts_B, is_selected_B, lanes_B, slots_LZKC)

@@ -1,7 +1,7 @@
 """Shares and lists in plain torch, for CPUs and for fp64.
 
-No shape depends on what a tensor holds. L layers, B sequences, b some of them, W places of a block, S slots,
-N query heads, K KV heads, G = N / K, H head dim, C listed slots."""
+No shape depends on what a tensor holds. L layers, B sequences, b some of them, W positions of a block, S
+slots, N query heads, K KV heads, G = N / K, H head dim, C listed slots."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def select_largest(
     slots_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
     is_candidate_BKS = (slots_S < counts_B[:, None])[:, None]
     for scores_BKS, slots_ZKC in zip(scores_LBKS, slots_LZKC, strict=True):
-        # The sort is stable: of equal scores the lower place comes first, which `topk` does not define.
+        # The sort is stable: of equal scores the lower position comes first, which `topk` does not define.
         order_BKS = scores_BKS.masked_fill(~is_candidate_BKS, -torch.inf).argsort(
             dim=-1, descending=True, stable=True
         )

@@ -1,6 +1,6 @@
 """Arguments of the ops that rank the slots before a block.
 
-L sparse layers, R rows of a pass, B sequences, W places of a block, S physical KV slots, P pages of the
+L sparse layers, R rows of a pass, B sequences, W positions of a block, S physical KV slots, P pages of the
 longest sequence, N query heads, K KV heads, H head dim."""
 
 from __future__ import annotations

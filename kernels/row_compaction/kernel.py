@@ -1,6 +1,6 @@
 """The Triton kernels of compaction: how many rows each sequence goes on with, where they go, and a gather.
 
-B sequences, R rows, I rows that are left, W places of a block (SIZE, padded to BLOCK_W)."""
+B sequences, R rows, I rows that are left, W positions of a block (SIZE, padded to BLOCK_W)."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def find_kernel(
 def spread_kernel(
     kept_BW, ends_B, starts_B, rows_BW, keep_R, limits_R, SIZE: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """Flags of one sequence's places to their rows, and the slot below which these see their block."""
+    """Flags of one sequence's positions to their rows, and the slot below which these see their block."""
     b = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
     row = tl.load(rows_BW + b * SIZE + w, mask=w < SIZE, other=-1)

@@ -1,6 +1,6 @@
 """The Triton kernels of `keep_wanted`: which wanted rows are left, and their rows of the head.
 
-B sequences, R rows that are left, X wanted rows, H rows of the head, W places of a block (SIZE, padded to
+B sequences, R rows that are left, X wanted rows, H rows of the head, W positions of a block (SIZE, padded to
 BLOCK_W)."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def wanted_of(first_B, num_B, b, X, BLOCK_W: tl.constexpr):
 def search_wanted_kernel(
     rows_X, first_B, num_B, waits_B, origin_R, index_BW, count_B, X, R, num_halvings, BLOCK_W: tl.constexpr
 ):
-    """The places, among the rows that are left, of the wanted rows of one sequence, -1: dropped; and how many
-    are left. `origin_R` ascends."""
+    """The positions, among the rows that are left, of the wanted rows of one sequence, -1: dropped; and how
+    many are left. `origin_R` ascends."""
     b = tl.program_id(0).to(tl.int64)
     x, m_x = wanted_of(first_B, num_B, b, X, BLOCK_W)
     row = tl.load(rows_X + x, mask=m_x, other=-1)

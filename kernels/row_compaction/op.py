@@ -1,7 +1,7 @@
 """Rows that go on, packed again in two launches, and what is aligned with them gathered in one. Nothing waits
 for the device. Contract in README.md.
 
-B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head."""
+B sequences, R rows, I rows that are left, W positions of a block, X wanted rows, H rows of the head."""
 
 from __future__ import annotations
 
@@ -146,9 +146,9 @@ def keep_wanted(
 def find_index(
     cu_rows_B1: Tensor, slots_R: Tensor, is_mask_R: Tensor | None, starts_B: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """The row at each place of the blocks of `size` places that begin at slots `starts_B`, int64 [B, W], -1:
-    none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence have
-    ascending slots without a gap."""
+    """The row at each place of the blocks of `size` positions that begin at slots `starts_B`, int64 [B, W],
+    -1: none; and which of these are masks, bool [B, W] (None: there are no masks). The rows of a sequence
+    have ascending slots without a gap."""
     if not runs_kernels(slots_R):
         return plain.find_index(cu_rows_B1, slots_R, is_mask_R, starts_B, size)
     import triton
@@ -169,8 +169,8 @@ def find_index(
 def spread_index(
     kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """`Drop.keep_R` and `Drop.limits_R` [num_rows] of places that go on (bool) and see the first `ends_B`
-    places of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
+    """`Drop.keep_R` and `Drop.limits_R` [num_rows] of positions that go on (bool) and see the first `ends_B`
+    positions of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
         return plain.spread_index(kept_BW, ends_B, starts_B, rows_BW, num_rows)
     import triton

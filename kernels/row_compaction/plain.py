@@ -1,6 +1,6 @@
 """The ops in plain torch: what a CPU runs. Static shapes; nothing waits for the device.
 
-B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head."""
+B sequences, R rows, I rows that are left, W positions of a block, X wanted rows, H rows of the head."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compact_rows(
     new_R = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
     target_I = torch.where(is_row_I, numbers_I, num_rows)
     new_R.scatter_(0, target_I, torch.arange(num_left, device=device))
-    # Places without a row read one more row, which no row is.
+    # Positions without a row read one more row, which no row is.
     new_R[-1:] = -1
     return Compacted(
         rows=PackedRows(
@@ -144,7 +144,7 @@ def spread_index(
 
 
 def by_row(of_positions_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
-    """For each row the value [R] of its place; `other` for rows of no place."""
+    """For each row the value [R] of its position; `other` for rows of no place."""
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
     values_R = torch.full((num_rows + 1,), other, dtype=of_positions_BW.dtype, device=rows_BW.device)
     return values_R.scatter(0, target_X, of_positions_BW.flatten())[:-1]
@@ -162,7 +162,7 @@ def flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
     """Numbers [num_left] of the flagged rows in order, R after the last; those beyond `num_left` are left
     out."""
     num_rows, device = len(is_flagged_R), is_flagged_R.device
-    # Rows that are left out go to one more place, which is cut off.
+    # Rows that are left out go to one more position, which is cut off.
     index_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)
     numbers = torch.full((num_left + 1,), num_rows, dtype=torch.int64, device=device)
     return numbers.scatter_(0, index_R, torch.arange(num_rows, device=device))[:-1]

@@ -1,6 +1,6 @@
 """Arguments and results of compaction.
 
-B sequences, R rows, I rows that are left, W places of a block, X wanted rows, H rows of the head."""
+B sequences, R rows, I rows that are left, W positions of a block, X wanted rows, H rows of the head."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class KeptWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, the
+    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each position `rows_BW`, the
     sequences that found no room `waits_B` (bool), and the rows that each asked for `demand_B` (int64)."""
 
     rows: PackedRows

@@ -75,7 +75,7 @@ def inverse_mass(p_numbers):
 
 @triton.jit
 def pick(b_mass, target, NUM: tl.constexpr):
-    """First place whose cumulated mass exceeds `target`, else the last with mass, else 0. Never a place
+    """First position whose cumulated mass exceeds `target`, else the last with mass, else 0. Never a position
     without mass: a parallel cumulated sum may rise by rounding where nothing is added."""
     o_index = tl.arange(0, NUM)
     b_total = tl.cumsum(b_mass, 0)
@@ -154,7 +154,8 @@ def stats_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr):
-    """1 + the first place where a sequence's row has no finite largest logit, or 0; rows -1 are skipped."""
+    """1 + the first position where a sequence's row has no finite largest logit, or 0; rows -1 are
+    skipped."""
     i_sequence = tl.program_id(0).to(tl.int64)
     o_row = tl.arange(0, ROWS)
     b_row = tl.load(p_rows + i_sequence * num_rows + o_row, mask=o_row < num_rows, other=-1).to(tl.int64)

@@ -52,8 +52,9 @@ def row_probs(
 
 
 def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
-    """1 + the place (int64 [B]) of the first of a sequence's rows without a distribution: a logit is NaN or
-    infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are skipped."""
+    """1 + the position (int64 [B]) of the first of a sequence's rows without a distribution: a logit is NaN
+    or infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are
+    skipped."""
     if isinstance(probs, PlainProbs):
         assert probs.is_nonfinite_X is not None, "these probs were not computed from logits"
         is_nonfinite_BJ = (rows_BJ >= 0) & probs.is_nonfinite_X[rows_BJ.clamp(min=0)]

@@ -38,7 +38,8 @@ def _visible(layout: RowLayout, row: int) -> set[int]:
 
 
 def _owner(layout: RowLayout, row: int) -> tuple[int, int] | None:
-    """(parent chain row, place in its group) of a mask row, None for a chain row; counted off one by one."""
+    """(parent chain row, position in its group) of a mask row, None for a chain row; counted off one by
+    one."""
     walk = layout.num_drafts + 1
     for parent in layout.mask_parents:
         for offset in range(layout.num_masks):

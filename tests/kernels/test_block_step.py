@@ -92,7 +92,7 @@ def within_limit(case: Case, plan: StepPlan, sequences: list[tuple[Sequence, int
             known, index_of_row = len(sequences[b][0].tokens), index - int(shape.shifted)
             slots = [slot for _, slot, *_ in due[b][0]]
             slot = known // case.size * case.size + index_of_row
-            # In a pass that cannot be: a shifted block's first place open after its first pass.
+            # In a pass that cannot be: a shifted block's first position open after its first pass.
             row = slots.index(slot) if slot in slots else 0
             found[number] = (first_rows[b] + row, b * case.size + index, case.sequences[b][0])
     assert torch.equal(wanted.number_BW, numbers)

@@ -332,7 +332,7 @@ def test_ops_write_to_given_places_on_a_cpu(num_rows: int, dtype: torch.dtype) -
 
 
 def test_bits_of_a_row_of_a_cpu_product_do_not_depend_on_the_number_of_rows() -> None:
-    """Into a given place, with a bias, and from columns of a wider tensor too."""
+    """Into a given position, with a bias, and from columns of a wider tensor too."""
     generator = torch.Generator().manual_seed(0)
     for D, E in ((32, 48), (48, 33), (128, 96), (512, 64)):
         x = torch.randn(40, 2 * D, generator=generator)[:, :D]

@@ -88,7 +88,7 @@ class Oracle:
         return (logits / self.temperature).softmax(-1), logits.softmax(-1)
 
     def _logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Of the answer's places [3, V]; every place sees all others."""
+        """Of the answer's positions [3, V]; every position sees all others."""
         everything = torch.zeros(1, 1, len(token_ids), len(token_ids))
         found = self.model(input_ids=torch.tensor([token_ids]), attention_mask=everything)
         return torch.as_tensor(found.logits[0, len(PROMPT) :].double())
@@ -117,7 +117,7 @@ class Oracle:
         own: torch.Tensor,
         step: int,
     ) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Sets of places that the pass decides, with their chances."""
+        """Sets of positions that the pass decides, with their chances."""
         order, steps = self.options["order"], self.options.get("steps", NUM_TOKENS)
         now, then = (1 - (1 - 1e-3) * (step + late) / steps for late in (0, 1))
         flip = 1.0 if step == steps - 1 else 1 - then / now

@@ -1,7 +1,7 @@
 """Full-diffusion families as their papers and published code define them: slow, fp32, one canvas at a time.
 
-Written from the tensors of a checkpoint by their true names, with no code of the product. Shapes: L places,
-D width, N heads, H head dim, V vocabulary.
+Written from the tensors of a checkpoint by their true names, with no code of the product. Shapes: L
+positions, D width, N heads, H head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 KV = list[tuple[Tensor, Tensor]]
-"""Of every layer the keys and values [L, K, H] of all places, as the last pass over each has left them."""
+"""Of every layer the keys and values [L, K, H] of all positions, as the last pass over each has left them."""
 LLADA: dict[str, Any] = {
     "architectures": ["LLaDAModelLM"],
     "model_type": "llada",
@@ -159,10 +159,10 @@ def logits(
     kv: KV | None = None,
     normalises: bool = False,
 ) -> Tensor:
-    """Logits [L, V] of all places of a canvas, each of which sees all others; not shifted.
+    """Logits [L, V] of all positions of a canvas, each of which sees all others; not shifted.
 
-    `fed`: only these places are computed; they see, of the others, the keys and values in `kv`, which the
-    pass updates in place (an empty one needs a pass over all places). Logits of the others are NaN.
+    `fed`: only these positions are computed; they see, of the others, the keys and values in `kv`, which the
+    pass updates in place (an empty one needs a pass over all positions). Logits of the others are NaN.
     `normalises`: the planted mistake of a router that divides its weights by their sum.
     """
     fed = list(range(len(token_ids))) if fed is None else fed
@@ -176,7 +176,7 @@ def logits(
 
 
 def _stored(kv: KV, number: int, fed_L: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all places, after those of the fed ones are stored."""
+    """Keys and values of all positions, after those of the fed ones are stored."""
     if len(kv) == number:
         kv.append((k_LKH.clone(), v_LKH.clone()))
     for all_LKH, new_LKH in zip(kv[number], (k_LKH, v_LKH), strict=True):

@@ -196,7 +196,7 @@ class Reference:
         return scores_E, scores_E if self.fault == "router_without_bias" else scores_E + bias_E
 
     def admitted(self, prefix: str, x_LD: Tensor, index: int) -> list[int] | None:
-        """The experts that the block of a place admits; None: the model has no such rule."""
+        """The experts that the block of a position admits; None: the model has no such rule."""
         if "expert_capacity" not in self.config or self.fault == "capacity_ignored":
             return None
         size, capacity = self.config["block_size"], self.config["expert_capacity"]

@@ -230,7 +230,7 @@ class CheckpointWriter:
 
 
 def _storages(state: Any) -> dict[tuple[str, int], Tensor]:
-    """The bytes of every storage of the tensors in `state`, by place."""
+    """The bytes of every storage of the tensors in `state`, by position."""
     storages: dict[tuple[str, int], Tensor] = {}
     for tensor in _tensors(state):
         whole, key = _bytes_of(tensor), _index(tensor)
@@ -275,7 +275,7 @@ def _allocated(buffer: Buffer) -> int:
 
 
 def _replaced(state: Any, copies: dict[tuple[str, int], Tensor]) -> Any:
-    """`state` with its tensors in `copies` of their storages, by place."""
+    """`state` with its tensors in `copies` of their storages, by position."""
     if isinstance(state, Tensor):
         buffer = copies[_index(state)].untyped_storage()
         made = torch.empty(0, dtype=state.dtype).set_(

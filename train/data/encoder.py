@@ -43,7 +43,8 @@ LEFT_OUT = ("error", "accept")
 
 
 class Encoder:
-    """Turns text into token ids with supervision flags; refuses the mask token, which only objectives place.
+    """Turns text into token ids with supervision flags; refuses the mask token, which only objectives
+    position.
 
     `thinking`: `keep` trains thoughts, as a `<think>` block where the template leaves them out; `strip`
     removes them from assistant turns, `off` also renders with enable_thinking=False. `turns`: supervise `all`

@@ -218,7 +218,7 @@ def test_trap_19_the_mask_is_never_decided(mask_lover: Path, options: dict[str, 
 def test_trap_26_a_mask_in_a_prompt_is_text_and_in_no_answer(toy: Path) -> None:
     """Text may be tokenised to the MASK's id: it is read as a token like another, and none is left over.
 
-    After nothing but MASKs all places are equally confident up to rounding: there, decide from left to
+    After nothing but MASKs all positions are equally confident up to rounding: there, decide from left to
     right."""
     prompts = [[3, MASK_ID], [9, *[MASK_ID] * SIZE], [5, 6, MASK_ID, 7, 8, MASK_ID]]
     mere_masks = [[MASK_ID], [MASK_ID] * SIZE, [MASK_ID] * (SIZE + 1)]

@@ -23,8 +23,8 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 class Logits(Protocol):
-    """Logits [L, V] of a canvas, not shifted, of which only the places `fed` are computed, with the keys and
-    values of the others in `kv`; see `full_reference.logits`."""
+    """Logits [L, V] of a canvas, not shifted, of which only the positions `fed` are computed, with the keys
+    and values of the others in `kv`; see `full_reference.logits`."""
 
     def __call__(self, token_ids: list[int], *, fed: list[int], kv: Layers) -> Tensor: ...
 
@@ -73,8 +73,8 @@ class SlowCanvas:
     def _fed(
         self, canvas: list[int | None], start: int, size: int, step: int, recent: list[int]
     ) -> list[int]:
-        """The places that a pass computes; `recent` ones were decided by the pass before. Every block begins
-        with all of them, so that nothing is left of the blocks before."""
+        """The positions that a pass computes; `recent` ones were decided by the pass before. Every block
+        begins with all of them, so that nothing is left of the blocks before."""
         everything = list(range(len(canvas)))
         interval = (self.cache_refresh or 8) if self.cache == "delayed" else 1 << 30
         if self.cache is None or step % interval == 0:
@@ -98,7 +98,7 @@ class SlowCanvas:
         steps: int,
         params: SamplingParams,
     ) -> list[int]:
-        """Decide some masks; returns their places."""
+        """Decide some masks; returns their positions."""
         assert params.seed is not None
         stream = (torch.tensor([number]) for number in (params.seed, 0, (start << PASSES_BITS) + step))
         numbers = uniforms(*stream, 2 * size)[0].tolist()

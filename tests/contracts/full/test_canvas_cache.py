@@ -193,7 +193,7 @@ def rows_of_passes(engine: Engine, number: int) -> list[int]:
 @pytest.mark.sweep_but("llada-off")
 @pytest.mark.parametrize("static", ["off", "on"])
 def test_rows_that_are_fed(family: tuple[str, Path], static: str) -> None:
-    """Prompt 12, answer 16 in blocks of 4, one token a pass; a shifted block feeds the place before it."""
+    """Prompt 12, answer 16 in blocks of 4, one token a pass; a shifted block feeds the position before it."""
     kind, directory = family
     shift, canvas, options = int(kind == "dream"), 28, {"order": "low_confidence", "block_length": 4}
     assert len(PROMPTS[2]) + LENGTHS[2] == canvas

@@ -41,7 +41,7 @@ def engine_of(directory: Path, **options: Any) -> Engine:
 
 
 def engine_logits(engine: Engine, ids: list[int]) -> Tensor:
-    """Logits [L, V] of a canvas of these known tokens and one more place to decide."""
+    """Logits [L, V] of a canvas of these known tokens and one more position to decide."""
     runner: Any = engine._parts.runner
     forward, found = runner.forward, []
 

@@ -37,7 +37,7 @@ ARMS = {
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_follows_its_trace(name: str) -> None:
-    """A window asserts the decided places of every lane at both ends."""
+    """A window asserts the decided positions of every lane at both ends."""
     arm, trace = ARMS[name], synthetic_trace(SIZE)
     model = random_model("tiny", device="cuda", dtype=torch.bfloat16, block_size=SIZE)
     load = Load(concurrency=24, context=64, num_tokens=400, sampling=SAMPLING["T1"])

@@ -134,7 +134,7 @@ class Case:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The state that a commit changes; only decided places of a lane's block are meaningful."""
+        """The state that a commit changes; only decided positions of a lane's block are meaningful."""
         table, blocks = self.table, self.decoder.blocks
         columns = {name: getattr(blocks, name).clone() for name in STATE}
         columns["tokens_ZW"] *= columns["is_decided_ZW"]

@@ -1,4 +1,5 @@
-"""Checks of ops that write to given places, on any device: bits of the ops that allocate, poisoned places.
+"""Checks of ops that write to given positions, on any device: bits of the ops that allocate, poisoned
+positions.
 
 R rows, N query heads, K KV heads, H head dim, C chosen experts, D width, F ffn of an expert."""
 
@@ -43,7 +44,7 @@ def check_heads_in_place(num_rows: int, dtype: torch.dtype, device: torch.device
 def check_expert_steps(
     num_rows: int, dtype: torch.dtype, device: torch.device, *, D: int = 32, F: int = 24
 ) -> None:
-    """The steps of `experts` against the op, in poisoned places; nothing is written beside them."""
+    """The steps of `experts` against the op, in poisoned positions; nothing is written beside them."""
     generator = torch.Generator().manual_seed(num_rows)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The definition of a block-diffusion pass, sequence by sequence in plain Python. Rules in README.md.
 
-Z lanes, W places of a block."""
+Z lanes, W positions of a block."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Sequence:
     entropy_bound: float = 0.0
 
     def masks(self, size: int) -> list[int]:
-        """Places that are neither known nor decided."""
+        """Positions that are neither known nor decided."""
         return [w for w in range(len(self.tokens) % size, size) if self.decided[w] is None]
 
     def fed(self, shape: Any, num_feed: int) -> tuple[int, int]:
-        """First place and number of places of the active block that a pass computes."""
+        """First position and number of positions of the active block that a pass computes."""
         if not shape.reuses:
             return 0, shape.size
         index = (self.masks(shape.size) or [shape.size - 1])[0]
@@ -46,7 +46,7 @@ def pack_reference(
     sequences: list[tuple[Sequence, int, bool]], shape: Any, num_rows: int | None
 ) -> list[tuple[list[Row], int, bool, list[int]]]:
     """For every (sequence, tokens that the host has counted, whether it decodes): its rows, how many of them
-    are stored, whether it decides something, and the places that it may decide."""
+    are stored, whether it decides something, and the positions that it may decide."""
     size, uncounted, counted = shape.size, 0, 0
     due = []
     for sequence, num_counted, decodes in sequences:
@@ -81,10 +81,10 @@ def pack_reference(
 def wanted_reference(
     demand: list[list[int]], num_waits: list[int], opens: list[bool], num_wanted: int
 ) -> list[list[tuple[int, int]] | None]:
-    """(Number of the wanted row, place) of the places that each sequence asks for; None: it waits.
+    """(Number of the wanted row, position) of the positions that each sequence asks for; None: it waits.
 
     Those that open a shifted block come first, then those that have waited longest, then in order. `demand`:
-    places in ascending order; `num_waits`: passes in a row in which each waited."""
+    positions in ascending order; `num_waits`: passes in a row in which each waited."""
     found: list[list[tuple[int, int]] | None] = [[] for _ in demand]
     first = 0
     for b in sorted(range(len(demand)), key=lambda b: (not opens[b], -num_waits[b], b)):

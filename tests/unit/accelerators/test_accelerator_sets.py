@@ -1,7 +1,7 @@
 """Index sets, bounds and sparse attention of 500 random blocks against the papers' equations, in fp64.
 
 Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; slots that were
-never stored are NaN. B sequences, R rows, W places of a block, K KV heads, H head dim.
+never stored are NaN. B sequences, R rows, W positions of a block, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class World:
         return self.block_table_BP[b, slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE
 
     def view(self, starts: list[int], steps: list[int], fed: list[list[int]]) -> PassView:
-        """A pass that stores what is missing below each block and feeds the places `fed` of it."""
+        """A pass that stores what is missing below each block and feeds the positions `fed` of it."""
         slots = [
             [*range(self.stored[b], starts[b]), *(starts[b] + spec for spec in fed[b])]
             for b in range(NUM_SEQUENCES)

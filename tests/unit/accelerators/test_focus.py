@@ -48,9 +48,9 @@ CASES = [
 
 @dataclass(kw_only=True)
 class Lane:
-    """A sequence, as the reference knows it. `keys`: of the block in work, by layer and place. `is_fed`: the
-    pass decodes for it; `is_needed`: and the kv side needs all of its rows. The pass also stores the block
-    before but for what is frozen there (`stays`): rows of which the host scheduled some.
+    """A sequence, as the reference knows it. `keys`: of the block in work, by layer and position. `is_fed`:
+    the pass decodes for it; `is_needed`: and the kv side needs all of its rows. The pass also stores the
+    block before but for what is frozen there (`stays`): rows of which the host scheduled some.
     """
 
     num_stored: int
@@ -242,7 +242,7 @@ def index_of(size: int, num_lanes: int) -> EngineSpec:
 
 
 def initial_rows(kv: SparseKV, number: int, start: int) -> dict[int, int]:
-    """By place the rows of a sequence's block that are still fed."""
+    """By position the rows of a sequence's block that are still fed."""
     plan = kv.plan
     own = range(int(plan.cu_rows_B1[number]), int(plan.cu_rows_B1[number + 1]))
     return {int(plan.slots_R[row]) - start: row for row in own if int(plan.slots_R[row]) >= start}

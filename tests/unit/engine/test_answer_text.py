@@ -67,7 +67,7 @@ def test_stops_name_tokens_that_are_not_shown(seed: int) -> None:
     for _ in range(200):
         parts = [*ALPHABET, *letters]
         stops = tuple("".join(rng.choices(parts, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3)))
-        # At each place the longest name, as tokenizers read it.
+        # At each position the longest name, as tokenizers read it.
         marked = [re.sub("<x><|<x>|<yy>", lambda found: letters[found[0]], stop) for stop in stops]
         named = {idx: letters[name] for idx, name in HIDDEN.items() if any(name in each for each in stops)}
         answer, whole, released = AnswerText(_Letters(), stops, hidden=HIDDEN), "", ""

@@ -1,4 +1,4 @@
-"""Bytes and places of single tokens, and how log-probabilities tell them."""
+"""Bytes and positions of single tokens, and how log-probabilities tell them."""
 
 from __future__ import annotations
 

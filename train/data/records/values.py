@@ -1,6 +1,6 @@
 """Values of records: texts, JSON in texts, and the nulls of tables.
 
-Errors name a value by its key; `build.encode` puts the record's place before them."""
+Errors name a value by its key; `build.encode` puts the record's location before them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from idlm.train.data.records.names import TEXT_PARTS
 
 
 def unusable(problem: str, *, fix: str) -> UserError:
-    """The error about a record; `build.encode` puts its place before the problem."""
+    """The error about a record; `build.encode` puts its location before the problem."""
     return UserError("IDLM-0202", problem, fix=fix)
 
 

@@ -17,7 +17,7 @@ SHAPES = [
     (2, 64, 4, 1, 128, 64),
     (4, 1, 2, 2, 16, 1),
 ]
-"""Sequences, places, query heads, KV heads, head dim, page size."""
+"""Sequences, positions, query heads, KV heads, head dim, page size."""
 NUM_ROWS_BEHIND = 3
 
 
@@ -152,7 +152,7 @@ def _scales(keys: BlockKeys) -> Tensor | float:
 
 
 def make_candidates(seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Candidates, float]:
-    """Parts of both layers, what is known of the places, and alpha.
+    """Parts of both layers, what is known of the positions, and alpha.
 
     Gains are multiples of 1/4, so that there are ties and sums are exact; NaN where there is no mask."""
     generator = torch.Generator().manual_seed(seed)

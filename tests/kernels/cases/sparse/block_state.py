@@ -45,7 +45,7 @@ class Sequence:
         return slots, [texts[slot] for slot in slots]
 
     def go_on(self, rng: random.Random, size: int) -> None:
-        """Decide and edit some places, or begin the next block."""
+        """Decide and edit some positions, or begin the next block."""
         if MASK not in self.tokens or rng.random() < 0.1:
             known = [rng.randrange(NUM_TOKENS) if token == MASK else token for token in self.tokens]
             self.before, self.tokens, self.start = known, [MASK] * size, self.start + size

@@ -40,8 +40,8 @@ class Work:
     listed: bool = True
 
     def rows(self) -> list[Row]:
-        """The clean rows are a block of their own; all places see the block up to the last one that is fed or
-        stored."""
+        """The clean rows are a block of their own; all positions see the block up to the last one that is fed
+        or stored."""
         first = self.start - self.num_clean
         clean = [(first + i, self.start, FAR) for i in range(self.num_clean)]
         return clean + [(self.start + index, self.start + self.size, FAR) for index in self.indices]

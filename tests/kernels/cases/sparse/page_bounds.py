@@ -1,7 +1,7 @@
 """Random cases of bounds of keys and of page scores, for a CPU, the interpreter and a GPU: pages of several
 pieces, pieces that are stored in part, and NaN in all slots that may not be read.
 
-B sequences, W places, I pieces, C pieces of all pages, R rows, P pages, K KV heads, G heads of a KV head,
+B sequences, W positions, I pieces, C pieces of all pages, R rows, P pages, K KV heads, G heads of a KV head,
 H head dim."""
 
 from __future__ import annotations

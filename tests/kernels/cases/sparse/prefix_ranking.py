@@ -1,7 +1,7 @@
 """Random cases of the ranking of prefixes, for a CPU, the interpreter and a GPU: ragged sequences, blocks at
-slot 0, prefixes shorter than lists, places without rows, and NaN in all slots that are not before a block.
+slot 0, prefixes shorter than lists, positions without rows, and NaN in all slots that are not before a block.
 
-L layers, R rows, B sequences, W places, S physical slots, P pages, N query heads, K KV heads, H head dim,
+L layers, R rows, B sequences, W positions, S physical slots, P pages, N query heads, K KV heads, H head dim,
 C listed slots, Z lanes."""
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Case:
 
 
 def make_case(seed: int, sizes: Sizes, dtype: torch.dtype, *, device: str = "cpu", fp8: bool = False) -> Case:
-    """A random case. In one of three places there is no row; the first sequence's block may be at slot 0."""
+    """A random case. In one of three positions there is no row; the first sequence's block may be at slot
+    0."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     pages_per_sequence = -(-sizes.max_slots // sizes.page_size)

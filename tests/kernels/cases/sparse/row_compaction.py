@@ -160,7 +160,8 @@ def check(case: Case) -> None:
 
 
 def check_positions(seed: int, device: str = "cpu") -> None:
-    """Rows of places and back, of sequences that feed rows before their block, some of its rows, or none."""
+    """Rows of positions and back, of sequences that feed rows before their block, some of its rows, or
+    none."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     size, num_sequences = SIZES[seed % len(SIZES)], rng.choice([1, 2, 5, 17])
     starts = [size * rng.randrange(4) for _ in range(num_sequences)]

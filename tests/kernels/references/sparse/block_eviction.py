@@ -38,7 +38,7 @@ def select_reference(
     is_mine: bool,
     sees_processed: bool = True,
 ) -> tuple[set[int], int, int]:
-    """The places that go on, how many of the first places they see, and the budget.
+    """The positions that go on, how many of the first positions they see, and the budget.
 
     `deltas`: gained attention of every mask; `may_be_decided`: some of them."""
     values = list(deltas.values())
@@ -59,8 +59,8 @@ def select_reference(
 
 @dataclass(slots=True)
 class LaneState:
-    """What a lane remembers: its block and the one before (first slots), frozen tokens by place in both,
-    processed places, masks at the block's beginning and its passes, and both of earlier blocks."""
+    """What a lane remembers: its block and the one before (first slots), frozen tokens by position in both,
+    processed positions, masks at the block's beginning and its passes, and both of earlier blocks."""
 
     start: int = -1
     before_start: int = -1
@@ -87,7 +87,7 @@ def begin_reference(
     shifted: bool,
     prefills: bool,
 ) -> tuple[bool, bool, float, set[int], set[int]]:
-    """Whether the block is fed whole with masks and whether it may lose rows, the average, and the places
+    """Whether the block is fed whole with masks and whether it may lose rows, the average, and the positions
     that are not computed, of the block and of the one before.
 
     `fed`, `stored`: tokens fed, by place of the block and of the one before."""
@@ -118,7 +118,7 @@ def begin_reference(
 def finish_reference(
     lane: LaneState, fed: dict[int, int], masks: set[int], computed: set[int], *, evicts: bool, stability: str
 ) -> None:
-    """The end of a pass of a block that is fed whole with masks, and that does not wait: `computed` places
+    """The end of a pass of a block that is fed whole with masks, and that does not wait: `computed` positions
     went through all layers."""
     lane.processed |= computed
     lane.num_passes += evicts

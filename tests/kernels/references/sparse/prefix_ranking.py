@@ -60,7 +60,7 @@ def attention_share_reference(ranking: RankingPass, layer: int, sequence: int, k
 
 
 def select_reference(scores_S: Tensor, num: int) -> list[int]:
-    """Places of the `num` largest scores, ascending; of equal scores the lower place is taken first."""
+    """Positions of the `num` largest scores, ascending; of equal scores the lower position is taken first."""
     scores = scores_S.tolist()
     ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     return sorted(ranked[:num])

@@ -43,7 +43,7 @@ def compact_reference(
 def wanted_reference(
     wanted: Sequence[Sequence[int]], order: Sequence[int], left: Sequence[int], *, num_head: int | None
 ) -> tuple[list[tuple[int, int]], list[int | None], list[int], list[bool]]:
-    """The head's rows, each as (place among the rows that are left, number of the wanted row); for each
+    """The head's rows, each as (position among the rows that are left, number of the wanted row); for each
     wanted row its row of the head, None: none; the rows that each sequence asked for, and which find no room.
 
     `wanted`: of each sequence the rows that it wants; their numbers follow one another in the `order` of

@@ -25,7 +25,7 @@ def test_every_arm_makes_the_decisions_of_the_first() -> None:
         engine.measure(measured)
         assert len(measured.rounds[0]) == LOAD.num_blocks * LOAD.passes
         if cache is None:
-            # Eight places in three passes.
+            # Eight positions in three passes.
             assert decisions.chosen_SW[:-1].sum(-1).tolist() == [3, 3, 2, 3, 3, 2]
         else:
             assert measured.num_replayed == LOAD.num_blocks * LOAD.block

@@ -49,7 +49,7 @@ def test_passes_compute_the_rows_that_the_trace_implies(commit: str, graphs: boo
 
 
 def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay that forgets a place decides fewer tokens a pass than its trace."""
+    """A replay that forgets a position decides fewer tokens a pass than its trace."""
     propose = UnmaskingReplay.propose
 
     def forgetful(self: UnmaskingReplay, *given: Any) -> Any:
