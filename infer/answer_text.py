@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from idlm.contracts import SamplingParams
+from idlm.text.detokenizer import Detokenizer
 from idlm.text.templates import all_template_text
 from idlm.text.thoughts import CLOSE, ThoughtReader, is_opened
-from idlm.text.tokenizer import Detokenizer, hidden_token_ids
+from idlm.text.tokenizer import hidden_token_ids
 
 FIRST_MARK, NUM_MARKS = 0xD800, 0x800
 """Half surrogates, which no text has, stand for tokens."""
@@ -49,6 +50,8 @@ class AnswerText:
         self._num_released = 0
         """Characters behind the reasoning."""
         self._released: list[str] = []
+        self._num_taken = 0
+        """Parts of the released text that were taken."""
         self.is_stopped = False
 
     @classmethod
@@ -70,8 +73,18 @@ class AnswerText:
         """All released text."""
         return "".join(self._released)
 
-    def push(self, token_ids: list[int]) -> str:
+    def take(self) -> str:
+        """The text that was released since the last call."""
+        start, self._num_taken = self._num_taken, len(self._released)
+        return "".join(self._released[start:])
+
+    def push(self, token_ids: Sequence[int]) -> str:
         """Append tokens; returns the newly released text."""
+        if not token_ids:
+            return ""
+        if not self.has_stops:
+            self._released.append(self._detokenizer.push(token_ids))
+            return self._released[-1]
         if not self._marks:
             return self._push(self._detokenizer.push(token_ids))
         parts = list[str]()

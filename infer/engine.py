@@ -36,13 +36,13 @@ from idlm.infer.parts import EngineParts, Prompt
 from idlm.infer.request import ANONYMOUS, Request, Turn, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.stride_controller import Load
-from idlm.infer.runtime.worker import Emission, InflightStep, Worker
+from idlm.infer.runtime.worker import InflightStep, Worker
 from idlm.infer.settings import EngineSettings, check_options
 from idlm.infer.sparse.row_reservation import RowCounts, RowReservation
 from idlm.infer.structured.grammar import Compiling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
@@ -75,7 +75,10 @@ class Engine:
             self._reservation = RowReservation(drops=parts.drops_rows, block_size=policy.block_size)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
+        self._unread: dict[Request, None] = {}
+        """Requests, in order, with tokens that no event has."""
         self._events: list[StreamEvent] = []
+        """The last events of requests."""
         self._inflight: deque[InflightStep] = deque()
         self._last_scheduled: list[Request] = []
         self._num_consecutive_oom = 0
@@ -185,12 +188,25 @@ class Engine:
     ) -> None:
         """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
         Requests of different clients and calls (`turn`) are admitted in turn."""
+        self._add(request_id, prompt, params, streams=streams, turn=turn)
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        streams: bool,
+        turn: Turn = ANONYMOUS,
+        is_read: bool = True,
+    ) -> None:
+        """Queue a prompt; with `is_read` False there is an event of each sample's end alone."""
         self._check_new(request_id)
         samples = self._parts.samples(request_id, prompt, params)
         with uninterrupted():
             for request in samples:
                 self._num_added += 1
-                request.turn = turn
+                request.turn, request.is_read = turn, is_read
                 self._active.setdefault(request_id, []).append(request)
                 if (request.params.stop or streams) and self.tokenizer is not None:
                     self._texts[request] = AnswerText.of(self.tokenizer, request.prompt_ids, request.params)
@@ -251,6 +267,11 @@ class Engine:
         return "lossy" if self._parts.is_lossy else "exact"
 
     @property
+    def is_running(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._active)
+
+    @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or an event unread."""
         return bool(self._active or self._events)
@@ -260,17 +281,54 @@ class Engine:
 
         The list may be empty: a step that only stores prompts emits nothing. Call until `has_work` is False.
         Ctrl-C and SIGTERM wait for the end of the step, a second one does not."""
-        self._run_step()
+        self.run_step()
         return self.take_events()
 
     def take_events(self) -> list[StreamEvent]:
-        """The events since the last call, without a step: those of a step that raised."""
-        events, self._events = self._events, []
-        return events
+        """The events since the last call, without a step, one for each sample: those of calls of `run_step`,
+        or of a step that raised."""
+        return self._take(None)
 
     @uninterrupted()
-    def _run_step(self) -> None:
-        """Launch a step and collect finished ones.
+    def _take(self, request_ids: Collection[str] | None) -> list[StreamEvent]:
+        """The events of these requests, None: of all; others stay for their own reader. Text is made here, in
+        batches, unless it may end the answer."""
+        unread, events = self._unread, self._events
+        if request_ids is None:
+            self._unread, self._events = {}, []
+        else:
+            self._unread = {one: None for one in unread if one.request_id not in request_ids}
+            self._events = [event for event in events if event.request_id not in request_ids]
+            unread = {one: None for one in unread if one.request_id in request_ids}
+            events = [event for event in events if event.request_id in request_ids]
+        return [*map(self._event, unread), *events]
+
+    def _event(self, request: Request) -> StreamEvent:
+        """The event of the tokens that none has yet."""
+        start, new_ids = request.num_told, self._tell(request)
+        answer = self._texts.get(request)
+        return StreamEvent(
+            request.request_id,
+            request.index,
+            tuple(new_ids),
+            "" if answer is None else answer.take(),
+            None,
+            logprobs=tuple(request.logprobs[start:]),
+            prompt_logprobs=None if start else request.all_prompt_logprobs(),
+        )
+
+    def _tell(self, request: Request) -> list[int]:
+        """The tokens that no event has yet, which become text."""
+        new_ids = request.token_ids[request.num_told :]
+        request.num_told = len(request.token_ids)
+        answer = self._texts.get(request)
+        if answer is not None and not answer.has_stops:
+            answer.push(strip_stop_id(new_ids, request.stop_ids))
+        return new_ids
+
+    @uninterrupted()
+    def run_step(self) -> None:
+        """Launch a step and collect finished ones, whose events `take_events` returns.
 
         A step that raises has no effect: its requests are queued again. After an out-of-memory error the next
         steps are smaller."""
@@ -321,106 +379,97 @@ class Engine:
         """Process finished steps, oldest first, and wait for more until `max_inflight` remain."""
         while self._inflight and (len(self._inflight) > max_inflight or self._inflight[0].is_ready()):
             step = self._inflight.popleft()
-            emissions = step.emissions()
+            counts = step.counts()
             if self._reservation is not None:
-                self._reservation.observe([one.demand for one in emissions], step.widths)
+                self._reservation.observe(step.demands(), step.widths)
             for request, position, logprobs in step.prompt_logprobs():
                 request.add_prompt_logprobs(position, logprobs)
             if self._stride_controller is not None and not step.schedule.is_eager:
                 load = Load.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())
-            for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
+            scored: Sequence[Sequence[TokenLogprob]] = step.logprobs() or [()] * len(counts)
+            for request, samples, row, own in zip(step.requests, step.samples, counts, scored, strict=True):
                 # Skip requests that finished or were aborted after this step was launched.
                 if request.finish_reason is None:
-                    self._process(request, samples, emission)
+                    request.num_forwards += 1
+                    if samples:
+                        self._process(request, row, own, step.mode)
 
-    def _process(self, request: Request, samples: bool, emission: Emission) -> None:
-        """Commit what a step emitted for one request, and finish the request if it is done."""
-        request.num_forwards += 1
-        if not samples:
+    def _process(
+        self, request: Request, row: Sequence[int], logprobs: Sequence[TokenLogprob], mode: int
+    ) -> None:
+        """Commit what a step emitted for one request, and finish the request if it is done. `row`: of
+        `StepResult.counts_BJ`."""
+        nonfinite, waited, _, _, _, num_emitted, accepted, tested, *token_ids = row
+        del token_ids[num_emitted:]
+        if (nonfinite or request.num_again or not request.token_ids) and self._fails(
+            request, token_ids, nonfinite
+        ):
             return
-        if emission.nonfinite == 1 or (not request.token_ids and request.has_nonfinite_prompt):
-            self._fail_nonfinite(request)
-            return
-        if request.contradicts(emission.token_ids):
-            again = decoded_otherwise(request.request_id, len(request.token_ids))
-            self._fail(request, again, invalidate=True)
-            return
-        if request.params.max_tokens == 0:
-            request.finish_reason = "length"
-            self._emit(request, [], "", emission)
-            return
-        num_before = request.num_known
-        new_ids, text = self._append(request, emission.token_ids)
-        problem = None if request.grammar is None else request.grammar.problem
+        num_before, problem, answer = request.num_known, None, self._texts.get(request)
+        if answer is not None and answer.has_stops:
+            new_ids = self._extend_up_to_stop(request, answer, token_ids)
+        else:
+            new_ids = request.extend(token_ids)
+        if request.grammar is not None:
+            problem = request.grammar.problem
         if problem is None:
-            self.scheduler.book(request, num_before, waited=emission.demand.waited)
+            self.scheduler.book(request, num_before, waited)
         if new_ids:
             request.num_steps += 1
-            self._count_drafts(request, emission, len(new_ids))
-            self._emit(request, new_ids, text, emission)
+            if tested:
+                request.count_drafts(accepted, tested, len(new_ids))
+            if self._stride_controller is not None:
+                self._observe_drafts(request, accepted, tested, mode)
+            if logprobs:
+                request.logprobs += logprobs[: len(new_ids)]
         if request.finish_reason is not None:
+            self._end(request)
             return
+        if new_ids and request.is_read:
+            self._unread[request] = None
         if problem is not None:
             self._fail(request, grammar_failed(request.request_id, len(request.token_ids), problem))
-        elif new_ids and emission.nonfinite:
+        elif new_ids and nonfinite:
             self._fail_nonfinite(request)
 
-    def _emit(self, request: Request, new_ids: list[int], text: str, emission: Emission) -> None:
-        """Finish the request if it is done, and enter the event of its new tokens."""
-        logprobs = emission.logprobs[: len(new_ids)]
-        request.logprobs += logprobs
-        completion = None
-        if request.finish_reason is not None:
-            if request in self._texts:
-                text += self._texts[request].finish()
-            completion = self._finish(request)
-        is_first = len(request.token_ids) == len(new_ids)
-        self._events.append(
-            StreamEvent(
-                request_id=request.request_id,
-                index=request.index,
-                token_ids=tuple(new_ids),
-                text=text,
-                completion=completion,
-                logprobs=tuple(logprobs),
-                prompt_logprobs=request.all_prompt_logprobs() if is_first else None,
-            )
-        )
+    def _fails(self, request: Request, token_ids: list[int], nonfinite: int) -> bool:
+        """Fail a request whose emission means nothing, or contradicts what it has emitted before."""
+        if nonfinite == 1 or (not request.token_ids and request.has_nonfinite_prompt):
+            self._fail_nonfinite(request)
+        elif request.contradicts(token_ids):
+            again = decoded_otherwise(request.request_id, len(request.token_ids))
+            self._fail(request, again, invalidate=True)
+        return request.finish_reason is not None
 
-    def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
-        """Append emitted tokens up to the one that stops the answer; returns those tokens and their text.
-        Those that were decoded again are not new."""
-        answer = self._texts.get(request)
-        text, num_kept, unread = "", 0, list[int]()
-        token_ids = [token_id for token_id in token_ids if not request.repeats(token_id)]
+    def _end(self, request: Request) -> None:
+        """Enter the last event of an answer, and finish it."""
+        event = self._event(request)
+        if request in self._texts:
+            event.text += self._texts[request].finish()
+        event.completion = self._finish(request)
+        self._events.append(event)
+
+    def _extend_up_to_stop(self, request: Request, answer: AnswerText, token_ids: list[int]) -> list[int]:
+        """`Request.extend`, token by token, up to the one that brings a stop string."""
+        new_ids, grammar = list[int](), request.grammar
         for token_id in token_ids:
-            if request.grammar is not None and not request.grammar.push([token_id]):
+            added = request.extend([token_id])
+            new_ids += added
+            answer.push(strip_stop_id(added, request.stop_ids))
+            if answer.is_stopped:
+                request.finish_reason = "stop"
+            if request.finish_reason is not None or (grammar is not None and grammar.problem):
                 break
-            request.push(token_id)
-            num_kept += 1
-            if answer is not None and token_id not in request.stop_ids:
-                unread.append(token_id)
-                # Without stop strings all tokens of a pass become text at once, which takes less time.
-                if answer.has_stops:
-                    text += answer.push([unread.pop()])
-                    request.finish_reason = "stop" if answer.is_stopped else request.finish_reason
-            if request.finish_reason is not None:
-                break
-        if answer is not None and unread:
-            text += answer.push(unread)
-        return token_ids[:num_kept], text
+        return new_ids
 
-    def _count_drafts(self, request: Request, emission: Emission, num_kept: int) -> None:
-        """Count tested and accepted drafts; those after a stop belong to no answer."""
-        accepted = emission.num_accepted
-        tested = emission.num_tested if num_kept > accepted else num_kept
-        request.count_drafts(min(accepted, num_kept), tested)
-        # Drafts that a grammar forces are always accepted and say nothing of other requests.
+    def _observe_drafts(self, request: Request, accepted: int, tested: int, mode: int) -> None:
+        """Tell the stride controller of drafts, but not those that a grammar forces, which are always
+        accepted."""
         if self._stride_controller is not None and request.grammar is None:
             from_masks = not request.has_other_drafts
-            self._stride_controller.observe_drafts(accepted, emission.num_tested, from_masks=from_masks)
-            drafts_again = accepted < emission.num_tested and self.decoder.drafts_again(emission.mode)
+            self._stride_controller.observe_drafts(accepted, tested, from_masks=from_masks)
+            drafts_again = accepted < tested and self.decoder.drafts_again(mode)
             request.has_other_drafts = from_masks and drafts_again
 
     def _finish(
@@ -432,6 +481,8 @@ class Engine:
         samples.remove(request)
         if not samples:
             del self._active[request.request_id]
+        self._tell(request)
+        self._unread.pop(request, None)
         answer = self._texts.pop(request, None)
         if answer is not None:
             answer.finish()
@@ -444,10 +495,8 @@ class Engine:
         """Run a step and take the events of these requests; others stay for their own reader.
 
         Raises the error of a request that failed."""
-        self._run_step()
-        events = self._events
-        self._events = [event for event in events if event.request_id not in request_ids]
-        own = [event for event in events if event.request_id in request_ids]
+        self.run_step()
+        own = self._take(request_ids)
         error = next((event.error for event in own if event.error is not None), None)
         if error is not None:
             raise error
@@ -477,6 +526,8 @@ class Engine:
     def _fail(self, request: Request, error: UserError, *, invalidate: bool = False) -> None:
         """Finish a request with the tokens it has. `invalidate`: see `Scheduler.retire`."""
         request.finish_reason = "error"
+        if request in self._unread:
+            self._events.append(self._event(request))
         text = self._texts[request].finish() if request in self._texts else ""
         completion = self._finish(request, error, invalidate=invalidate)
         self._events.append(StreamEvent(request.request_id, request.index, (), text, completion, error))
@@ -519,7 +570,7 @@ class Engine:
             for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
                 self._check_new(request_id)
                 added.add(request_id)
-                self.add_request(request_id, prompt, setting, streams=streams)
+                self._add(request_id, prompt, setting, streams=streams, is_read=streams)
             yield [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
         finally:
             self._drop(added)

@@ -22,7 +22,8 @@ from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import Grammar, GrammarCompiler
-from idlm.text.tokenizer import answer_text, encode_prompts
+from idlm.text.detokenizer import answer_text
+from idlm.text.tokenizer import encode_prompts
 
 Prompt = str | Sequence[int]
 

@@ -43,14 +43,19 @@ class Request:
     position of the random stream), as far as results have been read; `num_inflight` more steps are launched.
     `num_passes` decoding steps have emitted nothing since it last emitted tokens or lost its KV. The last
     `num_again` of its tokens are unknown for now and will be decoded again (`Accelerator.decodes_again`).
-    `max_length` bounds prompt and answer together; a pass feeds `num_canvases` of them (full diffusion),
+    `num_known` of its tokens are known, those of the prompt counted. `max_length` bounds prompt and answer
+    together. Once it decodes token by token, its lane has pages for the next pass while the request has at
+    most `num_covered` known tokens (0: it does not). The prefix cache has all of its pages while fewer than
+    `page_end` tokens are computed.
+    A pass feeds `num_canvases` of them (full diffusion),
     each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
     `tested` count drafts by position, `recent_accepted` and `recent_tested` all of late: after
     `MAX_RECENT_DRAFTS` tests the older ones count half. `has_other_drafts`: its drafts are not from masks,
     but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
     second one on, as far as they are known. `grammar` is that of a constraint, after the tokens of the
-    answer. `turn`: whose it is, which decides when it is admitted."""
+    answer. `turn`: whose it is, which decides when it is admitted. `is_read`: it has events before the last
+    one too, and those so far have `num_told` tokens of the answer."""
 
     request_id: str
     index: int
@@ -64,6 +69,8 @@ class Request:
     num_inflight: int = 0
     num_passes: int = 0
     num_again: int = 0
+    num_covered: int = 0
+    page_end: int = 0
     num_cached_tokens: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -71,19 +78,20 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_forwards: int = 0
     num_steps: int = 0
-    accepted: list[int] = field(default_factory=list)
-    tested: list[int] = field(default_factory=list)
+    passes_by_accepted: list[int] = field(default_factory=list)
+    passes_by_tested: list[int] = field(default_factory=list)
     recent_accepted: float = 0.0
     recent_tested: float = 0.0
     has_other_drafts: bool = False
     finish_reason: str | None = None
     grammar: Grammar | None = None
     turn: Turn = ANONYMOUS
+    is_read: bool = True
+    num_told: int = 0
+    num_known: int = field(init=False)
 
-    @property
-    def num_known(self) -> int:
-        """Number of prompt and emitted tokens, without those that will be decoded again."""
-        return len(self.prompt_ids) + len(self.token_ids) - self.num_again
+    def __post_init__(self) -> None:
+        self.num_known = len(self.prompt_ids) + len(self.token_ids) - self.num_again
 
     @property
     def all_known_ids(self) -> list[int]:
@@ -122,12 +130,9 @@ class Request:
             return None
         return (None, *self.prompt_logprobs)
 
-    def repeats(self, token_id: int) -> bool:
-        """Whether an emitted token was emitted before; counts it."""
-        if not self.num_again:
-            return False
-        self.num_again -= 1
-        return True
+    def decode_again(self) -> None:
+        """Make all tokens of the answer unknown, to be decoded again."""
+        self.num_again, self.num_known = len(self.token_ids), len(self.prompt_ids)
 
     def contradicts(self, token_ids: Sequence[int]) -> bool:
         """Whether emitted tokens, as far as they are decoded again, differ from those emitted before."""
@@ -136,28 +141,69 @@ class Request:
         before = self.token_ids[-self.num_again :][: len(token_ids)]
         return [*token_ids[: len(before)]] != before
 
-    def push(self, token_id: int) -> None:
-        """Append one emitted token; sets `finish_reason` at a stop id, a grammar's end or a length limit."""
-        self.token_ids.append(token_id)
-        if token_id in self.stop_ids or (self.grammar is not None and self.grammar.is_finished):
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == self.params.max_tokens or self.num_known >= self.max_length:
-            self.finish_reason = "length"
+    def extend(self, token_ids: list[int]) -> list[int]:
+        """Append emitted tokens, up to one that its grammar refuses or that ends the answer: a stop id, the
+        end of the grammar or of the length, which sets `finish_reason`. Returns the new ones, without those
+        that were decoded again."""
+        if self.num_again:
+            token_ids = self._new(token_ids)
+        is_near_end = self.num_known + len(token_ids) >= self.max_length
+        if is_near_end or self.grammar is not None or not self.stop_ids.isdisjoint(token_ids):
+            token_ids = self._up_to_end(token_ids)
+        self.token_ids += token_ids
+        self.num_known += len(token_ids)
+        return token_ids
 
-    def count_drafts(self, num_accepted: int, num_tested: int) -> None:
-        """Count the drafts of one step by position; the first `num_accepted` were accepted."""
-        missing = num_tested - len(self.tested)
-        if missing > 0:
-            self.tested.extend([0] * missing)
-            self.accepted.extend([0] * missing)
-        for position in range(num_tested):
-            self.tested[position] += 1
-            self.accepted[position] += position < num_accepted
+    def _new(self, token_ids: list[int]) -> list[int]:
+        """Emitted tokens without those that were emitted before, which are known again."""
+        num_again = min(self.num_again, len(token_ids))
+        self.num_again -= num_again
+        self.num_known += num_again
+        return token_ids[num_again:]
+
+    def _up_to_end(self, token_ids: list[int]) -> list[int]:
+        """Those of the new tokens that belong to the answer; sets `finish_reason` if they end it."""
+        kept, grammar = list[int](), self.grammar
+        if self.params.max_tokens == 0:
+            self.finish_reason = "length"
+            return kept
+        for token_id in token_ids:
+            if grammar is not None and not grammar.push([token_id]):
+                break
+            kept.append(token_id)
+            if token_id in self.stop_ids or (grammar is not None and grammar.is_finished):
+                self.finish_reason = "stop"
+            elif self.num_known + len(kept) >= self.max_length:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        return kept
+
+    def count_drafts(self, num_accepted: int, num_tested: int, num_kept: int) -> None:
+        """Count the drafts of one step, of which the first `num_accepted` were accepted. Those behind the
+        `num_kept` tokens that belong to the answer do not count."""
+        if num_accepted >= num_kept:
+            num_accepted = num_tested = num_kept
+        while len(self.passes_by_tested) <= num_tested:
+            self.passes_by_tested.append(0)
+            self.passes_by_accepted.append(0)
+        self.passes_by_tested[num_tested] += 1
+        self.passes_by_accepted[num_accepted] += 1
         if self.recent_tested >= MAX_RECENT_DRAFTS:
             self.recent_tested /= 2
             self.recent_accepted /= 2
         self.recent_tested += num_tested
         self.recent_accepted += num_accepted
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Accepted drafts by position."""
+        return _by_position(self.passes_by_accepted)
+
+    @property
+    def tested(self) -> tuple[int, ...]:
+        """Tested drafts by position."""
+        return _by_position(self.passes_by_tested)
 
     def complete(self, text: str, exactness: str, *, error: UserError | None = None) -> Completion:
         """The completion of a finished request; with `error` it holds the tokens emitted so far."""
@@ -171,14 +217,19 @@ class Request:
             num_prompt_tokens=len(self.prompt_ids),
             num_cached_tokens=self.num_cached_tokens,
             num_forwards=self.num_forwards,
-            accepted_by_position=tuple(self.accepted),
-            tested_by_position=tuple(self.tested),
+            accepted_by_position=self.accepted,
+            tested_by_position=self.tested,
             seed=self.params.seed,
             exactness=exactness,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=self.all_prompt_logprobs(),
             error=None if error is None else f"{error.code}: {error.message}",
         )
+
+
+def _by_position(passes: Sequence[int]) -> tuple[int, ...]:
+    """From the number of passes by the number of drafts, the number of drafts at each position."""
+    return tuple(sum(passes[position:]) for position in range(1, len(passes)))
 
 
 def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:

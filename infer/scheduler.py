@@ -79,6 +79,7 @@ class Scheduler:
         self._num_lanes, self._free_lanes = num_lanes, list(range(num_lanes - 1, -1, -1))
         self.waiting = Waiting()
         self.running: list[Request] = []
+        self._last: Schedule | None = None
         self.num_preemptions = self.num_reserved_lanes = 0
 
     def slots_needed(self, num_known: int, max_length: int, num_canvases: int = 1) -> int:
@@ -94,10 +95,18 @@ class Scheduler:
     def next(self) -> Schedule | None:
         """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
         when pages are so short that results must come back first."""
-        schedule = Schedule(num_lookahead_tokens=self._kv_policy.num_lookahead_tokens)
+        policy = self._kv_policy
+        num_rows = self._num_rows(1) if policy.kind == "append" else 0
+        schedule = Schedule(num_lookahead_tokens=policy.num_lookahead_tokens, num_decoding_rows=num_rows)
         self._num_left, is_stalled = None, False
         self._commit_computed_pages()
-        for request in list(self.running):
+        max_emitted = self._max_emitted
+        for request in self.running:
+            longest = request.num_known + request.num_inflight * max_emitted
+            if longest <= request.num_covered or self._covers(request, longest):
+                schedule.requests.append(request)
+                schedule.num_known.append(longest)
+                continue
             num_certain = request.num_known + request.num_inflight * schedule.num_lookahead_tokens
             if num_certain >= request.max_length:
                 continue  # Every launched pass brings a token: the answer is complete.
@@ -113,6 +122,7 @@ class Scheduler:
                 self._feed(request, schedule)
             else:
                 is_stalled = True
+        schedule.complete()
         num_committed = 0
         while self._may_admit() and not is_stalled and self._budget() > 0:
             num_committed = self._commit_scheduled_pages(schedule, num_committed)
@@ -128,17 +138,22 @@ class Scheduler:
             self.waiting.pop()
             schedule.scheduled_new_requests.append(request)
             self._feed(request, schedule)
+        schedule.follow(self._last)
+        self._last = schedule
         return schedule
 
-    def book(self, request: Request, num_before: int, *, waited: bool = False) -> None:
+    def book(self, request: Request, num_before: int, waited: int = 0) -> None:
         """Note the results of a decoding pass; the request had `num_before` known tokens before it. `waited`:
         the pass stored no more than was scheduled."""
         request.num_inflight -= 1
         if waited:
             return
-        request.num_computed = self._kv_policy.num_stored(
-            request.num_computed, num_before=num_before, num_known=request.num_known
-        )
+        policy = self._kv_policy
+        if policy.kind == "append":
+            request.num_computed = request.num_known - 1
+            return
+        # Not more is certain: what the pass has made clean may be stored by the next one.
+        request.num_computed = max(request.num_computed, policy.num_computable(num_before))
         request.num_passes = 0 if request.num_known > num_before else request.num_passes + 1
 
     def retire(self, request: Request, *, invalidate: bool = False) -> None:
@@ -161,6 +176,7 @@ class Scheduler:
         are unknown then, while the requests are intact."""
         self.waiting.put_back(self.running)
         self.running.clear()
+        self._last = None
         for request in self.waiting:
             if request.lane is not None:
                 request.lane, request.num_inflight = None, 0
@@ -227,11 +243,24 @@ class Scheduler:
                 return
             num_feed = min(remaining, block_size + -(-budget // block_size) * block_size)
             self._num_left = max(0, budget - policy.num_budgeted(num_feed, num_rows))
-        schedule.requests.append(request)
-        schedule.num_feed.append(num_feed)
-        schedule.samples.append(num_feed == remaining)
-        schedule.num_rows.append(num_rows)
-        schedule.num_known.append(policy.num_computable(self._longest(request)) - remaining + num_feed)
+        samples, longest = num_feed == remaining, self._longest(request)
+        num_known = policy.num_computable(longest) - remaining + num_feed
+        schedule.add(request, num_feed, num_rows, num_known, samples=samples)
+        if samples and policy.kind == "append":
+            # It decodes from now on; how far its pages reach is seen when it needs the next one.
+            request.num_covered = 1
+
+    def _covers(self, request: Request, longest: int) -> bool:
+        """Whether a pass of a token-causal sequence that decodes needs no decision while it may have
+        `longest` known tokens, its pages being reserved now: its answer is not complete by then."""
+        if not request.num_covered or longest >= request.max_length:
+            return False
+        lane, num_rows, size = lane_of(request), self._num_rows(request.max_length), self.pool.page_size
+        if not self.pool.reserve(lane, longest - 1 + num_rows):
+            return False
+        num_covered = self.pool.num_owned(lane) * size + 1 - num_rows
+        request.num_covered = min(num_covered, request.max_length - 1)
+        return True
 
     def _longest(self, request: Request) -> int:
         """Known tokens that the request may have by the time of its next pass."""
@@ -258,9 +287,9 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         """Note that the request lost its KV."""
-        request.num_computed = request.num_passes = 0
+        request.num_computed = request.num_passes = request.num_covered = request.page_end = 0
         if self._decodes_again:
-            request.num_again = len(request.token_ids)
+            request.decode_again()
 
     def _extend(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
         """Reserve pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
@@ -300,7 +329,8 @@ class Scheduler:
     def _commit_computed_pages(self) -> None:
         """Enter what launched passes compute into the prefix cache."""
         for request in self.running:
-            self._commit(request, request.num_computed)
+            if request.num_computed >= request.page_end:
+                self._commit(request, request.num_computed)
 
     def _commit_scheduled_pages(self, schedule: Schedule, num_committed: int) -> int:
         """Enter what this very pass will compute, for requests that it admits later: each layer stores the KV
@@ -321,6 +351,7 @@ class Scheduler:
         if self._decodes_again:
             num_computed = min(num_computed, self._kv_policy.num_computable(len(request.prompt_ids)))
         start, end = self.pool.num_cached(lane), num_computed // size
+        request.page_end = (start + 1) * size
         if cache is None or start >= end:
             return
         keys = self._page_keys(request, end)
@@ -329,6 +360,7 @@ class Scheduler:
                 return
             parent = keys[index - 1] if index else cache.root
             self.pool.commit(lane, keys[index], parent, is_written=is_written)
+            request.page_end += size
 
     def _page_keys(self, request: Request, num_pages: int) -> list[bytes]:
         """Keys of the request's first pages, at least `num_pages` of them."""

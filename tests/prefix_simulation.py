@@ -250,10 +250,7 @@ class Simulation:
             return
         request.num_inflight -= 1
         request.num_steps += 1
-        for token in emitted:
-            request.push(token)
-            if request.finish_reason is not None:
-                break
+        request.extend(emitted)
         request.num_computed = request.num_known - 1
         if request.finish_reason is not None:
             self.active.remove(request)

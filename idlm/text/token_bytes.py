@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from idlm.text.tokenizer import Detokenizer, added_prefix, plain_text
+from idlm.text.detokenizer import Detokenizer
+from idlm.text.tokenizer import added_prefix, plain_text
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))

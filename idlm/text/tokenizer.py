@@ -1,5 +1,4 @@
-"""Text to token ids and back: tokenizer files, special and stop ids, prompts through the chat template, and
-the text of an answer, whole or piece by piece.
+"""Text to token ids: tokenizer files, special and stop ids, and prompts through the chat template.
 
 This is the only module that loads transformers' tokenizers; it does so lazily, offline and without remote
 code. A checkpoint without tokenizer files is valid everywhere: its tokenizer is None and callers use token
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +41,6 @@ USUAL_CHARS_PER_TOKEN, PIECE_CHARS = 16, 1 << 14
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tags in an answer that its readers look for."""
 _LINE = "\n"
-REPLACEMENT = "\ufffd"
-MAX_BYTES = 4
-"""Largest number of bytes of a character, and so of tokens that it is split over."""
-CHUNK = 64
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -132,7 +127,7 @@ def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
 
 
 @functools.cache
-def _has_common_decode(kind: type) -> bool:
+def has_common_decode(kind: type) -> bool:
     """Whether `decode` is transformers' own, which takes three times as long as `_decode`."""
     from transformers import PreTrainedTokenizerBase
 
@@ -141,7 +136,7 @@ def _has_common_decode(kind: type) -> bool:
 
 def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of the ids, special tokens included, with spaces unchanged."""
-    decode = tokenizer._decode if _has_common_decode(tokenizer.__class__) else tokenizer.decode
+    decode = tokenizer._decode if has_common_decode(tokenizer.__class__) else tokenizer.decode
     text: str = decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -289,111 +284,3 @@ def encode_bare(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 def _encode_each(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return [list(ids) for ids in encoded["input_ids"]]
-
-
-class Detokenizer:
-    """Turns a stream of token ids into pieces of text; the cuts between calls make no difference.
-
-    If no character is broken, the text is what transformers decodes without special tokens, with spaces
-    unchanged. A character split over several tokens is held back until it is complete or can no longer become
-    so: each byte token that belongs to no character becomes one U+FFFD, where transformers replaces a whole
-    run of them, with characters before it that a stream could not take back. Ids without a token are dropped,
-    and hidden tokens unless `keeps_hidden`. A stream of n ids takes time in the order of n."""
-
-    def __init__(self, tokenizer: Any, *, keeps_hidden: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._dropped = frozenset() if keeps_hidden else hidden_token_ids(tokenizer)
-        # Decoding starts one settled group early, because some decoders strip the first token's space.
-        self._context: list[int] = []
-        self._before = ""
-        self._pending: list[int] = []
-        self._num_emitted = 0
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next ids and return the text that is settled by them (often empty, never wrong)."""
-        kept = self.kept(token_ids)
-        return "".join(self._push_chunk(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
-
-    def flush(self) -> str:
-        """Return the text still held back; an incomplete character becomes U+FFFD."""
-        return self._settle(self._text(self._pending), len(self._pending)) if self._pending else ""
-
-    def kept(self, token_ids: Iterable[int]) -> list[int]:
-        """Return those of the ids that are text."""
-        given = list(token_ids)
-        # Look up each id once: a long answer has few different ids, and the look-up costs more than decoding.
-        ids = list(set(given) - self._dropped)
-        names = self._tokenizer.convert_ids_to_tokens(ids)
-        text_ids = {token_id for token_id, name in zip(ids, names, strict=True) if name is not None}
-        return [token_id for token_id in given if token_id in text_ids]
-
-    def _push_chunk(self, token_ids: list[int]) -> str:
-        """Decode many ids at once if no character is broken: the same result, and much faster."""
-        if len(token_ids) > 1 and self._before:
-            together = self._pending + token_ids
-            text = self._text(together)
-            if REPLACEMENT not in text:
-                self._pending = together
-                return self._settle(text, len(together))
-        return "".join(map(self._push_one, token_ids))
-
-    def _push_one(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        text = self._text(self._pending)
-        settled = text.rstrip(REPLACEMENT)
-        if len(settled) == len(text):
-            return self._settle(text, len(self._pending))
-        if len(settled) > self._num_emitted:
-            return self._emit_beginning(text, settled)
-        num_broken = self._num_broken()
-        if not num_broken:
-            return ""
-        delta = self._settle(self._text(self._pending[:num_broken]), num_broken)
-        rest = self._text(self._pending)
-        return delta if rest.endswith(REPLACEMENT) else delta + self._settle(rest, len(self._pending))
-
-    def _emit_beginning(self, text: str, settled: str) -> str:
-        """Return the newly `settled` start of the pending `text`, whose end is a broken character."""
-        delta = settled[self._num_emitted :]
-        # Only the last token is broken: the others need not be decoded again.
-        self._pending = self._pending[-1:]
-        self._num_emitted = len(self._text(self._pending)) - (len(text) - len(settled))
-        return delta
-
-    def _num_broken(self) -> int:
-        """Return how many of the pending ids, which end in a broken character, no later id can complete."""
-        cuts = range(1, len(self._pending))
-        for cut in cuts:
-            if not self._text(self._pending[cut:]).endswith(REPLACEMENT):
-                return cut
-        if len(self._pending) < MAX_BYTES:
-            return 0
-        # Every cut through a character breaks it once more.
-        halves = [self._text(self._pending[:cut]) + self._text(self._pending[cut:]) for cut in cuts]
-        return min(cuts, key=lambda cut: len(halves[cut - 1]))
-
-    def _settle(self, text: str, num_ids: int) -> str:
-        """Return the rest of the `text` of the first `num_ids` pending ids and remove them."""
-        delta = text[self._num_emitted :]
-        done, self._pending = self._pending[:num_ids], self._pending[num_ids:]
-        before = plain_text(self._tokenizer, done)
-        # A context must have text without a broken character at its end, to show whether later ids change it.
-        if not before.endswith(REPLACEMENT) and (before or not self._context):
-            self._context, self._before = done, before
-        self._num_emitted = max(self._num_emitted - len(text), 0)
-        return delta
-
-    def _text(self, token_ids: list[int]) -> str:
-        """Return the text of ids after the context, or alone if they break a run of bytes at its end."""
-        text = plain_text(self._tokenizer, self._context + token_ids)
-        if self._context and not text.startswith(self._before):
-            return plain_text(self._tokenizer, token_ids)
-        return text[len(self._before) :]
-
-
-def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Return the text that a stream of these ids gives, decoded in one call if no character is broken."""
-    detokenizer = Detokenizer(tokenizer)
-    kept = detokenizer.kept(token_ids)
-    text = plain_text(tokenizer, kept)
-    return text if REPLACEMENT not in text else detokenizer.push(kept) + detokenizer.flush()

@@ -41,6 +41,9 @@ from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
 
+NUM_COUNTS = 8
+"""Columns of `StepResult.counts_BJ` before the token ids."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:

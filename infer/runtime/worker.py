@@ -10,7 +10,6 @@ tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from idlm.devices import is_out_of_memory
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.model_runner import StepResult
+from idlm.infer.runtime.model_runner import NUM_COUNTS, StepResult
 from idlm.infer.sparse.row_reservation import RowDemand
 from idlm.infer.state.batch import PassRows, Schedule, lane_of, to_host
 
@@ -89,31 +88,16 @@ class Worker:
             parts.stack.reset(new_lanes + rewound_lanes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emission:
-    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
-
-    `demand`: the rows that it needed; if it waited, the pass decided nothing for it. `mode`: that of the
-    step."""
-
-    nonfinite: int
-    demand: RowDemand
-    mode: int
-    token_ids: list[int]
-    num_accepted: int
-    num_tested: int
-    logprobs: list[TokenLogprob]
-
-
 class InflightStep:
-    """Launches a schedule on construction; `emissions` reads its results later."""
+    """Launches a schedule on construction; `counts` reads its results later."""
 
     def __init__(self, schedule: Schedule, worker: Worker) -> None:
         self.schedule = schedule
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
         self.mode = schedule.mode
-        self._certain = schedule.certain_rows()
+        # Of token-causal decoders no rows are reserved.
+        self._certain = [] if schedule.num_lookahead_tokens else schedule.certain_rows()
         launch_time = time.perf_counter()
         self._start = _mark(worker.device)
         result = worker.launch(schedule)
@@ -136,44 +120,46 @@ class InflightStep:
             return self._seconds
         return self._start.elapsed_time(self._event) / 1e3
 
-    def emissions(self) -> list[Emission]:
-        """Results in the order of `requests`; waits for the step, and polls whether its ranks are alive."""
+    def counts(self) -> list[list[int]]:
+        """The rows of `StepResult.counts_BJ`, in the order of `requests`; waits for the step, and polls
+        whether its ranks are alive."""
         num_polls = 0
         while self._event is not None and not self._event.query():
             time.sleep(POLL_SECONDS)
             num_polls += 1
             if num_polls % POLLS_PER_CHECK == 0:
                 self._check()
-        logprobs = [tensor.tolist() for tensor in self._logprobs]
-        emissions = []
-        counts = self._counts.tolist()[: len(self.requests)]
-        for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
-            nonfinite, waited, num_wanted, num_fed, num_kept, *row = row
-            num_emitted, num_accepted, num_tested, *tokens = row
-            token_ids, wanted = tokens[:num_emitted], request.params.logprobs
-            emissions.append(
-                Emission(
-                    nonfinite=nonfinite,
-                    demand=RowDemand(
-                        samples=self.samples[b],
-                        waited=waited > 0,
-                        certain=self._certain[b],
-                        rows=PassRows(fed=num_fed, kept=num_kept, head=num_wanted),
-                    ),
-                    mode=self.mode,
-                    token_ids=token_ids,
-                    num_accepted=num_accepted,
-                    num_tested=num_tested,
-                    logprobs=[]
-                    if wanted is None
-                    else _read(wanted, token_ids, [values_BJ[b] for values_BJ in logprobs]),
-                )
+        self._rows: list[list[int]] = self._counts[: len(self.requests)].tolist()
+        return self._rows
+
+    def demands(self) -> list[RowDemand]:
+        """The rows that requests needed, in a pass for which some were reserved. After `counts`."""
+        return [
+            RowDemand(
+                samples=samples,
+                waited=waited > 0,
+                certain=certain,
+                rows=PassRows(fed=num_fed, kept=num_kept, head=num_wanted),
             )
-        return emissions
+            for samples, certain, (_, waited, num_wanted, num_fed, num_kept, *_) in zip(
+                self.samples, self._certain, self._rows, strict=True
+            )
+        ]
+
+    def logprobs(self) -> list[list[TokenLogprob]] | None:
+        """Of all tokens that may have been emitted, by request, [] for one that does not want them; None if
+        none does. After `counts`."""
+        if not self._logprobs:
+            return None
+        values, found = [tensor.tolist() for tensor in self._logprobs], list[list[TokenLogprob]]()
+        for b, request in enumerate(self.requests):
+            num_top, token_ids = request.params.logprobs, self._rows[b][NUM_COUNTS:]
+            found.append([] if num_top is None else _read(num_top, token_ids, [each[b] for each in values]))
+        return found
 
     def prompt_logprobs(self) -> list[tuple[Request, int, list[TokenLogprob]]]:
         """Requests, and log-probabilities of tokens of their prompts, from which position on. After
-        `emissions`."""
+        `counts`."""
         rows, found = self._prompt_rows, []
         if rows is None:
             return []

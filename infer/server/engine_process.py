@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import sys
+import time
 
 from idlm.cli import command
 from idlm.contracts import Constraint, SamplingParams
@@ -37,6 +38,9 @@ from idlm.log import get_logger
 LOG = get_logger(__name__)
 RESERVE = 32
 """One lane in so many is kept for clients that have none."""
+SECONDS_PER_EVENT = 8e-5
+"""About what an event costs the front end and the reader of a stream. Events wait until both can have dealt
+with the last ones, and those of a sample become one meanwhile: 256 fast streams have some tokens a chunk."""
 LOOK_MILLISECONDS = 5
 """How often an engine without other work looks whether a grammar is compiled."""
 
@@ -120,6 +124,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, inbox: Inbox, connection: socket.socket) -> None:
         self._engine, self._inbox, self._connection = engine, inbox, connection
         self._compiling: dict[str, tuple[Compiling, Message]] = {}
+        self._next_report = 0.0
 
     def run(self) -> None:
         self._engine.scheduler.num_reserved_lanes = self._engine.settings.max_sequences // RESERVE
@@ -134,7 +139,11 @@ class EngineLoop:
                     self._add(message)
                     self._report([])
             if self._engine.has_work and self._inbox.is_open:
-                self._report(self._engine.step())
+                self._engine.run_step()
+                if time.monotonic() >= self._next_report or not self._engine.is_running:
+                    events = self._engine.take_events()
+                    self._next_report = time.monotonic() + SECONDS_PER_EVENT * len(events)
+                    self._report(events)
 
     def _handle(self, message: Message) -> None:
         if message["type"] == "add":

@@ -190,17 +190,44 @@ class PromptRows:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """What does not change while passes have the same requests: their lanes, the length of the longest one,
+    prompt and answer together, and `filters` and `num_top` as in `Batch`. `is_plain`: none has a grammar or
+    wants log-probabilities of its prompt."""
+
+    lanes: list[int]
+    max_length: int
+    filters: bool
+    num_top: int | None
+    is_plain: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Members:
+        """Those of a pass."""
+        wanted = [request.params.logprobs for request in requests]
+        return cls(
+            lanes=[lane_of(request) for request in requests],
+            max_length=max(request.max_length for request in requests),
+            filters=any(request.params.has_filters for request in requests),
+            num_top=max((number for number in wanted if number is not None), default=None),
+            is_plain=all(one.grammar is None and one.params.prompt_logprobs is None for one in requests),
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """One pass as the scheduler decides it: its requests, oldest first, and what happens before it.
 
     `num_feed[b]` known tokens are fed; at most `num_known[b]` are computed afterwards; `samples[b]`: these
-    are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode. A later
-    pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
-    ones lose their KV, and `resumed` ones get (part of) it back. `mode`: which of the decoder's modes lays
-    the pass out. Rows that the pass is likely to need (`RowReservation`; None: unknown): `capacity`, if it
-    may drop rows, else `num_wanted` of the head. `derive` sets the rest: `prompt_rows`, None if no request of
-    the pass wants log-probabilities of its prompt, and `grammars` of requests that decode, by index."""
+    are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode
+    (`num_decoding_rows` of token-causal sequences). A later pass computes the last `num_lookahead_tokens` of
+    them. `scheduled_new_requests` get a lane, `preempted` ones lose their KV, and `resumed` ones get (part
+    of) it back. `mode`: which of the decoder's modes lays the pass out. Rows that the pass is likely to need
+    (`RowReservation`; None: unknown): `capacity`, if it may drop rows, else `num_wanted` of the head.
+    `derive` sets the rest: `prompt_rows`, None if no request of the pass wants log-probabilities of its
+    prompt, and `grammars` of requests that decode, by index. `members`: those of `requests`, as soon as they
+    are complete."""
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
@@ -212,21 +239,38 @@ class Schedule:
     resumed: list[Request] = field(default_factory=list)
     mode: int = 0
     num_lookahead_tokens: int = 1
+    num_decoding_rows: int = 1
     limits: BlockLimits = BlockLimits()
     prompt_rows: PromptRows | None = None
     grammars: dict[int, Grammar] = field(default_factory=dict)
+    _members: Members | None = None
+
+    def add(self, request: Request, num_feed: int, num_rows: int, num_known: int, *, samples: bool) -> None:
+        """Append a request."""
+        self.complete()
+        self.requests.append(request)
+        self.num_known.append(num_known)
+        self.num_feed.append(num_feed)
+        self.samples.append(samples)
+        self.num_rows.append(num_rows)
+
+    def complete(self) -> None:
+        """Fill in what the last requests do that have only `num_known` yet: they decode from one token."""
+        missing = len(self.requests) - len(self.num_feed)
+        self.num_feed += [1] * missing
+        self.samples += [True] * missing
+        self.num_rows += [self.num_decoding_rows] * missing
 
     @property
-    def num_top(self) -> int | None:
-        """Most likely tokens to report with the log-probability of each token; None if no request wants
-        any."""
-        wanted = [request.params.logprobs for request in self.requests]
-        return max((number for number in wanted if number is not None), default=None)
+    def members(self) -> Members:
+        if self._members is None:
+            self._members = Members.of(self.requests)
+        return self._members
 
-    @property
-    def filters(self) -> bool:
-        """Whether a request uses top-k, top-p or min-p."""
-        return any(request.params.has_filters for request in self.requests)
+    def follow(self, earlier: Schedule | None) -> None:
+        """Take over the members of an earlier pass if its requests are the same."""
+        if earlier is not None and earlier.requests == self.requests:
+            self._members = earlier._members
 
     @property
     def is_eager(self) -> bool:
@@ -238,30 +282,26 @@ class Schedule:
     def canvases(self) -> CanvasLimits:
         """The limits of a pass over whole canvases."""
         return CanvasLimits(
-            max_length=self.max_length,
+            max_length=self.members.max_length,
             is_greedy=all(request.params.temperature == 0 for request in self.requests),
             num_canvases=max(request.num_canvases for request in self.requests),
         )
 
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
-        return max(request.max_length for request in self.requests)
-
     def batch(self, device: torch.device, num_rows: Callable[[int, int], int], *, is_canvas: bool) -> Batch:
         """The decoders' view of exactly these requests. `num_rows`: that of the decoder. `is_canvas`: it
         feeds whole canvases."""
+        members = self.members
         return Batch(
-            lanes_B=to_device([lane_of(request) for request in self.requests], device),
+            lanes_B=to_device(members.lanes, device),
             num_feed_B=to_device(self.num_feed, device),
             samples_B=to_device(self.samples, device, dtype=torch.bool),
             max_feed=max(self.num_feed),
             max_known=max(self.num_known),
-            max_rows=num_rows(self.mode, self.max_length),
+            max_rows=num_rows(self.mode, members.max_length),
             num_rows=None,
-            filters=self.filters,
+            filters=members.filters,
             mode=self.mode,
-            num_top=self.num_top,
+            num_top=members.num_top,
             payload=self.canvases if is_canvas else None,
         )
 
@@ -272,6 +312,8 @@ class Schedule:
             if request.grammar is not None:
                 # The lane gets the tokens that the host knows, and its grammar begins after them.
                 request.grammar.follower = None
+        if self.members.is_plain:
+            return
         for index, request in enumerate(self.requests):
             if request.grammar is not None and self.samples[index]:
                 self.grammars[index] = request.grammar

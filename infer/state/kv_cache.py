@@ -104,14 +104,6 @@ class KVWritePolicy:
         most = num_sequences * num_rows
         return min(most, budget + num_rows) if self.kind == "none" else most
 
-    def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
-        """Tokens that are certainly stored after a decoding pass which found `num_before` known tokens,
-        `num_computed` of them stored, and left `num_known` known ones."""
-        assert num_known >= num_before + self.num_lookahead_tokens, f"a pass decoded nothing: {num_known=}"
-        if self.kind == "append":
-            return num_known - 1
-        return max(num_computed, self.num_computable(num_before))
-
     def check(self, params: SamplingParams) -> None:
         """Raise UserError IDLM-0455 for `tau` without drafts, and IDLM-0449 for logprobs that a decoder
         cannot report."""

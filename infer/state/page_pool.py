@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ class PrefixCacheCounts:
     num_evicted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A page in the tree."""
 
     page: int
@@ -114,7 +114,7 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Remove the page that has been evictable for longest, and return it."""
-        page = next(iter(self._evictable))
+        page, _ = self._evictable.popitem(last=False)
         self._remove(page)
         self.counts.num_evicted += 1
         return page
@@ -125,12 +125,12 @@ class PrefixCache:
         for above in found:
             found += self._children.get(self._by_page[above].key, ())
         for below in reversed(found):
+            del self._evictable[below]
             self._remove(below)
         return found[::-1]
 
     def _remove(self, page: int) -> None:
-        """Remove an evictable page without children."""
-        del self._evictable[page]
+        """Remove a page without children from the tree."""
         entry = self._by_page.pop(page)
         assert entry.key not in self._children, f"{page=} goes before its children"
         del self._by_key[entry.key]
@@ -224,13 +224,18 @@ class PagePool:
         owned = self._owned[lane]
         assert not (shared and owned), f"{lane=} has pages"
         missing = self.pages_for(num_slots) - len(owned) - len(shared)
-        if missing > self.num_free - sum(self._num_refs[page] == 0 for page in shared):
-            return False
+        if missing > len(self._free):
+            num_held_again = sum(self._num_refs[page] == 0 for page in shared)
+            if missing > self.num_free - num_held_again:
+                return False
         for page in shared:
             self._incref(lane, len(owned), page)
         self._num_cached[lane] += len(shared)
         for _ in range(missing):
-            self._incref(lane, len(owned), self._allocate())
+            page = self._allocate()
+            self._num_refs[page] = 1
+            self._unwritten[lane, len(owned)] = page
+            owned.append(page)
         return True
 
     def commit(self, lane: int, key: bytes, parent: bytes, *, is_written: bool) -> None:

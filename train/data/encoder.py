@@ -16,11 +16,11 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.text.chat import TRAILING, Template, conversation
+from idlm.text.detokenizer import answer_text
 from idlm.text.left_out import TurnText
 from idlm.text.templates import Message, with_date, writes_date
 from idlm.text.thoughts import CLOSE, OPEN, REASONING_KEYS, reasoning, without_thinking
 from idlm.text.tokenizer import (
-    answer_text,
     encode_bare,
     encode_messages,
     encode_prompt,

@@ -155,6 +155,6 @@ class CanvasEngine:
             seconds.append(time.perf_counter() - start)
         engine.abort(str(self._num_rounds))
         engine._collect(max_inflight=0)
-        engine._events = []
+        engine.take_events()
         self._num_rounds += 1
         return seconds

@@ -226,8 +226,7 @@ class SteadyEngine:
     def drain(self) -> int:
         """Wait for the steps in progress; returns the number of tokens they emitted."""
         self.engine._collect(max_inflight=0)
-        events, self.engine._events = self.engine._events, []
-        return sum(len(event.token_ids) for event in events)
+        return sum(len(event.token_ids) for event in self.engine.take_events())
 
     def num_captured(self) -> int:
         """Graphs that were captured in traffic."""

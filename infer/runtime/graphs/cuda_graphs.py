@@ -28,7 +28,7 @@ from torch import Tensor
 
 from idlm.infer.runtime.graphs.pass_shape import PassShape, shape_of
 from idlm.infer.runtime.model_runner import Step, StepResult, with_grammars
-from idlm.infer.state.batch import Batch, Schedule, StepPlan, WantedRows, lane_of, to_device
+from idlm.infer.state.batch import Batch, Schedule, StepPlan, WantedRows, to_device
 
 Columns = list[list[int]]
 MAX_CUDA_GRAPHS = 512
@@ -225,7 +225,7 @@ class StaticStep:
     def _columns(self, schedule: Schedule, num_sequences: int) -> Columns:
         """Lanes, numbers of tokens to feed and whether the pass decodes: three lists of length B."""
         padding = num_sequences - len(schedule.requests)
-        lanes = [lane_of(request) for request in schedule.requests] + [self._spare_lane] * padding
+        lanes = schedule.members.lanes + [self._spare_lane] * padding
         return [lanes, [*schedule.num_feed, *[0] * padding], [*schedule.samples, *[False] * padding]]
 
     def _batch(self, shape: PassShape, columns_3B: Tensor) -> Batch:

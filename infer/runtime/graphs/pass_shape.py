@@ -120,7 +120,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
     num_sequences = bucket(len(schedule.requests), BATCH_BUCKETS)
     if is_warm:
         num_sequences = padded_sequences(len(schedule.requests))
-    max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
+    max_rows = decoder.num_rows(schedule.mode, schedule.members.max_length)
     num_rows, num_prompt_rows = num_sequences * max_rows, 0
     payload: BlockLimits | CanvasLimits | None = None
     match policy.kind:
@@ -162,8 +162,8 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
         max_rows=max_rows,
         num_prompt_rows=num_prompt_rows,
         max_known=slots_bucket(max(schedule.num_known)),
-        filters=schedule.filters,
-        num_top=schedule.num_top,
+        filters=schedule.members.filters,
+        num_top=schedule.members.num_top,
         payload=payload,
         decides=not schedule.grammars,
     )

@@ -15,7 +15,8 @@ import torch
 from idlm.contracts import Constraint, ConstraintKind
 from idlm.infer.server.parsers import calls_grammar
 from idlm.infer.structured.grammar import WORD_BITS, GrammarCompiler, compute_bits
-from idlm.text.tokenizer import answer_text, load_tokenizer
+from idlm.text.detokenizer import answer_text
+from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_byte_fallback, save_tagged
 
 VOCAB = 272

@@ -55,7 +55,7 @@ def interrupt_after(
     monkeypatch: pytest.MonkeyPatch, num_steps: int, error: Callable[[], BaseException] = KeyboardInterrupt
 ) -> None:
     """Make the tested engine raise after `num_steps` passes; the reference engine continues."""
-    run_step, count = Engine._run_step, 0
+    run_step, count = Engine.run_step, 0
 
     def passing(engine: Engine) -> Any:
         nonlocal count
@@ -64,7 +64,7 @@ def interrupt_after(
             raise error()
         return run_step(engine)
 
-    monkeypatch.setattr(Engine, "_run_step", passing)
+    monkeypatch.setattr(Engine, "run_step", passing)
 
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, text: str, *, is_terminal: bool = False) -> None:

@@ -34,6 +34,10 @@ RUNS = {
         TINY + "canvas=48 answer=24 block=8 passes=3 blocks=2 rounds=1 caches=dual,prefix,delayed",
         {"step_ms", "refresh_ms", "speedup_over_none", "agreement_with_none"},
     ),
+    "serving.host": (
+        "sequences=4 passes=8 rounds=1",
+        {"us_per_sequence_step", "loops_per_sequence_step", "calls_per_sequence_step"},
+    ),
     "engine.soak": (
         "device=cpu requests=60 lanes=6 shortages=2",
         {"requests", "leaked_pages", "aborted_share", "preemptions", "engine_survives"},

@@ -13,7 +13,7 @@ import pytest
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text import tokenizer as tokens
-from idlm.text.tokenizer import Detokenizer, answer_text
+from idlm.text.detokenizer import Detokenizer, answer_text
 from tests.small_tokenizers import TEXTS, save_byte_fallback, save_byte_level
 
 QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "tokenizers" / "qwen3"

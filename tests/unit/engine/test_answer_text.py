@@ -12,8 +12,9 @@ import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.infer.answer_text import AnswerText
+from idlm.text.detokenizer import Detokenizer
 from idlm.text.thoughts import ThoughtReader
-from idlm.text.tokenizer import Detokenizer, load_tokenizer
+from idlm.text.tokenizer import load_tokenizer
 from tests.small_tokenizers import save_tagged
 
 ALPHABET = "abc"

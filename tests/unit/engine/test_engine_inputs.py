@@ -268,7 +268,7 @@ def test_streams_side_by_side_leave_nothing_when_one_is_closed(engine: Engine) -
     [expected] = engine.generate([[1, 2, 3]], params)
     read, closed = engine.stream([1, 2, 3], params), engine.stream([1, 2, 4], params)
     pieces = [next(read), next(read)]
-    assert engine._events, "nothing was waiting"
+    assert engine._unread, "nothing was waiting"
     closed.close()
     assert tuple(t for event in [*pieces, *read] for t in event.token_ids) == expected.token_ids
     assert not engine.has_work

@@ -11,8 +11,9 @@ import pytest
 from idlm.infer.server.messages import AnswerEvent, SampleCounts
 from idlm.infer.server.protocol.requests import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, TokenTexts
+from idlm.text.detokenizer import answer_text
 from idlm.text.token_bytes import TokenBytes, TokenOffsets, prompt_offsets
-from idlm.text.tokenizer import answer_text, encode_text, load_tokenizer
+from idlm.text.tokenizer import encode_text, load_tokenizer
 from tests.small_tokenizers import TEXTS, save_byte_fallback, save_byte_level, save_tagged
 
 SAVERS = {"byte_level": save_byte_level, "byte_fallback": save_byte_fallback, "tagged": save_tagged}

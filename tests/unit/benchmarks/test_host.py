@@ -1,0 +1,16 @@
+"""How many Python functions the host calls for each sequence and pass, which bounds its time anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.serving.host import Case
+
+
+@pytest.mark.parametrize(
+    ("reader", "decoder", "most"),
+    [("generate", "ar", 12), ("generate", "isd", 18), ("stream", "ar", 20), ("stream", "isd", 27)],
+)
+def test_the_books_of_a_sequence_take_few_calls(reader: str, decoder: str, most: int) -> None:
+    case = Case(reader, decoder, 64, stride=4, num_passes=64)
+    assert 1 < case.calls() <= most
