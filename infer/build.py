@@ -37,7 +37,8 @@ from idlm.infer.mosaic.canvas_runner import CanvasRunner
 from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.deterministic import check_products, request_strict_products
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.graphs.pass_shape import STREAMED_ROWS, max_stored_rows
+from idlm.infer.runtime.graphs.pass_costs import MAX_SLOWDOWNS, WEIGHT_ROWS, PassCosts
+from idlm.infer.runtime.graphs.pass_shape import PROMPT_BUCKETS, max_stored_rows
 from idlm.infer.runtime.model_runner import (
     EagerStep,
     PassRunner,
@@ -47,7 +48,7 @@ from idlm.infer.runtime.model_runner import (
     head_shape,
 )
 from idlm.infer.runtime.stride_controller import StrideController
-from idlm.infer.scheduler import PassCosts, Scheduler
+from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineOptions, EngineSettings, decoder_config
 from idlm.infer.sparse.accelerator import EngineSpec
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
@@ -214,9 +215,10 @@ def _assemble(
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
             decodes_again=stack is not None and stack.decodes_again,
-            costs=_pass_costs(model, decoder, sizes),
+            costs=_pass_costs(model, decoder, sizes, settings),
+            max_slowdown=MAX_SLOWDOWNS[settings.schedule],
         ),
-        stride_controller=_stride_controller(decoder, max_length, model.semantics.acceptance),
+        stride_controller=_stride_controller(decoder, settings, model.semantics.acceptance),
         runner=runner,
         stack=stack,
         step=_step(settings, model, Step(decoder=decoder, table=table, runner=runner)),
@@ -224,30 +226,41 @@ def _assemble(
     )
 
 
-def _pass_costs(model: LoadedModel, decoder: Decoder, sizes: _Sizes) -> PassCosts | None:
-    """Costs of passes that decode; None for decoders of whole canvases, which have no prompts beside those.
+def _pass_costs(
+    model: LoadedModel, decoder: Decoder, sizes: _Sizes, settings: EngineSettings
+) -> PassCosts | None:
+    """Costs of passes before a warm-up measures them; None for decoders of whole canvases, which have no
+    prompts beside those.
 
     With several modes the narrowest counts, which many sequences use. Passes read nearly all experts, and
     compute few for each row."""
     if decoder.kv_policy.kind == "none":
         return None
     experts = model.local.moe
-    weight_rows = STREAMED_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
+    weight_rows = WEIGHT_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
+    is_padded = settings.graphs == "on" and decoder.kv_policy.kind == "append"
     return PassCosts(
-        weight_rows=weight_rows,
+        by_rows=((weight_rows, weight_rows),),
         slot_rows=weight_rows * slot_share(model, sizes.kv_dtype.itemsize),
         sequence_rows=min(rows_by_mode(decoder, sizes.max_length)),
+        graph_rows=PROMPT_BUCKETS[1:] if is_padded else (),
     )
 
 
 def _stride_controller(
-    decoder: Decoder, max_length: int, acceptance: tuple[float, ...]
+    decoder: Decoder, settings: EngineSettings, acceptance: tuple[float, ...]
 ) -> StrideController | None:
     """The choice among the decoder's modes; None if it has one."""
     if len(decoder.modes) == 1:
         return None
-    widths = rows_by_mode(decoder, max_length)
-    return StrideController(decoder.modes, widths, decoder.tokens_per_forward, acceptance=acceptance)
+    assert settings.max_length is not None
+    return StrideController(
+        decoder.modes,
+        rows_by_mode(decoder, settings.max_length),
+        decoder.tokens_per_forward,
+        acceptance=acceptance,
+        max_slowdown=MAX_SLOWDOWNS[settings.schedule],
+    )
 
 
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:

@@ -14,35 +14,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from idlm.infer.request import Request, Waiting
-from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS
+from idlm.infer.runtime.graphs.pass_costs import PassCosts, prompt_rows
 from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 STEPS_TO_RESTORE = 16
-PROMPT_SHARE = 1.25
-"""Prompt rows beside sequences that decode take at most this times as long as those, or fill one graph."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassCosts:
-    """How long a pass that only decodes takes, in rows that are computed in that time: `weight_rows` to read
-    the weights, `slot_rows` to read a KV slot, and `sequence_rows` of each sequence."""
-
-    weight_rows: float
-    slot_rows: float
-    sequence_rows: int
-
-    def prompt_rows(self, num_sequences: int, num_slots: int) -> int:
-        """Prompt rows at most beside such sequences, which have so many slots in all: a multiple of those of
-        the largest graph. While the host launches a larger pass kernel by kernel, it reads no results."""
-        rows = self.weight_rows + self.slot_rows * num_slots + self.sequence_rows * num_sequences
-        most = PROMPT_GRAPHS[-1]
-        return max(most, int(PROMPT_SHARE * rows) // most * most)
 
 
 class Scheduler:
@@ -51,7 +32,8 @@ class Scheduler:
     A running sequence of at most n tokens gets its decoding rows in every pass: `num_rows(n)` at most for
     each of its canvases, which emit `max_emitted` tokens at most. `max_num_batched_tokens` bounds the further
     rows of all sequences together (prompt rows, and the canvases of full diffusion); `halve_budget` lowers it
-    for a while, and `costs` in passes that also decode (None: nothing does). `decodes_again`: see
+    for a while; within it `costs` tell how many rows a pass has (`prompt_rows`; None: as many as wait), and
+    beside sequences that decode it takes at most `max_slowdown` times as long as those. `decodes_again`: see
     `Accelerator`. Passes may be scheduled before the results of earlier ones are known: then every sequence
     counts as long as it can be by then, and none is preempted.
 
@@ -69,9 +51,10 @@ class Scheduler:
         kv_policy: KVWritePolicy = TOKEN_BY_TOKEN,
         decodes_again: bool = False,
         costs: PassCosts | None = None,
+        max_slowdown: float = math.inf,
     ) -> None:
         self.pool, self._kv_policy, self._decodes_again = pool, kv_policy, decodes_again
-        self._costs = costs
+        self.costs, self._max_slowdown = costs, max_slowdown
         self._num_left: int | None = None
         self._max_num_batched_tokens = self._row_budget = max_num_batched_tokens
         self._num_good_passes = 0
@@ -200,15 +183,26 @@ class Scheduler:
     def _budget(self) -> int:
         """What is left of the row budget in this pass, which is set when a prompt first needs it.
 
-        Beside a sequence that decodes, it follows the pass in which all requests will: the first sequences of
-        many that arrive at once do not hold up the others."""
+        It follows the pass in which all requests will decode: the first sequences of many that arrive at once
+        do not hold up the others."""
         if self._num_left is None:
             self._num_left = self._row_budget
-            if self._costs is not None and any(map(self._decodes, self.running)):
+            if self.costs is not None:
                 arriving = itertools.islice(self.waiting, len(self._free_lanes))
-                lengths = [request.num_known for request in (*self.running, *arriving)]
-                most = self._costs.prompt_rows(len(lengths), sum(lengths))
-                self._num_left = min(self._row_budget, most)
+                requests, size = [*self.running, *arriving], self._kv_policy.block_size
+                remaining = [self._remaining(request) for request in requests]
+                decodes = min(remaining[: len(self.running)], default=math.inf) <= size
+                num_waiting = sum(max(0, num - size) for num in remaining)
+                num_rows = prompt_rows(
+                    self.costs,
+                    num_sequences=len(requests),
+                    num_slots=sum(request.num_known for request in requests),
+                    num_waiting=num_waiting,
+                    most=self._row_budget,
+                    max_slowdown=self._max_slowdown if decodes else math.inf,
+                )
+                if num_rows < num_waiting:
+                    self._num_left = num_rows
         return self._num_left
 
     def _may_admit(self) -> bool:
@@ -223,9 +217,6 @@ class Scheduler:
     def _remaining(self, request: Request) -> int:
         """Known tokens that are to be stored."""
         return self._kv_policy.num_computable(request.num_known) - request.num_computed
-
-    def _decodes(self, request: Request) -> bool:
-        return self._remaining(request) <= self._kv_policy.block_size
 
     def _feed(self, request: Request, schedule: Schedule) -> None:
         """Add the request with as many known tokens as the budget allows, in whole blocks, the first of which

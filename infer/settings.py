@@ -52,6 +52,11 @@ class EngineSettings:
     max_num_batched_tokens: int | None = option(
         "prompt tokens stored in one step; null is 1,024, or up to 8,192 for AR and ISD after a warm-up", None
     )
+    schedule: Literal["latency", "throughput"] = option(
+        "latency: a prompt makes a step at most 2.5 times as long for answers under way; throughput: steps "
+        "store most prompt tokens a second",
+        "throughput",
+    )
     page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = option("KV pages; null lets the memory manager decide", None)
     prefix_cache: bool = option("share the KV of equal prefixes, and keep it after sequences finish", True)

@@ -104,6 +104,11 @@ class Bench:
         short, long = (length // self.scale for length in STEADY_LENGTHS)
         return long - short
 
+    def prefill_case(self, num_prompts: int) -> dict[str, Any]:
+        """What rows of the part `prefill` say of the load: the short one of `steady_loads`."""
+        length = STEADY_PROMPT // self.scale
+        return {"load": "prefill", "model": self.options["model"], "prompts": num_prompts, "length": length}
+
     def steady_loads(self, concurrency: int) -> list[Load]:
         """The same prompts with short and with long answers, all at once."""
         params, prompt = SamplingParams(ignore_eos=True), STEADY_PROMPT // self.scale

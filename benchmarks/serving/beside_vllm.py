@@ -24,14 +24,18 @@ PARITY = {"num": 16, "num_prompt_tokens": 64, "num_tokens": 32}
 STEADY_NAMES = ("steady short", "steady long")
 MAX_LENGTH, PROMPT_ROWS = 4096, 8192
 GREEDY = "greedy"
+PREFILL_TURNS = 2
+"""The first one finds kernels that are not compiled yet."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
-    """What vLLM did: output tokens per second by load, and greedy answers of `jobs`."""
+    """What vLLM did: output tokens per second by load, seconds of the part `prefill` by prompts, and greedy
+    answers of `jobs`."""
 
     engine: str
     rates: dict[str, float]
+    prefill: dict[int, float]
     jobs: Sequence[Job]
     answers: list[list[int]]
     agrees: bool = False
@@ -62,6 +66,12 @@ def measure_vllm(bench: Bench) -> Peer:
         jobs["mixed"] = mixed.jobs
     if "steady" in bench.parts:
         jobs |= {name: load.jobs for name, load in zip(STEADY_NAMES, steady, strict=True)}
+    if "prefill" in bench.parts:
+        jobs |= {
+            f"prefill {number} {turn}": bench.steady_loads(number)[0].jobs
+            for number in bench.concurrency
+            for turn in range(PREFILL_TURNS)
+        }
     jobs[GREEDY] = greedy_jobs(mixed.jobs, **PARITY)
     requests = {name: list(map(_request, each)) for name, each in jobs.items()}
     found = run_vllm(
@@ -85,7 +95,14 @@ def measure_vllm(bench: Bench) -> Peer:
     for name, rate in rates.items():
         own = {**case, "load": name, "concurrency": most}
         bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
-    return Peer(engine=case["engine"], rates=rates, jobs=jobs[GREEDY], answers=loads[GREEDY]["token_ids"])
+    prefill = dict[int, float]()
+    for number in bench.concurrency if "prefill" in bench.parts else ():
+        seconds = [loads[f"prefill {number} {turn}"]["seconds"] for turn in range(PREFILL_TURNS)]
+        prefill[number] = min(seconds)
+        own = {**case, **bench.prefill_case(number)}
+        bench.add(own, "prefill_s", prefill[number], "s", gate_passed=is_complete)
+    answers = loads[GREEDY]["token_ids"]
+    return Peer(engine=case["engine"], rates=rates, prefill=prefill, jobs=jobs[GREEDY], answers=answers)
 
 
 def _request(job: Job) -> tuple[list[int], int]:

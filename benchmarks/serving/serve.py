@@ -1,7 +1,7 @@
 """Mixed traffic through the public API: AR and ISD on one checkpoint, from the first request on.
 
     python -m benchmarks.serve [model=qwen3-8b] [path=DIR] [decoders=ar,isd] [concurrency=256,64,16,1]
-        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,steady]
+        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,prefill,steady]
         [settings=NAME=VALUE,...] [vllm=DIR] [record=true]
 
 It needs a GPU (`device=cpu model=tiny` is for tests). A load has up to 512 requests of 32 to 2,048 prompt
@@ -11,7 +11,8 @@ start, the others are warm. The checkpoint has random weights, so that a trace r
 
 `vllm=DIR`, a folder with vLLM, puts the loads of the highest concurrency on it first (vllm_peer.py); its
 greedy answers must be AR's. Part `steady` decodes that many sequences at a time: the difference of two
-lengths, so that prompts cancel as far as they are all stored at once.
+lengths, so that prompts cancel as far as they are all stored at once. Part `prefill` takes the time of the
+shorter length: so many prompts at once, and 33 tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.engine.tensor_parallel import write_checkpoint
 from benchmarks.serving.bench import Bench, output_rate
-from benchmarks.serving.beside_vllm import MAX_LENGTH, Peer, compare, measure_vllm
+from benchmarks.serving.beside_vllm import MAX_LENGTH, PREFILL_TURNS, Peer, compare, measure_vllm
 from benchmarks.shared import defaults, parse_options, start
 from idlm.errors import UserError
 from idlm.infer.clients.generator import run_on_engine
@@ -43,11 +44,12 @@ DEFAULTS = defaults(
     "model=qwen3-8b path= device=cuda dtype=bfloat16 decoders=ar,isd concurrency=256,64,16,1 "
     "stride=4 trace=p0.90 requests= warmup=auto parts=mixed settings= vllm= record=true"
 )
-PARTS = {"mixed", "steady"}
-SHOWN = ("engine", "decoder", "load", "concurrency")
+PARTS = {"mixed", "prefill", "steady"}
+SHOWN = ("engine", "decoder", "load", "concurrency", "prompts")
 SUMMARY = (
     *("ready_s", "warm_up_seconds", "graphs_captured_ahead", "output_tokens_per_s"),
     *("isd_over_ar", "over_vllm", "itl_p99_over_median", "graphs_captured_in_traffic"),
+    *("ttft_ms", "prefill_s", "prefill_over_vllm"),
 )
 
 
@@ -72,7 +74,8 @@ def measure(arguments: list[str]) -> int:
         for decoder in options["decoders"].split(","):
             _measure_decoder(bench, decoder, peer)
             bench.save()
-            _free(options["device"])
+            gc.collect()
+            torch.cuda.empty_cache()
     _print_summary(bench.rows)
     is_complete = peer is not None or not options["vllm"]
     return 0 if is_complete and all(row["gate_passed"] is not False for row in bench.rows) else 1
@@ -130,6 +133,9 @@ def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
             bench.add(case, metric, ahead[metric], unit)
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
         rates = _measure_engine(bench, decoder, engine)
+        if "prefill" in bench.parts:
+            for number in concurrency:
+                _prefill(bench, decoder, engine, number, None if peer is None else peer.prefill[number])
         if peer is not None:
             compare(bench, peer, decoder, engine, rates)
         engine.close()
@@ -176,6 +182,7 @@ def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: 
     if decoder != "ar" and baseline is not None:
         bench.add(case, "isd_over_ar", rate / baseline, "x", gate_passed=is_complete)
     bench.add(case, "itl_p99_over_median", itl["p99"] / itl["p50"], "x")
+    bench.add(case, "ttft_ms", 1e3 * figures["stats"]["ttft"]["p50"], "ms")
     captured = engine.metrics()["graphs_captured_in_traffic"] - before
     bench.add(case, "graphs_captured_in_traffic", captured, "graphs")
     return rate
@@ -193,10 +200,19 @@ def _steady(bench: Bench, decoder: str, engine: Engine, concurrency: int) -> flo
     return rate
 
 
-def _free(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+def _prefill(bench: Bench, decoder: str, engine: Engine, num_prompts: int, beside: float | None) -> None:
+    """Rows of so many prompts at once and few tokens: the shortest time, and that of half the first tokens.
+    `beside`: vLLM's time."""
+    load = bench.steady_loads(num_prompts)[0]
+    turns = [run_on_engine(engine, load, streams=False) for _ in range(PREFILL_TURNS)]
+    seconds = {max(each.end for each in records) - records[0].start: records for records in turns}
+    least = min(seconds)
+    case = {"engine": "idlm", "decoder": decoder, **bench.prefill_case(num_prompts)}
+    bench.add(case, "prefill_s", least, "s")
+    ttft = aggregate(seconds[least], load)["stats"]["ttft"]
+    bench.add(case, "ttft_ms", 1e3 * ttft["p50"], "ms")
+    if beside is not None:
+        bench.add(case, "prefill_over_vllm", least / beside, "x")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 
 from idlm.infer.decoders.base import StrideMode
 from idlm.infer.runtime.draft_acceptance import PRIOR_ACCEPTANCE, DraftAcceptance
+from idlm.infer.runtime.graphs.pass_costs import Captured
 from idlm.infer.state.batch import Schedule
 from idlm.log import get_logger
 
@@ -200,7 +201,9 @@ class _Timing:
 class StrideController:
     """Compares modes by expected tokens, from measured acceptance, per measured or estimated second.
 
-    `acceptance`: expected, by position, before any draft was tested. `times` may be set after a warm-up."""
+    `acceptance`: expected, by position, before any draft was tested. `times` may be set after a warm-up, and
+    `captured`: which passes have graphs (None: all), without which only the narrowest mode does. No trial
+    takes more than `max_slowdown` times as long as the best mode."""
 
     def __init__(
         self,
@@ -210,12 +213,15 @@ class StrideController:
         *,
         acceptance: Sequence[float] = (),
         times: StepTimes | None = None,
+        max_slowdown: float = math.inf,
     ) -> None:
         self._modes, self._widths = modes, widths
         self._tokens_per_forward = lru_cache(maxsize=4096)(tokens_per_forward)
         num_drafts = max(mode.stride for mode in modes) - 1
         self._acceptance = DraftAcceptance([*acceptance, *[PRIOR_ACCEPTANCE] * num_drafts][:num_drafts])
         self.times = times
+        self.captured: Captured | None = None
+        self._max_slowdown = max_slowdown
         self._timings: dict[tuple[int, int], _Timing] = {}
         self._leaders: dict[int, int] = {}
         self._drifts: dict[int, float] = {}
@@ -247,7 +253,7 @@ class StrideController:
             return self._narrowest
         if since > OOM_MEMORY_STEPS:
             self._max_rows = math.inf
-        fitting = [n for n, width in enumerate(self._widths) if load.num_sequences * width <= self._max_rows]
+        fitting = [n for n in range(len(self._modes)) if self._may_run(n, load)]
         if not fitting:
             return self._narrowest
         tokens = self._tokens(load.drafts)
@@ -268,7 +274,16 @@ class StrideController:
             number: (tokens[number] / tokens[best], 1 + (seconds[number] - seconds[best]) / pass_seconds)
             for number in fitting
         }
+        ratios = {number: ratio for number, ratio in ratios.items() if ratio[1] <= self._max_slowdown}
         return self._best_or_trial(load.size, best, ratios)
+
+    def _may_run(self, number: int, load: Load) -> bool:
+        """Whether a pass in this mode has the memory for its rows, and a graph if it needs one."""
+        num_rows = load.num_sequences * self._widths[number]
+        if num_rows > self._max_rows or self.captured is None or number == self._narrowest:
+            return num_rows <= self._max_rows
+        num_all = num_rows + load.num_prompt_rows
+        return self.captured.launches_fast(number, load.num_sequences, num_all, load.num_prompt_rows)
 
     def observe_out_of_memory(self) -> None:
         """Record that the step chosen last ran out of memory."""

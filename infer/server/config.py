@@ -24,6 +24,11 @@ class ServeConfig(EngineSettings):
         "CUDA graphs captured before the first request: auto, as many as 20 s allow; full, all; off, none",
         "auto",
     )
+    schedule: Literal["latency", "throughput"] = option(
+        "latency: a prompt makes a step at most 2.5 times as long for answers under way; throughput: steps "
+        "store most prompt tokens a second",
+        "latency",
+    )
     model: str | None = option("checkpoint directory", None, is_path=True)
     served_model_name: str | None = option("the model's name for clients; null is the directory's", None)
     host: str = option("address to listen on; one that other machines reach needs an API key", "127.0.0.1")

@@ -17,13 +17,12 @@ from idlm.contracts import Constraint, SamplingParams
 from idlm.infer import build
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.runtime import stride_controller as step_times
 from idlm.infer.runtime.graphs import cuda_graphs as graphs
-from idlm.infer.runtime.graphs import pass_shape, warm_up
 from idlm.infer.runtime.graphs import pass_shape as buckets
+from idlm.infer.runtime.graphs import shapes_ahead, warm_up
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.sparse.row_reservation import head_bucket, head_buckets
+from idlm.infer.runtime.stride_controller import Load
 from idlm.infer.state.batch import BlockLimits, PassRows
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
@@ -91,7 +90,7 @@ def _simulated_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(build, "_step", step_of)
     # A model this small would have graphs of passes with any number of rows.
-    monkeypatch.setattr(warm_up, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))
+    monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (buckets.PROMPT_STEP,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -177,13 +176,6 @@ def test_traffic_of_focus_captures_nothing_after_a_warm_up(tmp_path: Path) -> No
     assert engine.capture_missed() and small in step._graphs
     assert not engine.capture_missed(), "the other one is hardly padded now"
     assert len(step._graphs) == ahead + 1
-
-
-def test_buckets_of_reserved_rows_are_those_that_passes_take() -> None:
-    for num_sequences, block_size in ((3, 32), (40, 8), (64, 32)):
-        named = set(head_buckets(num_sequences, block_size))
-        taken = {head_bucket(num, num_sequences, block_size) for num in range(num_sequences * block_size + 1)}
-        assert named == taken | {None}
 
 
 @pytest.mark.sweep_but(settings={"temperature": 0.7, "top_p": 0.8, "logprobs": 1})
@@ -292,7 +284,11 @@ def test_step_times_of_a_warm_up_are_kept_and_read_again(
 ) -> None:
     options: dict[str, Any] = {"stride": 4, "adaptive": True, "graphs": "on", "warmup": "full"}
     controllers = [build_engine(checkpoint, "isd", **options)._stride_controller]
-    monkeypatch.setattr(StaticStep, "seconds", lambda *_: pytest.fail("the file has the times"))
+    monkeypatch.setattr(
+        StaticStep,
+        "seconds",
+        lambda _, shape: 1.0 if shape.num_prompt_rows else pytest.fail("the file has the times"),
+    )
     controllers.append(build_engine(checkpoint, "isd", **options)._stride_controller)
     first, second = (controller.times for controller in controllers if controller is not None)
     assert first is not None
@@ -321,13 +317,34 @@ def test_graphs_of_modes_that_measured_times_speak_for_come_first(
     engine = build_engine(checkpoint, "isd", stride=4, adaptive=True, graphs="on", warmup="full")
     controller, decoder = engine._stride_controller, engine.decoder
     assert controller is not None and controller.likely_modes(8) == {0} < set(range(len(decoder.modes)))
-    timed = warm_up.timed_shapes(decoder, engine.settings.max_sequences, engine.table.max_length)
+    timed = shapes_ahead.timed_shapes(decoder, engine.settings.max_sequences, engine.table.max_length)
     others = captured[sum(shape in timed.values() for shape in captured) :]
     assert set(captured) - set(others) == set(captured) & set(timed.values()), (
         "those that are timed come first"
     )
     is_other_mode = [shape.mode > 0 for shape in others]
     assert is_other_mode == sorted(is_other_mode) and len(set(is_other_mode)) == 2
+
+
+def test_a_warm_up_tells_what_passes_with_prompts_take(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mode whose graphs are missing is not used beside prompts."""
+    monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (128, 512))
+    most: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    engine = build_engine(checkpoint, "isd", graphs="on", warmup="full", stride=2, adaptive=True, **most)
+    costs, controller = engine.scheduler.costs, engine._stride_controller
+    assert costs is not None and controller is not None and controller.captured is not None
+    assert costs.graph_rows == (128, 512)
+    assert costs.time(1, 0) / costs.time(4, 0, 500) == pytest.approx(
+        (1e-3 + PER_ROW) / (1e-3 + PER_ROW * 516)
+    )
+    modes = range(len(engine.decoder.modes))
+    assert controller.captured.most == dict.fromkeys(itertools.product(modes, (0, 128, 512)), 4)
+    loads = [Load(num_sequences=3, num_prompt_rows=9), Load(num_sequences=3)]
+    decoding = dict.fromkeys(itertools.product(modes, (0,)), 4)
+    controller.captured = replace(controller.captured, most=decoding)
+    assert [controller.choose(load) > 0 for load in loads] == [False, True]
 
 
 @pytest.mark.sweep
@@ -343,13 +360,6 @@ def test_padding_teaches_no_times_of_experts(tmp_path: Path, monkeypatch: pytest
     assert engine._stride_controller.times is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"seconds": [[0, 1]]}', '{"seconds": [[0, 1, -1.0]]}'])
-def test_a_broken_file_of_times_is_no_file(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "times.json"
-    path.write_text(text)
-    assert step_times.read_times(path) == {}
-
-
 def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_prompts = 1 + 4  # Before the warm-up and each of its passes with prompts.
     free = itertools.chain([100] * num_prompts, [100, 90, 60, 60, 40], itertools.repeat(40))
@@ -357,17 +367,6 @@ def test_the_warm_up_ends_when_memory_is_short(checkpoint: Path, monkeypatch: py
     engine = build_engine(checkpoint, "ar", graphs="on", warmup="full")
     assert engine.metrics()["graphs_captured_ahead"] == 4
     assert engine.generate(PROMPTS[:2], greedy(max_tokens=3))
-
-
-@pytest.mark.parametrize(("width", "most"), [(1, 256), (7, 256), (16, 64), (64, 8)])
-def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
-    sizes = pass_shape.batch_sizes(width, most, 512)
-    assert sizes[0] == 1
-    assert len(sizes) <= 40
-    for size in range(1, min(most, sizes[-1]) + 1):
-        padded = next(each for each in sizes if each >= size)
-        share = 1.25 if size * width <= pass_shape.STREAMED_ROWS else 1.125
-        assert padded <= max(share * size + 1, buckets.padded_sequences(size) + 8 * (size > 32))
 
 
 def test_passes_with_blocks_run_in_a_larger_graph_until_it_wastes_a_capture(tmp_path: Path) -> None:

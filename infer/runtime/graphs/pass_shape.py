@@ -14,7 +14,7 @@ from idlm.infer.state.kv_cache import KVWritePolicy
 BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
 """Numbers of sequences. A sequence may feed a block of rows, and six blocks are enough to make the time of a
 step's matrix products follow the rows: up to 32 sequences padding adds at most a twenty-fifth."""
-PROMPT_GRAPHS = (128, 256, 512)
+PROMPT_GRAPHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 """Prompt rows of graphs that also decode, captured ahead."""
 PROMPT_BUCKETS = (0, 64, 256, 512, 1024, 2048)
 """Prompt rows next to the decoding rows."""
@@ -56,6 +56,7 @@ def rows_bucket(num_rows: int) -> int:
 STREAMED_ROWS = 128
 """Rows up to which a pass takes as long as reading the weights does."""
 NO_LIMITS = BlockLimits()
+FEW_ROWS = 512
 FEW_LAYERS = 16
 """A row of the first layers only, or of the head only, costs one part in this many of another row."""
 BOUNDS = ("num_sequences", "num_rows", "num_prompt_rows", "max_known", "filters", "num_top")
@@ -192,6 +193,18 @@ def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:
         grown = int(size * growth) // step * step
         # Powers of two are all among them: they are captured and timed first.
         size = min(max(padded_sequences(size + 1), grown), padded_sequences(most), 1 << size.bit_length())
+        sizes.append(size)
+    return sizes
+
+
+def mixed_sizes(width: int, num_prompt_rows: int, most: int) -> list[int]:
+    """The same of passes with so many prompt rows, which count as well. Up to `FEW_ROWS` rows padding may add
+    a quarter."""
+    sizes, size = list[int](), 0
+    while size < most:
+        num_rows = (size + 1) * width + num_prompt_rows
+        share = 4 if num_rows <= FEW_ROWS else 8
+        size = min(most, size + max(1, num_rows // share // width))
         sizes.append(size)
     return sizes
 

@@ -19,25 +19,22 @@ import torch
 
 from idlm import __version__
 from idlm.devices import is_out_of_memory, memory_bytes
-from idlm.infer.decoders.base import Decoder, rows_by_mode
+from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.models.loader import LoadedModel, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, is_plain, step_on_meta
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
-from idlm.infer.runtime.graphs.pass_shape import (
-    FED_BLOCK_BUCKETS,
-    MIN_SLOTS,
-    PROMPT_GRAPHS,
-    PROMPT_STEP,
-    PassShape,
-    batch_sizes,
-    bucket,
-    padded_sequences,
-    slots_bucket,
+from idlm.infer.runtime.graphs.pass_costs import Captured
+from idlm.infer.runtime.graphs.pass_shape import PassShape
+from idlm.infer.runtime.graphs.shapes_ahead import (
+    compiled_shapes,
+    measured_shapes,
+    prompt_shapes,
+    shapes_ahead,
+    shapes_with_capacity,
+    timed_shapes,
 )
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
-from idlm.infer.sparse.row_reservation import capacities_ahead, head_buckets
-from idlm.infer.state.batch import BlockLimits
 from idlm.kernels.backend import only_compiled
 from idlm.log import get_logger
 
@@ -46,15 +43,9 @@ AUTO_SECONDS = 20.0
 LAUNCH_SECONDS = 4e-4
 """Host time of a layer that is launched kernel by kernel, before it is measured: about 20 launches."""
 TIMED_LAUNCHES = 3
-MAX_TIMED_ROWS = 2048
-"""A pass with more is slower for each token than one with fewer: its time is estimated."""
 FLOPS = 8e14
 """Of matrix products with hundreds of rows, on an H200: 768 rows of Qwen3-8B take 13.9 ms."""
 MIN_EAGER_ROWS = 512
-CONTEXT_STEP = 8
-"""Between bounds of contexts that have graphs of their own. Attention reads what there is in any case."""
-CAPACITIES_BETWEEN = 4
-"""Of row capacities, one in so many is captured before the others, and with filters."""
 TIMED_SETTINGS = ("weights", "kv_cache", "attention", "deterministic", "tensor_parallel", "accelerators")
 
 
@@ -89,7 +80,8 @@ def warm_up(
         if not is_out_of_memory(error) or not is_alone:
             raise
         get_logger(__name__).warning("warm-up: no memory for more graphs: %s", error)
-    step.is_warm = work.num_captured > 0
+    step.is_warm = len(work.captured) > 0
+    work.tell_costs()
     if device.type == "cuda":
         # What the stream of first passes has freed.
         torch.cuda.empty_cache()
@@ -98,8 +90,8 @@ def warm_up(
         if is_alone and work.times != known and work.times.keys() >= work.timed.keys():
             write_times(path, work.times)
     done = WarmUp(
-        num_graphs=work.num_captured,
-        num_wanted=len(work.shapes),
+        num_graphs=len(work.captured),
+        num_wanted=min(len(work.shapes), MAX_CUDA_GRAPHS),
         num_bytes=max(0, free - memory_bytes(device)[0]),
         seconds=time.monotonic() - start_time,
     )
@@ -112,8 +104,8 @@ def warm_up(
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """A warm-up in progress: the `shapes` to capture, of which the first `num_captured` are; those that are
-    `timed`, and `times` by the same keys."""
+    """A warm-up in progress: the `shapes` to capture, those that are `captured`, and those that are
+    `timed`, with `times` by the same keys. `row_seconds`: times of passes by their rows."""
 
     parts: EngineParts
     step: StaticStep
@@ -122,7 +114,9 @@ class _Work:
     times: dict[tuple[int, int], float]
     shapes: list[PassShape] = field(default_factory=list)
     timed: dict[tuple[int, int], PassShape] = field(default_factory=dict)
-    num_captured: int = 0
+    row_seconds: dict[int, float] = field(default_factory=dict)
+    launch_seconds: float = 0.0
+    captured: list[PassShape] = field(default_factory=list)
     end_time: float = math.inf
 
     def compile(self, assemble: Callable[..., EngineParts]) -> None:
@@ -144,32 +138,61 @@ class _Work:
         """Run passes that stay eager, then capture graphs, and time some of both."""
         parts, step, prompts = self.parts, self.step, self._prompts()
         is_cuda = parts.table.device.type == "cuda"
+        self.launch_seconds = parts.model.spec.num_layers * LAUNCH_SECONDS
         if parts.settings.warmup == "auto":
             self.end_time = time.monotonic() + AUTO_SECONDS
         for shape in prompts:
             if self._may_continue():
                 step.run(shape)
         if prompts and self.is_alone and is_cuda:
-            step.eager_rows = eager_rows(parts.model, _launch_seconds(step, prompts[-1]))
+            self.launch_seconds = _launch_seconds(step, prompts[-1])
+            step.eager_rows = eager_rows(parts.model, self.launch_seconds)
         self.shapes = (
             shapes_with_capacity(parts.decoder, *self._limits())
             if parts.drops_rows
-            else shapes_ahead(parts.decoder, *self._limits(), step.eager_rows)
-        )[:MAX_CUDA_GRAPHS]
+            else shapes_ahead(
+                parts.decoder,
+                *self._limits(),
+                step.eager_rows,
+                max_prompt_rows=parts.settings.row_budget,
+            )
+        )
         self.timed = timed_shapes(parts.decoder, *self._limits()) if _needs_times(parts) else {}
         for key, shape in self.timed.items():
             if shape.all_rows > step.eager_rows and key not in self.times and self._may_continue():
                 self.times[key] = step.seconds(shape)
         if is_cuda:
             torch.cuda.empty_cache()
-        for shape in self._ordered():
+        measured = measured_shapes(self.shapes) if self._counts_rows() else []
+        for shape in itertools.islice(self._ordered(), MAX_CUDA_GRAPHS):
             if not self._may_continue():
                 return
             step.capture(shape, frees_memory=False)
-            self.num_captured += 1
+            self.captured.append(shape)
             key = shape.mode, shape.num_sequences
-            if self.timed.get(key) == shape and key not in self.times:
+            is_timed = self.timed.get(key) == shape
+            if is_timed and key not in self.times:
                 self.times[key] = step.seconds(shape)
+            if shape in measured:
+                seconds = self.times[key] if is_timed else step.seconds(shape)
+                self.row_seconds[shape.all_rows] = seconds
+
+    def tell_costs(self) -> None:
+        """Tell the scheduler, and the stride controller, what passes with prompts take."""
+        scheduler, controller = self.parts.scheduler, self.parts.stride_controller
+        if scheduler.costs is None or self.parts.decoder.kv_policy.kind != "append":
+            return
+        if controller is not None:
+            usual = [shape for shape in self.shapes if shape.decides and not shape.filters]
+            missing = set(usual) - set(self.captured)
+            controller.captured = Captured.of(usual, missing, self.step.eager_rows)
+        graph_rows = {shape.num_prompt_rows for shape in self.captured if shape.num_prompt_rows}
+        costs = replace(scheduler.costs, graph_rows=tuple(sorted(graph_rows)))
+        scheduler.costs = costs.measured(self.row_seconds, self.launch_seconds)
+
+    def _counts_rows(self) -> bool:
+        """Whether a pass takes what its rows take: padding reaches no expert, and may be dropped."""
+        return self.parts.decoder.kv_policy.kind == "append" and self.parts.model.local.moe is None
 
     def _ordered(self) -> Iterator[PassShape]:
         """The shapes to capture: those that are timed, then those of the modes that these times speak for."""
@@ -237,157 +260,3 @@ def timing_key(parts: EngineParts) -> dict[str, Any]:
         "modes": [asdict(mode) for mode in parts.decoder.modes],
         "adapted": getattr(model.trunk, "is_adapted", False),
     }
-
-
-def shapes_ahead(decoder: Decoder, max_sequences: int, max_length: int, eager_rows: int) -> list[PassShape]:
-    """The shapes to capture, those that traffic needs most first (`_rank`). None for decoders of whole
-    canvases, whose rows follow the lengths of requests."""
-    kind = decoder.kv_policy.kind
-    if kind == "none":
-        return []
-    shapes, contexts = [], _contexts(max_length)
-    for filters, context, is_tight in itertools.product(
-        (False, True), contexts, (False, True) if kind == "block" else (False,)
-    ):
-        shapes += [
-            each
-            for mode in range(len(decoder.modes))
-            for size in batch_sizes(
-                decoder.num_rows(mode, max_length),
-                max_sequences,
-                # Blocks are worth graphs at every size: they have been measured with them only.
-                eager_rows if kind == "append" else max_sequences * decoder.num_rows(mode, max_length),
-            )
-            for each in _variants(
-                decoder, _shape(decoder, mode, size, max_length, context, filters), is_tight
-            )
-        ]
-    if kind == "append":
-        shapes += [
-            replace(shape, num_prompt_rows=num_rows)
-            for shape in shapes
-            for num_rows in PROMPT_GRAPHS
-            if shape.num_sequences.bit_count() == 1 and shape.num_rows + num_rows <= eager_rows
-        ]
-    if decoder.takes_constraints:
-        held = [each for each in shapes if not each.filters and not each.num_prompt_rows]
-        shapes += [replace(each, decides=False) for each in held if each.num_sequences.bit_count() == 1]
-    return sorted(shapes, key=lambda shape: (shape.max_known < contexts[0], *_rank(shape, kind)))
-
-
-def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
-    """Shapes for passes that may drop rows, by number of sequences: for powers of two capacities that hold
-    what traffic needs with little padding (`capacities_ahead`). First the largest ones, then every fourth,
-    then the others; of passes with filters only every fourth."""
-    policy, context = decoder.kv_policy, _contexts(max_length)[0]
-    found = list[tuple[float, int, PassShape]]()
-    for size, filters in itertools.product(_main_sizes(max_sequences), (False, True)):
-        shape = _shape(decoder, 0, size, max_length, context, filters)
-        num_stored = policy.block_size * bucket(size, FED_BLOCK_BUCKETS) if policy.fused_commit else 0
-        capacities = capacities_ahead(size, policy.block_size, shape.num_rows + num_stored)
-        for number, capacity in enumerate(capacities[:: CAPACITIES_BETWEEN if filters else 1]):
-            rank = min(number, 1) + (not filters and number % CAPACITIES_BETWEEN > 0) + 0.5 * filters
-            found.append(
-                (
-                    rank,
-                    -size,
-                    replace(shape, num_prompt_rows=num_stored, payload=BlockLimits(capacity=capacity)),
-                )
-            )
-    return [shape for _, _, shape in sorted(found, key=lambda each: each[:2])]
-
-
-def _rank(shape: PassShape, kind: str) -> tuple[float, int]:
-    """Capture order: powers of two of sequences, passes with prompts, sizes in between, grammars; each
-    without filters somewhat before, and the largest first, whose memory the others use again."""
-    rank = 1.5 if shape.num_prompt_rows and kind == "append" else min(3, shape.num_sequences.bit_count())
-    return (rank if shape.decides else 6) + 1.5 * shape.filters, -shape.all_rows
-
-
-def compiled_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
-    """Decoding passes that between them need all kernels."""
-    context = _contexts(max_length)[0]
-    return [
-        _shape(decoder, mode, size, max_length, context, filters=size == 1)
-        for mode in range(len(decoder.modes))
-        for size in _main_sizes(max_sequences)
-    ]
-
-
-def timed_shapes(decoder: Decoder, max_sequences: int, max_length: int) -> dict[tuple[int, int], PassShape]:
-    """Decoding passes by mode and number of sequences, from whose times those of all follow."""
-    context = _contexts(max_length)[0]
-    return {
-        (mode, size): _shape(decoder, mode, size, max_length, context, filters=False)
-        for mode in range(len(decoder.modes))
-        for size in _main_sizes(max_sequences)
-        if size == 1 or size * decoder.num_rows(mode, max_length) <= MAX_TIMED_ROWS
-    }
-
-
-def prompt_shapes(
-    decoder: Decoder, max_sequences: int, max_length: int, eager_rows: int, *, max_prompt_rows: int
-) -> list[PassShape]:
-    """Shapes of passes with prompts, the largest first, that between them need all kernels of such passes."""
-    if decoder.kv_policy.kind != "append":
-        return []
-    context, rows = _contexts(max_length)[0], [PROMPT_STEP]
-    sizes = {1, *(padded_sequences(-(-max_sequences // part)) for part in (8, 4, 1))}
-    while rows[-1] < max_prompt_rows:
-        rows.append(min(4 * rows[-1], -(-max_prompt_rows // PROMPT_STEP) * PROMPT_STEP))
-    bounds = [(context, num_rows) for num_rows in rows]
-    # Where all contexts are short, attention has other kernels.
-    bounds += [(short, rows[0]) for short in (MIN_SLOTS, 2 * MIN_SLOTS) if short < context]
-    shapes = [
-        replace(_shape(decoder, mode, size, max_length, bound, filters=False), num_prompt_rows=num_rows)
-        for mode in {0, len(decoder.modes) - 1}
-        for size in sizes
-        for bound, num_rows in bounds
-        if num_rows + size * decoder.num_rows(mode, max_length) <= max_prompt_rows + eager_rows
-    ]
-    return sorted(shapes, key=lambda shape: -shape.all_rows)
-
-
-def _main_sizes(max_sequences: int) -> list[int]:
-    """Powers of two of sequences, and the most, ascending."""
-    powers = {1 << power for power in range(max_sequences.bit_length())}
-    return sorted(powers | {padded_sequences(max_sequences)})
-
-
-def _contexts(max_length: int) -> list[int]:
-    """Bounds of known tokens, the largest first."""
-    bounds = [slots_bucket(max_length)]
-    while bounds[-1] // CONTEXT_STEP >= 2 * PROMPT_STEP * CONTEXT_STEP:
-        bounds.append(slots_bucket(bounds[-1] // CONTEXT_STEP))
-    return bounds
-
-
-def _shape(decoder: Decoder, mode: int, size: int, max_length: int, context: int, filters: bool) -> PassShape:
-    width = decoder.num_rows(mode, max_length)
-    return PassShape(
-        mode=mode,
-        num_sequences=size,
-        num_rows=size * width,
-        max_rows=width,
-        num_prompt_rows=0,
-        max_known=context,
-        filters=filters,
-        num_top=None,
-        payload=BlockLimits() if decoder.kv_policy.kind == "block" else None,
-    )
-
-
-def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassShape]:
-    """A decoder of blocks also feeds clean blocks, and reserves rows of the head: as many as all passes need,
-    or with `is_tight` as those that need less."""
-    policy = decoder.kv_policy
-    if policy.kind == "append":
-        return [shape]
-    least = -(-shape.num_sequences // 8) if policy.fused_commit else 0
-    clean = [policy.block_size * bucket(count, FED_BLOCK_BUCKETS) for count in (2 * least, least)]
-    num_wanted = head_buckets(shape.num_sequences, policy.block_size)
-    return [
-        replace(shape, num_prompt_rows=num_rows, payload=BlockLimits(num_wanted=num))
-        for num_rows in (clean[1:] if is_tight else dict.fromkeys(clean))
-        for num in (num_wanted[1:] if is_tight else num_wanted[:1])
-    ]

@@ -51,7 +51,7 @@ def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
     (tmp_path / "vllm.py").write_text(FAKE_VLLM.replace("SHIFT) % 100", "0)" if is_right else "1) % 100"))
     arguments = [
         "decoders=ar",
-        "parts=mixed,steady",
+        "parts=mixed,prefill,steady",
         f"vllm={tmp_path}",
         "settings=num_inflight_steps=2,max_num_batched_tokens=512",
     ]
@@ -64,4 +64,12 @@ def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
     ]
     assert all(row["case"]["num_inflight_steps"] == 2 for row in over)
     peers = [row for row in rows if row["case"].get("engine") == "vllm 0.0"]
-    assert [row["metric"] for row in peers] == ["ready_s", *["output_tokens_per_s"] * 2]
+    assert [row["metric"] for row in peers] == ["ready_s", *["output_tokens_per_s"] * 2, *["prefill_s"] * 2]
+    own = [row for row in rows if row["metric"] == "prefill_over_vllm"]
+    for ours, theirs, number in zip(own, peers[3:], (4, 2), strict=True):
+        assert all(row["case"]["model"] == "tiny" and row["case"]["length"] == 64 for row in (ours, theirs))
+        assert ours["case"]["prompts"] == theirs["case"]["prompts"] == number
+        [seconds] = [
+            row["value"] for row in rows if row["metric"] == "prefill_s" and row["case"] == {**ours["case"]}
+        ]
+        assert ours["value"] == pytest.approx(seconds / theirs["value"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import StrideMode
-from idlm.infer.runtime.stride_controller import Load, StrideController
+from idlm.infer.runtime.graphs.pass_costs import Captured
+from idlm.infer.runtime.graphs.pass_shape import PassShape
+from idlm.infer.runtime.stride_controller import Load, StrideController, read_times
 
 MODES = (
     StrideMode(stride=1, strategy="cold"),
@@ -22,6 +27,19 @@ FLOOR, PER_ROW = 4.0e-3, 2.7e-5
 
 def seconds(number: int, num_sequences: int) -> float:
     return max(FLOOR, PER_ROW * num_sequences * WIDTHS[number])
+
+
+def shape_of(num_sequences: int, num_prompt_rows: int) -> PassShape:
+    return PassShape(
+        mode=1,
+        num_sequences=num_sequences,
+        num_rows=7 * num_sequences,
+        max_rows=7,
+        num_prompt_rows=num_prompt_rows,
+        max_known=1024,
+        filters=False,
+        num_top=None,
+    )
 
 
 def tokens_of(chances: Sequence[float], mode: StrideMode) -> float:
@@ -145,3 +163,38 @@ def test_after_out_of_memory_comes_the_narrowest_and_then_fewer_rows() -> None:
     assert {WIDTHS[number] for number in run(controller, 100_000, 0.9, 3, noise=0.0)} == {1}, (
         "one mode always remains"
     )
+
+
+def test_modes_without_graphs_are_used_where_their_rows_hide_the_launches() -> None:
+    """Mode 1 has graphs of 1, 2 and 8 sequences that decode, and beside 128 prompt rows of 1 and 2."""
+    wanted = [shape_of(size, rows) for size in (1, 2, 4, 8) for rows in (0, 128)]
+    missing = [shape_of(4, 0), shape_of(4, 128)]
+    found = Captured.of(wanted, missing, eager_rows=500)
+    assert found.most == {(1, 0): 8, (1, 128): 2}
+    fast = [found.launches_fast(1, size, 7 * size, 0) for size in (3, 8, 9, 80)]
+    assert fast == [True, True, False, True]
+    beside = [
+        found.launches_fast(1, size, 7 * size + rows, rows) for size, rows in ((2, 9), (3, 9), (2, 200))
+    ]
+    assert beside == [True, False, False]
+    assert not found.launches_fast(2, 1, 7, 0), "another mode"
+    controller = StrideController(MODES, WIDTHS, tokens_of)
+    controller.captured = replace(found, most={})
+    assert {controller.choose(Load(num_sequences=1)) for _ in range(50)} == {0}
+
+
+def test_no_trial_takes_longer_than_the_slowdown() -> None:
+    slowest = []
+    for most in (1.5, math.inf):
+        controller = StrideController(MODES, WIDTHS, tokens_of, max_slowdown=most)
+        run(controller, 16, 0.6, 200, noise=0.0)
+        tried = {seconds(number, 16) for number in run(controller, 16, 0.6, 1500, noise=0.0)}
+        slowest.append(max(tried) / min(tried))
+    assert slowest[0] <= 1.5 < slowest[1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"seconds": [[0, 1]]}', '{"seconds": [[0, 1, -1.0]]}'])
+def test_a_broken_file_of_times_is_no_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    assert read_times(path) == {}

@@ -1,0 +1,112 @@
+"""How long passes take, and how many prompt rows one of them stores."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS, STREAMED_ROWS, PassShape
+
+WEIGHT_ROWS = 184
+"""Rows that are computed in the time of reading the weights, before it is measured (an H200, bfloat16)."""
+MAX_SLOWDOWNS = {"latency": 2.5, "throughput": math.inf}
+"""By schedule, how many times as long as a pass that only decodes one with prompts may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCosts:
+    """Times of passes, in rows of a large pass that are computed in that time.
+
+    `by_rows`: numbers of rows, ascending, and the time of a pass that has so many: linear between them, and
+    beyond the last one a row each. `slot_rows`: the time to read a KV slot. `sequence_rows`: rows of a
+    sequence that decodes. `graph_rows`: prompt rows to which a pass is padded, ascending; with more than the
+    last one a pass is launched kernel by kernel, which takes `launch_rows`."""
+
+    by_rows: tuple[tuple[float, float], ...]
+    slot_rows: float
+    sequence_rows: int
+    graph_rows: tuple[int, ...] = ()
+    launch_rows: float = 0.0
+
+    def time(self, num_sequences: int, num_slots: int, num_prompt_rows: int = 0) -> float:
+        """The time of a pass over such sequences, which have so many slots in all."""
+        place = bisect_left(self.graph_rows, num_prompt_rows)
+        has_graph = not num_prompt_rows or place < len(self.graph_rows)
+        if num_prompt_rows and has_graph:
+            num_prompt_rows = self.graph_rows[place]
+        taken = self._computing(num_sequences * self.sequence_rows + num_prompt_rows)
+        taken += self.slot_rows * num_slots
+        return taken if has_graph else max(taken, self.launch_rows)
+
+    def _computing(self, num_rows: int) -> float:
+        place = bisect_left(self.by_rows, (num_rows,))
+        if place == 0:
+            return self.by_rows[0][1]
+        before, low = self.by_rows[place - 1]
+        if place == len(self.by_rows):
+            return low + num_rows - before
+        after, high = self.by_rows[place]
+        return low + (num_rows - before) / (after - before) * (high - low)
+
+    def measured(self, seconds: dict[int, float], launch_seconds: float) -> PassCosts:
+        """The same with times by number of rows, and with what launching a pass takes. Those of fewer rows
+        than the weights are read beside do not tell what a row takes; without others nothing changes."""
+        points = sorted(seconds.items())
+        if not points or points[-1][0] < 2 * STREAMED_ROWS:
+            return self
+        row_seconds = points[-1][1] / points[-1][0]
+        times = itertools.accumulate((each / row_seconds for _, each in points), max)
+        by_rows = tuple(zip((float(num_rows) for num_rows, _ in points), times, strict=True))
+        return replace(self, by_rows=by_rows, launch_rows=launch_seconds / row_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Which passes of a decoder with several modes have graphs. `most`: sequences at most, by mode and prompt
+    rows. A pass of `eager_rows` rows computes as long as launching it without a graph takes."""
+
+    most: Mapping[tuple[int, int], int]
+    eager_rows: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[PassShape], missing: Collection[PassShape], eager_rows: int) -> Captured:
+        """From the `shapes` that a warm-up wanted, and those that it did not capture. Beside prompts no
+        number of sequences below the `most` is missing; without, they may run in a larger graph."""
+        most, ended = dict[tuple[int, int], int](), set[tuple[int, int]]()
+        for shape in sorted(shapes, key=lambda each: each.num_sequences):
+            key = shape.mode, shape.num_prompt_rows
+            if shape not in missing and key not in ended:
+                most[key] = shape.num_sequences
+            elif shape.num_prompt_rows:
+                ended.add(key)
+        return cls(most=most, eager_rows=eager_rows)
+
+    def launches_fast(self, mode: int, num_sequences: int, num_rows: int, num_prompt_rows: int) -> bool:
+        """Whether launching such a pass, of `num_rows` in all, takes no longer than it computes."""
+        sizes = sorted(size for number, size in self.most if number == mode and size >= num_prompt_rows)
+        most = self.most[mode, sizes[0]] if sizes and (num_prompt_rows or not sizes[0]) else 0
+        return num_sequences <= most or num_rows >= self.eager_rows
+
+
+def prompt_rows(
+    costs: PassCosts,
+    *,
+    num_sequences: int,
+    num_slots: int,
+    num_waiting: int,
+    most: int,
+    max_slowdown: float = math.inf,
+) -> int:
+    """How many of `num_waiting` prompt rows, and of `most`, a pass stores beside such sequences: of all that
+    wait, the sizes of graphs and multiples of the largest, those with the most rows for the time of the pass,
+    if that is at most `max_slowdown` times as long as decoding alone; the fewest if all take longer."""
+    limit = max_slowdown * costs.time(num_sequences, num_slots)
+    num_waiting = min(num_waiting, most)
+    sizes = [*PROMPT_GRAPHS, *range(2 * PROMPT_GRAPHS[-1], num_waiting, PROMPT_GRAPHS[-1])]
+    sizes = [*(size for size in sizes if size < num_waiting), num_waiting]
+    times = {size: costs.time(num_sequences, num_slots, size) for size in sizes}
+    fitting = [size for size in sizes if times[size] <= limit] or sizes[:1]
+    return max(fitting, key=lambda size: size / times[size])
