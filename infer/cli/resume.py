@@ -32,7 +32,7 @@ RECORD_KEYS = frozenset({"request_id", "index", "prompt"})
 SPEED_ONLY_KEYS = (
     *("device", "tensor_parallel", "attention", "graphs", "warmup", "num_inflight_steps", "deterministic"),
     *("memory", "memory_arena", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"),
-    "prefix_cache",
+    *("prefix_cache", "schedule"),
 )
 """Where and how fast the model runs: a resumed run may change these."""
 EXCLUDED_KEYS = ("base", "accelerators")
