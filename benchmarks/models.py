@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from idlm.infer import build
+from idlm.infer.decoders.base import Decoder
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer
 from idlm.infer.models.loader import DTYPES, LoadedModel, make_trunk
 from idlm.infer.models.moe import MoeLayer, check_blocks
+from idlm.infer.parts import EngineParts
+from idlm.infer.settings import EngineSettings
 from idlm.semantics import Semantics
 
 MAX_STRIDE = 32
@@ -144,6 +149,14 @@ def model_of(options: dict[str, str], *, block_size: int | None = None) -> Loade
     model = random_model(name, device=options["device"], dtype=dtype, block_size=block_size)
     print(f"random weights of {name} after {time.perf_counter() - start:.1f} s", flush=True)
     return model
+
+
+def assembled(
+    model: LoadedModel, decoder: Decoder, accelerators: Mapping[str, Any] | None = None, **settings: Any
+) -> EngineParts:
+    """The parts of an engine with a decoder, the Config of each accelerator and `EngineSettings`."""
+    made = EngineSettings(device=str(model.device), **settings)
+    return build._assemble(made, model, None, decoder, (), accelerators=accelerators or {})
 
 
 def _fill_randomly(trunk: DenseTrunk) -> None:

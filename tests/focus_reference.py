@@ -128,6 +128,18 @@ def select(
             )
         )
     deltas = {offset: found[1][offset] - found[0][offset] for offset in masked}
+    return select_by(state, masked, may_be_decided, deltas, rules)
+
+
+def select_by(
+    state: BlockState,
+    masked: list[int],
+    may_be_decided: list[int],
+    deltas: dict[int, float],
+    rules: FocusRules,
+) -> Selection:
+    """Section 4.2 with these deltas of the masks."""
+    fed = fed_positions(state, rules)
 
     def choose(deltas: dict[int, float]) -> tuple[int, set[int] | None]:
         """The budget, and the best masks where not all go on."""
@@ -138,7 +150,7 @@ def select(
             return number, None
         return number, set(sorted(may_be_decided, key=lambda offset: (-deltas[offset], offset))[:number])
 
-    number, best = clear_choice(choose, deltas, margin=rules.margin)
+    number, best = clear_choice(choose, deltas, margin=rules.margin) if rules.margin else choose(deltas)
     if best is None:
         return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
     kept = {offset for offset in fed if offset not in masked} | set(best)

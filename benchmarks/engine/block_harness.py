@@ -116,13 +116,7 @@ class SteadyBlocks(SteadyEngine):
         assert isinstance(into, BlockMeasured)
         with self.toggled():
             self.start_and_warm_up()
-            before = self.num_passes()
-            start = time.perf_counter()
-            num_tokens = self.run_passes(self._num_passes) + self.drain()
-            seconds = time.perf_counter() - start
-            into.seconds.append(seconds)
-            into.tokens.append(num_tokens)
-            into.passes.append(self.num_passes() - before)
+            into.add(*self.timed(lambda: self.run_passes(self._num_passes)))
             into.rows |= self.unmasking.rows
             self.abort_all()
 

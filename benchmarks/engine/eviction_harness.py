@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -32,13 +31,11 @@ from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
 from benchmarks.engine.eviction_trace import (
     FOCUS,
     FULL,
-    FULL_BLOCK,
     BlockTrace,
     RowCounts,
-    RowRules,
     UnmaskTrace,
-    deltas_of,
     rows_of,
+    rules_of,
 )
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.decoders.block import BlockDecoder
@@ -59,11 +56,12 @@ class UnmaskingReplay:
         # One more pass, in which nothing is decided: blocks that began with a prompt's tail take longer.
         self._num_passes = 1 + max(len(block.decided) for block in blocks)
         self._size, self._num_blocks = size, len(blocks)
-        deltas_LPW = torch.stack([deltas_of(blocks, size, n) for n in range(self._num_passes)], dim=1)
-        decided_LPW = torch.zeros(deltas_LPW.shape, dtype=torch.float64)
-        for block, decided_PW in zip(blocks, decided_LPW, strict=True):
-            for places, decided_W in zip(block.decided, decided_PW, strict=False):
-                decided_W[list(places)] = 1.0
+        shape = (len(blocks), self._num_passes, size)
+        deltas_LPW, decided_LPW = torch.zeros(shape), torch.zeros(shape, dtype=torch.float64)
+        for block, deltas_PW, decided_PW in zip(blocks, deltas_LPW, decided_LPW, strict=True):
+            for number, (masks, decided) in enumerate(zip(block.masks(size), block.decided, strict=True)):
+                deltas_PW[number, masks] = torch.tensor(block.deltas[number])
+                decided_PW[number, list(decided)] = 1.0
         self.num_passes_L = [len(block.decided) for block in blocks]
         self.decided_LPW = decided_LPW
         self._deltas_XW = deltas_LPW.flatten(0, 1).to(device)
@@ -98,7 +96,7 @@ class UnmaskingReplay:
         """`BlockDecoder._propose` with the trace's places as those that pass the threshold."""
         proposed, *others = original(decoder, table, batch, plan, *more)
         confidence_BW = self._decided_XW[self._place(plan.lanes_B, plan.active)]
-        return (replace(proposed, confidence_BW=confidence_BW.to(proposed.confidence_BW.dtype)), *others)
+        return (proposed._replace(confidence_BW=confidence_BW.to(proposed.confidence_BW.dtype)), *others)
 
     def _place(self, lanes_B: Tensor, active: Any) -> Tensor:
         """Index of each sequence's pass among all passes of the trace."""
@@ -169,16 +167,6 @@ class EvictionArm(BlockArm):
     def replayed(self) -> str:
         """The arm of the trace that it replays: without eviction the one of full blocks."""
         return FULL if self.alpha in (None, NO_EVICTION) else FOCUS
-
-    def rules(self) -> RowRules:
-        if self.alpha is None:
-            return FULL_BLOCK
-        return RowRules(
-            evicts=self.replayed == FOCUS,
-            stability=self.stability,
-            commit=self.commit,
-            alpha=self.alpha,
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -287,11 +275,9 @@ class SteadyTrace(SteadyBlocks):
             found.num_settling = captured + self._num_missed
             found.ahead = self.engine._parts.ahead
             for _ in range(rounds):
-                done, start = self.num_passes(), time.perf_counter()
-                self.run_passes(num_passes)
-                self.drain()
-                found.seconds.append(time.perf_counter() - start)
-                found.passes.append(self.num_passes() - done)
+                seconds, _, passes = self.timed(lambda: self.run_passes(num_passes))
+                found.seconds.append(seconds)
+                found.passes.append(passes)
             self._note(found, before, counts)
             found.num_captured = self.num_captured() - captured
             self.abort_all()
@@ -342,7 +328,9 @@ def row_counts_of(engine: Any) -> tuple[int, ...]:
 
 def implied_rows(trace: UnmaskTrace, arm: EvictionArm) -> RowCounts:
     """Rows of a mean pass of an arm, from the trace."""
-    return rows_of(trace.blocks[arm.replayed], trace.block_size, arm.rules())
+    evicts, size = arm.replayed == FOCUS, trace.block_size
+    rules = rules_of(size, evicts=evicts, alpha=trace.alpha, commit=arm.commit)
+    return rows_of(trace.blocks[arm.replayed], rules, evicts=evicts)
 
 
 def parity_error(model: LoadedModel, arm: EvictionArm, load: Load, trace: UnmaskTrace) -> float:

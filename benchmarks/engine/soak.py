@@ -27,13 +27,11 @@ import torch
 
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
-from benchmarks.models import random_model
+from benchmarks.models import assembled, random_model
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer import build as parts_builder
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
-from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.accelerator import ACCELERATORS
 from tests.contracts.engines import Shortage
 from tests.prefix_simulation import check_pages
@@ -104,8 +102,10 @@ def make_engine(
     chosen = DECODERS.get("isd" if size is None else "block")
     decoder = chosen(chosen.Config(**decoding), model.semantics)
     needed = -(-(MAX_LENGTH - 1 + max_rows(decoder, MAX_LENGTH)) // PAGE_SIZE)
-    settings = EngineSettings(
-        device=device,
+    parts = assembled(
+        model,
+        decoder,
+        accelerators,
         max_num_seqs=lanes,
         max_length=MAX_LENGTH,
         max_num_batched_tokens=256,
@@ -114,7 +114,6 @@ def make_engine(
         num_inflight_steps=int(options["num_inflight_steps"]),
         graphs="on" if options["graphs"] == "on" else "off",
     )
-    parts = parts_builder._assemble(settings, model, None, decoder, (), accelerators=accelerators)
     engine = Engine(parts)
     replay = Replay(trace_of("p0.90", STRIDE), lanes + 1, engine.table.device) if size is None else None
     return engine, replay

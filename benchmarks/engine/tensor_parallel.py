@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import MAX_STRIDE, MODELS
-from benchmarks.results import result_row
-from benchmarks.shared import defaults, parse_options, save, start
+from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from idlm.acceptance import tokens_per_forward_cold
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
@@ -39,7 +38,7 @@ LARGEST_ID = 64
 def measure(arguments: list[str]) -> int:
     """Measure all sizes; returns the exit status. Raises IDLM-0543 when there are too few GPUs."""
     options = parse_options(arguments, DEFAULTS)
-    sizes = [int(size) for size in options["sizes"].split(",")]
+    sizes = numbers(options["sizes"])
     if options["device"] == "cuda" and torch.cuda.device_count() < max(sizes):
         raise UserError(
             "IDLM-0543",
@@ -51,8 +50,9 @@ def measure(arguments: list[str]) -> int:
         if not (directory / "config.json").exists():
             shape: dict[str, Any] = {"device": options["device"], "dtype": torch.bfloat16}
             write_checkpoint(directory, options["model"], **shape, num_hidden_layers=int(options["layers"]))
-        rows = [row for size in sizes for row in _rows(options, directory, size)]
-    save("tensor_parallel", rows, options)
+        report = Report("tensor_parallel", options)
+        for size in sizes:
+            _add_rows(report, directory, size)
     return 0
 
 
@@ -76,26 +76,20 @@ def write_checkpoint(path: Path, model: str, *, device: str, dtype: torch.dtype,
     free_cached_memory()
 
 
-def _rows(options: dict[str, str], directory: Path, size: int) -> list[dict[str, Any]]:
+def _add_rows(report: Report, directory: Path, size: int) -> None:
     """Result rows of AR and every stride on `size` GPUs."""
+    options = dict(report.options)
     case: dict[str, Any] = {name: int(options[name]) for name in ("concurrency", "context", "layers")}
     case |= {"tensor_parallel": size, "model": options["model"]}
     ar = step_ms(options, directory, size, stride=1)
-    rows = [result_row("tensor_parallel", {**case, "stride": 1}, "step_ms", ar, "ms")]
-    print(f"{size} GPUs  AR        {ar:8.3f} ms", flush=True)
-    for stride in (int(stride) for stride in options["strides"].split(",")):
+    report.add({**case, "stride": 1}, "step_ms", ar, "ms")
+    acceptance = float(options["acceptance"])
+    for stride in numbers(options["strides"]):
         step = step_ms(options, directory, size, stride=stride)
-        tokens = tokens_per_forward_cold([float(options["acceptance"])] * (stride - 1))
-        ratio = tokens * ar / step
-        here = {**case, "stride": stride}
-        rows.append(result_row("tensor_parallel", here, "step_ms", step, "ms"))
-        here |= {"acceptance": float(options["acceptance"]), "strategy": "cold"}
-        rows.append(result_row("tensor_parallel", here, "isd_over_ar", ratio, "x"))
-        print(
-            f"{size} GPUs  stride {stride}  {step:8.3f} ms, {tokens:.3f} tokens a pass: {ratio:.3f}x AR",
-            flush=True,
-        )
-    return rows
+        ratio = tokens_per_forward_cold([acceptance] * (stride - 1)) * ar / step
+        report.add({**case, "stride": stride}, "step_ms", step, "ms")
+        here = {**case, "stride": stride, "acceptance": acceptance, "strategy": "cold"}
+        report.add(here, "isd_over_ar", ratio, "x")
 
 
 def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int) -> float:

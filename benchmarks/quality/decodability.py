@@ -7,8 +7,7 @@ It needs a block-diffusion checkpoint (recipes tiny_block32, tiny_deep32). Decod
 questions, the same in every arm, in blocks of the model's size. `judged` compares full blocks and FOCUS by
 threshold; `selection` keeps the K masks of highest, random and lowest delta (table 3 of FOCUS).
 `rows_per_token` (table 5) counts rows behind layer 1, clean blocks that are stored included, prompts left
-out. A difference is one of paired answers. Rows are recorded as soon as they are measured. `importance=block`
-measures attention as equation 2 does, in all arms.
+out. A difference is one of paired answers.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def selecting(name: str, k: int) -> Iterator[None]:
 OPTIONS = defaults(
     "model=outputs/tiny_block32 task=ledger level=p4 num=500 "
     "parts=judged,selection k=2,4,8 "
-    "thresholds=0.9,0.8,0.7 importance=masked "
+    "thresholds=0.9,0.8,0.7 "
     "max_tokens=288 batch=500 device=auto dtype=auto graphs=off record=false"
 )
 FULL, FOCUS = "full", "focus"
@@ -145,12 +144,9 @@ class Bench:
 
     def _decoded(self, arm: Arm) -> Result:
         settings: dict[str, Any] = {"graphs": self.options["graphs"], "prefix_cache": False}
-        accelerators = dict(arm.accelerators)
-        if "focus" in accelerators:
-            accelerators["focus"] = {"importance": self.options["importance"], **accelerators["focus"]}
         choosing = contextlib.nullcontext() if arm.selection is None else selecting(arm.selection, arm.k or 1)
         torch.manual_seed(SEED)
-        with choosing, engine_of(self.options, "block", accelerators=accelerators, **settings) as engine:
+        with choosing, engine_of(self.options, "block", accelerators=arm.accelerators, **settings) as engine:
             params = greedy(self.options, {"threshold": arm.threshold})
             evaluation = evaluate(engine, self.task, self.samples, params)
             num_rows = block_rows(engine, self.samples, evaluation)

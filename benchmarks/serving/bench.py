@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
-from benchmarks.results import append_rows, result_row
+from benchmarks.shared import Report, numbers
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.clients.generator import Record
@@ -39,30 +39,21 @@ def output_rate(figures: dict[str, Any], records: Sequence[Record]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows. The
-    first `num_saved` rows are in the results. `beside`: the peer of the same run, in the case of our rows.
+    """Options, and what was measured: output tokens per second of AR by concurrency, and result rows.
+    `beside`: the peer of the same run, in the case of our rows.
     """
 
     options: dict[str, str]
     path: Path
+    report: Report
     ar_rates: dict[int, float] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    num_saved: int = 0
     beside: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """Append a row and print it. Its case has the settings that were given."""
+        """Add a row, whose case has the settings that were given."""
         if case.get("engine", "idlm") == "idlm":
             case = {**case, **self.settings, **self.beside}
-        self.rows.append(result_row("serve", case, metric, value, unit, **more))
-        name = " ".join(f"{key}={value}" for key, value in case.items())
-        print(f"{metric:28s} {value:10.4g} {unit:9s} {name}", flush=True)
-
-    def save(self) -> None:
-        """Append the new rows to the results: what comes next may be stopped."""
-        if self.options["record"] == "true":
-            append_rows("serve", self.rows[self.num_saved :], results=Path(self.options["results"]))
-        self.num_saved = len(self.rows)
+        self.report.add(case, metric, value, unit, **more)
 
     @property
     def scale(self) -> int:
@@ -77,7 +68,7 @@ class Bench:
     @property
     def concurrency(self) -> list[int]:
         """Requests at a time, one load each."""
-        return [int(part) for part in self.options["concurrency"].split(",")]
+        return numbers(self.options["concurrency"])
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ shorter length: so many prompts at once, and 33 tokens.
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 import tempfile
 import time
@@ -33,7 +32,8 @@ from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.engine.tensor_parallel import write_checkpoint
 from benchmarks.serving.bench import Bench, output_rate
 from benchmarks.serving.beside_vllm import MAX_LENGTH, PREFILL_TURNS, Peer, compare, measure_vllm
-from benchmarks.shared import defaults, parse_options, start
+from benchmarks.shared import Report, chosen, defaults, parse_options, start
+from idlm.devices import free_cached_memory
 from idlm.errors import UserError
 from idlm.infer.clients.generator import run_on_engine
 from idlm.infer.clients.stats import aggregate
@@ -44,24 +44,15 @@ DEFAULTS = defaults(
     "model=qwen3-8b path= device=cuda dtype=bfloat16 decoders=ar,isd concurrency=256,64,16,1 "
     "stride=4 trace=p0.90 requests= warmup=auto parts=mixed settings= vllm= record=true"
 )
-PARTS = {"mixed", "prefill", "steady"}
-SHOWN = ("engine", "decoder", "load", "concurrency", "prompts")
-SUMMARY = (
-    *("ready_s", "warm_up_seconds", "graphs_captured_ahead", "output_tokens_per_s"),
-    *("isd_over_ar", "over_vllm", "itl_p99_over_median", "graphs_captured_in_traffic"),
-    *("ttft_ms", "prefill_s", "prefill_over_vllm"),
-)
+PARTS, DECODERS = ("mixed", "prefill", "steady"), ("ar", "isd")
 
 
 def measure(arguments: list[str]) -> int:
     """Run every decoder and load that the arguments name; returns the exit status."""
     options = parse_options(arguments, DEFAULTS, needs_gpu="serve")
-    unknown = {*options["parts"].split(",")} - PARTS | {*options["decoders"].split(",")} - {"ar", "isd"}
-    if unknown:
-        fix = f"use parts of {','.join(sorted(PARTS))} and decoders of ar,isd"
-        raise UserError("IDLM-0107", f"unknown {', '.join(sorted(unknown))}", fix=fix)
+    decoders, _ = chosen(options, "decoders", DECODERS), chosen(options, "parts", PARTS)
     with _checkpoint(options) as path:
-        bench = Bench(options=options, path=path)
+        bench = Bench(options=options, path=path, report=Report("serve", options))
         peer = None
         if options["vllm"]:
             try:
@@ -70,25 +61,11 @@ def measure(arguments: list[str]) -> int:
             except UserError as error:
                 # The rest is measured without vLLM.
                 print(error, flush=True)
-        bench.save()
-        for decoder in options["decoders"].split(","):
+        for decoder in decoders:
             _measure_decoder(bench, decoder, peer)
-            bench.save()
-            gc.collect()
-            torch.cuda.empty_cache()
-    _print_summary(bench.rows)
+            free_cached_memory()
     is_complete = peer is not None or not options["vllm"]
-    return 0 if is_complete and all(row["gate_passed"] is not False for row in bench.rows) else 1
-
-
-def _print_summary(rows: list[dict[str, Any]]) -> None:
-    """The rows of `SUMMARY`, a line for each engine or load."""
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        if row["metric"] in SUMMARY:
-            case = " ".join(str(row["case"][key]) for key in SHOWN if key in row["case"])
-            lines.setdefault(case, []).append(f"{row['metric']} {row['value']:.4g}")
-    print("", *(f"{case:20s} " + ", ".join(said) for case, said in lines.items()), sep="\n")
+    return bench.report.status or int(not is_complete)
 
 
 @contextlib.contextmanager
@@ -147,7 +124,6 @@ def _measure_engine(bench: Bench, decoder: str, engine: Engine) -> dict[str, flo
     if "mixed" in bench.parts:
         for number in concurrency:
             rate = _mixed(bench, decoder, engine, number, start)
-            bench.save()
             if number == max(concurrency):
                 rates["mixed"] = rate
             start = "warm"

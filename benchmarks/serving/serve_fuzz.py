@@ -21,11 +21,12 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.serve_soak import TINY, Server, running_server
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.errors import UserError
+from tests.integration.server.servers import TINY, running
 
 DEFAULTS = defaults("requests=100000 drawn=0.02 seed=0 record=true", path=str(TINY))
 LIMITS = ("max_length=48", "max_num_seqs=4", "max_n=3", "max_prompts=4", "sampling.max_tokens=2")
@@ -38,9 +39,9 @@ Outcomes = tuple[Counter[tuple[str, int]], list[tuple[str, str]]]
 
 def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, DEFAULTS)
-    with running_server(options["path"], *LIMITS) as server:
-        counts, problems = fuzz(server, options)
-        num_restarts = server.info()["num_restarts"]
+    with running(*LIMITS, model=Path(options["path"])) as server:
+        counts, problems = fuzz(server.url, options)
+        num_restarts = server.client.get("/server_info").json()["num_restarts"]
     for _, problem in problems[:MAX_SHOWN]:
         print(problem)
     report = Report("serve_fuzz", options)
@@ -55,7 +56,7 @@ def measure(arguments: list[str]) -> int:
     return report.status
 
 
-def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
+def fuzz(url: str, options: dict[str, str]) -> Outcomes:
     """Send the requests. UserError IDLM-0704 without schemathesis."""
     try:
         import schemathesis
@@ -64,7 +65,7 @@ def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
             "IDLM-0704", "serve_fuzz needs schemathesis", fix="pip install schemathesis"
         ) from error
     num, seed = int(options["requests"]), int(options["seed"])
-    with urllib.request.urlopen(f"{server.url}/openapi.json", timeout=SECONDS) as answer:
+    with urllib.request.urlopen(f"{url}/openapi.json", timeout=SECONDS) as answer:
         described = json.load(answer)
     for body in described["components"]["schemas"].values():
         # The server refuses unknown fields by itself, with the nearest name.
@@ -83,7 +84,7 @@ def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
     for operation, share in zip(operations, shares, strict=True):
         for kind, mode in modes.items():
             most = -(-float(options["drawn"]) * num * share // (len(modes) * sum(shares)))
-            for body, status, problem in _answers(server.url, operation, mode, int(most), seed):
+            for body, status, problem in _answers(url, operation, mode, int(most), seed):
                 counts[kind, status] += 1
                 if problem is not None:
                     problems.append((kind, problem))
@@ -93,7 +94,7 @@ def fuzz(server: Server, options: dict[str, str]) -> Outcomes:
     spliced = [(path, splice(*known.values(), dice=dice)) for path, known in bodies.items()]
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         cases = (next(source) for source in _cycle(spliced, num - counts.total()))
-        for status, problem in pool.map(Poster(server.url), cases):
+        for status, problem in pool.map(Poster(url), cases):
             counts["spliced", status] += 1
             if problem is not None:
                 problems.append(("spliced", problem))

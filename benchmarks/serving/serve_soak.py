@@ -5,10 +5,10 @@
 
 The load is a few requests many times over, so that a quiet run, one stream at a time to its end,
 gives the text of each; no choice in them is a near tie, which the rounding of a batch decides. It goes in
-rounds; behind each, when the server is idle, both of its processes are looked at. Rows: `requests` (the gate:
-every stream that was not left has the text of the quiet run, and nothing leaked), `leaked_pages`,
-`leaked_sockets`, `leaked_tasks` (since before the load), `memory_drift` (resident memory of both processes
-after the last round over that after the first).
+rounds; behind each, when the server is idle, its engine's process and this one, which serves and sends, are
+looked at. Rows: `requests` (the gate: every stream that was not left has the text of the quiet run, and
+nothing leaked), `leaked_pages`, `leaked_sockets`, `leaked_tasks` (since before the load), `memory_drift`
+(resident memory of both processes after the last round over that after the first).
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ import asyncio
 import json
 import os
 import random
-import subprocess
-import sys
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shared import Report, defaults, parse_options, start
+from tests.integration.server.servers import TINY, Running, running
 
-TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 DEFAULTS = defaults("requests=10000 concurrency=256 leave=0.3 answer=16 record=true", path=str(TINY))
 NUM_ROUNDS, NUM_KINDS, PATIENCE = 5, 64, 600.0
 LEAKS = ("pages", "sockets", "tasks")
@@ -45,40 +40,35 @@ class Stream(NamedTuple):
 
 
 class State(NamedTuple):
-    """What an idle server holds."""
+    """What an idle server holds; `memory`: resident bytes of its engine and of this process, which serves."""
 
     pages: float
     sockets: int
     tasks: int
-    front_memory: int
-    engine_memory: int
-
-    @property
-    def memory(self) -> int:
-        return self.front_memory + self.engine_memory
+    memory: int
 
 
 def measure(arguments: list[str]) -> int:
-    if arguments[:1] == ["host"]:
-        return host(arguments[1:])
     options = parse_options(arguments, DEFAULTS)
     kinds = clear_kinds(options["path"], int(options["answer"]))
-    settings = (f"max_num_seqs={options['concurrency']}", "max_length=256", "decoder.stride=3")
-    with running_server(options["path"], *settings) as server:
-        quiet = asyncio.run(read_streams(server.port, kinds, concurrency=1))
-        before, states, num_wrong, num_left = server.state(), list[State](), 0, 0
+    concurrency = int(options["concurrency"])
+    settings = (f"max_num_seqs={concurrency}", "max_length=256", "page_size=16")
+    with running(*settings, model=Path(options["path"])) as server:
+        port = int(server.url.rpartition(":")[2])
+        quiet = asyncio.run(read_streams(port, kinds, concurrency=1))
+        before, states, num_wrong, num_left = state_of(server), list[State](), 0, 0
         for number in range(NUM_ROUNDS):
             load = leaving(kinds, int(options["requests"]) // NUM_ROUNDS, float(options["leave"]), number)
-            found = asyncio.run(read_streams(server.port, load, concurrency=int(options["concurrency"])))
+            found = asyncio.run(read_streams(port, load, concurrency=concurrency))
             expected = dict(zip(kinds, quiet, strict=True))
             for stream, text in zip(load, found, strict=True):
                 num_wrong += text is not None and text != expected[stream._replace(leaves_after=None)]
             num_left += found.count(None)
-            states.append(server.state())
+            states.append(state_of(server))
             print(
                 f"round {number + 1}: {len(load)} streams, {found.count(None)} left, {states[-1]}", flush=True
             )
-    case: dict[str, Any] = {"leave": options["leave"], "concurrency": int(options["concurrency"])}
+    case: dict[str, Any] = {"leave": options["leave"], "concurrency": concurrency}
     case |= {"answer": int(options["answer"]), "model": Path(options["path"]).name}
     last, report = states[-1], Report("serve_soak", options)
     leaked = {name: getattr(last, name) - getattr(before, name) for name in LEAKS}
@@ -161,99 +151,19 @@ async def _read(port: int, stream: Stream, api_key: str) -> str | None:
         writer.transport.abort()
 
 
-class Server:
-    """A server in a process of its own, which says what it holds when it gets a line."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-        self.port = int(self._stdout.readline())
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._wait(lambda: self._get("/ready") is not None)
-
-    def state(self) -> State:
-        """What it holds when all streams have ended."""
-        self._wait(self._is_idle)
-        # Connections that were left close within this time.
-        time.sleep(1)
-        self._stdin.write("\n")
-        self._stdin.flush()
-        here = json.loads(self._stdout.readline())
-        engine = self.info()["engine"]
-        return State(
-            pages=self._gauge("vllm:kv_cache_usage_perc") * engine["num_pages"],
-            sockets=here["sockets"] + num_sockets(engine["pid"]),
-            tasks=here["tasks"],
-            front_memory=here["memory"],
-            engine_memory=resident_bytes(engine["pid"]),
-        )
-
-    def info(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._get("/server_info") or "")
-        return answer
-
-    def _is_idle(self) -> bool:
-        waiting = self._gauge("vllm:num_requests_running") + self._gauge("vllm:num_requests_waiting")
-        return not waiting and not self.info()["num_open"]
-
-    def _gauge(self, name: str) -> float:
-        [line] = [line for line in (self._get("/metrics") or "").splitlines() if line.startswith(f"{name}{{")]
-        return float(line.rpartition(" ")[2])
-
-    def _get(self, path: str) -> str | None:
-        try:
-            with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as response:
-                return str(response.read().decode())
-        except OSError:
-            return None
-
-    def _wait(self, what: Any) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not what():
-            assert self._process.poll() is None, "the server has ended"
-            assert time.monotonic() < deadline, "the server does not become ready or idle"
-            time.sleep(0.1)
-
-
-@contextmanager
-def running_server(path: str, *settings: str) -> Iterator[Server]:
-    """A server on a CPU, ready; it has ended afterwards."""
-    words = [f"model={path}", "decoder=isd", "mask_token_id=170", "device=cpu", "dtype=float32", *settings]
-    program = [sys.executable, "-m", "benchmarks.serve_soak", "host", *words]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        end = threading.Timer(PATIENCE * (NUM_ROUNDS + 2), process.kill)
-        end.start()
-        try:
-            yield Server(process)
-        finally:
-            end.cancel()
-            process.terminate()
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def host(words: list[str]) -> int:
-    """Serve, print the port, and print what this process holds for each line that comes in."""
-    from idlm.infer.cli.config import read_arguments
-    from idlm.infer.server.config import ServeConfig
-    from idlm.infer.server.run import FrontEnd, listen
-
-    config, arguments = read_arguments("serve", ServeConfig, words)
-    front = FrontEnd(config, arguments, api_key=config.api_key)
-
-    def answer() -> None:
-        for _ in sys.stdin:
-            num_tasks = len(asyncio.all_tasks(front.loop))
-            sockets, memory = num_sockets(os.getpid()), resident_bytes(os.getpid())
-            print(json.dumps({"tasks": num_tasks, "sockets": sockets, "memory": memory}), flush=True)
-
-    with listen("127.0.0.1", 0) as listener:
-        print(listener.getsockname()[1], flush=True)
-        threading.Thread(target=answer, daemon=True).start()
-        asyncio.run(front.run_on(listener))
-    return 0
+def state_of(server: Running) -> State:
+    """What a server holds when all streams have ended."""
+    server.wait_until_idle()
+    # Connections that were left close within this time.
+    time.sleep(1)
+    engine = server.client.get("/server_info").json()["engine"]
+    processes = (os.getpid(), engine["pid"])
+    return State(
+        pages=server.metric("vllm:kv_cache_usage_perc") * engine["num_pages"],
+        sockets=sum(map(num_sockets, processes)),
+        tasks=server.num_tasks,
+        memory=sum(map(resident_bytes, processes)),
+    )
 
 
 def num_sockets(pid: int) -> int:

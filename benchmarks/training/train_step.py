@@ -1,15 +1,15 @@
 """Time of one training step of `[x_t | x_0]` against the arithmetic limit of the same machine.
 
-    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,full_zero1,gated_lora,ungated_lora]
+    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,gated_lora,ungated_lora]
         [accumulation=16] [shortest=64] [steps=4] [record=true] [results=FOLDER]
 
 It needs GPUs. Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights
 of the true shape, real text, samples of 4096 data tokens or of `shortest` to 4096, all supervised. The limit
 counts the FLOPs that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16
 product that every process of the arm measures. `dense_recompute` does what public trainers of the method do:
-a dense mask and recomputed activations. `full_zero1` sums gradients on each GPU and reduces them once per
-step. Losses of arms that train the same weights must agree (`gate_passed`). A LoRA has micro-batches of its
-own; `accumulation` is that of other arms, by default what the recipe has on 8 GPUs.
+a dense mask and recomputed activations. Losses of arms that train the same weights must agree
+(`gate_passed`). A LoRA has micro-batches of its own; `accumulation` is that of other arms, by default what
+the recipe has on 8 GPUs.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.decoding.harness import PAGE_SIZE
+from benchmarks.models import assembled
 from idlm.contracts import SamplingParams
-from idlm.infer import build as parts_builder
 from idlm.infer.decoders.full import FullConfig, FullDecoder
 from idlm.infer.decoders.full_rows import active_canvases
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import LoadedModel
-from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan, WantedRows
 from idlm.infer.state.kv_cache import CanvasReuse
 from idlm.infer.state.sequence_state import SequenceState
@@ -117,8 +116,9 @@ class CanvasEngine:
         steps = load.passes * (load.answer // load.block)
         config = FullConfig(order="low_confidence", block_length=load.block, steps=steps, cache=cache)
         decoder = FullDecoder(config, model.semantics)
-        settings = EngineSettings(
-            device=str(model.device),
+        parts = assembled(
+            model,
+            decoder,
             max_num_seqs=1,
             max_length=load.canvas,
             max_num_batched_tokens=load.canvas,
@@ -127,7 +127,7 @@ class CanvasEngine:
             graphs="on" if graphs else "off",
             attention="triton" if graphs and model.device.type == "cuda" else "auto",
         )
-        self.engine = Engine(parts_builder._assemble(settings, model, None, decoder, ()))
+        self.engine = Engine(parts)
         decisions.watch(decoder, replays=cache is not None)
         dice = torch.Generator().manual_seed(0)
         self._prompt = torch.randint(0, model.spec.vocab_size - 1, (load.num_prompt,), generator=dice)

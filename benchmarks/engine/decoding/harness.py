@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
@@ -17,17 +17,16 @@ import torch
 
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import Trace
-from benchmarks.models import free_bytes, slot_bytes, weight_bytes
+from benchmarks.models import assembled, free_bytes, slot_bytes, weight_bytes
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
-from idlm.infer import build as parts_builder
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import DenseLayer, LowRank
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.graphs.warm_up import warm_up
-from idlm.infer.settings import EngineSettings
 
 PAGE_SIZE = 16
 NUM_INFLIGHT_STEPS = 4
@@ -117,6 +116,11 @@ class Measured:
     tokens: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
 
+    def add(self, seconds: float, tokens: int, passes: int) -> None:
+        self.seconds.append(seconds)
+        self.tokens.append(tokens)
+        self.passes.append(passes)
+
     def step_ms(self) -> float:
         """Median over rounds of the time of a pass."""
         return median([1e3 * seconds / num for seconds, num in zip(self.seconds, self.passes)])
@@ -170,16 +174,18 @@ class SteadyEngine:
         with self.toggled(), replaying(self.replay):
             for _ in range(MAX_TURNS if self.arm.adaptive else 1):
                 self.reach_steady_state(0)
-                captured, before = self.num_captured(), self.num_passes()
-                start = time.perf_counter()
-                num_tokens = self.run_tokens(self.load.num_tokens) + self.drain()
-                seconds, num_passes = time.perf_counter() - start, self.num_passes() - before
+                captured = self.num_captured()
+                found = self.timed(lambda: self.run_tokens(self.load.num_tokens))
                 self.abort_all()
                 if self.num_captured() == captured:
                     break
-            into.seconds.append(seconds)
-            into.tokens.append(num_tokens)
-            into.passes.append(num_passes)
+            into.add(*found)
+
+    def timed(self, run: Callable[[], int]) -> tuple[float, int, int]:
+        """Seconds, tokens and passes of `run`, which returns tokens, between two empty queues of passes."""
+        before, start = self.num_passes(), time.perf_counter()
+        num_tokens = run() + self.drain()
+        return time.perf_counter() - start, num_tokens, self.num_passes() - before
 
     def reach_steady_state(self, num_passes: int) -> None:
         """Start all requests and warm up; shapes that follow traffic: until `num_passes` capture no graph.
@@ -241,13 +247,15 @@ class SteadyEngine:
         yield
 
 
-def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_builder.EngineParts:
+def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> EngineParts:
     chosen = DECODERS.get(arm.decoder)
     decoder = chosen(chosen.Config(**arm.decoder_options()), model.semantics)
     lane_pages = -(-(max_length - 1 + max_rows(decoder, max_length)) // PAGE_SIZE)
     captures = arm.graphs and model.device.type == "cuda"
-    settings = EngineSettings(
-        device=str(model.device),
+    parts = assembled(
+        model,
+        decoder,
+        arm.accelerators(),
         max_num_seqs=load.concurrency,
         max_length=max_length,
         page_size=PAGE_SIZE,
@@ -259,7 +267,6 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
         warmup=arm.warmup,
         attention="triton" if captures else "auto",
     )
-    parts = parts_builder._assemble(settings, model, None, decoder, (), accelerators=arm.accelerators())
     return parts if arm.warmup == "off" else replace(parts, ahead=warm_up(parts, is_alone=True))
 
 

@@ -12,14 +12,11 @@ import torch
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.eviction_harness import EvictionArm, SteadyTrace, UnmaskingReplay, implied_rows
 from benchmarks.engine.eviction_trace import (
-    FOCUS,
     FULL,
-    FULL_BLOCK,
-    BlockTrace,
     RowCounts,
-    RowRules,
     limit_ms,
     rows_of,
+    rules_of,
     synthetic_trace,
 )
 from benchmarks.models import model_spec, random_model
@@ -27,7 +24,6 @@ from benchmarks.stream import Rates
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel
 from idlm.semantics import Semantics
-from tests.focus_reference import BlockState, FocusRules, Selection, budget, fed_positions, note
 
 
 def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
@@ -56,7 +52,7 @@ def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPat
         proposed, *others = propose(self, *given)
         confidence_BW = proposed.confidence_BW.clone()
         confidence_BW[:, 5] = 0
-        return (replace(proposed, confidence_BW=confidence_BW), *others)
+        return (proposed._replace(confidence_BW=confidence_BW), *others)
 
     monkeypatch.setattr(UnmaskingReplay, "propose", forgetful)
     with pytest.raises(AssertionError, match="not the places of the trace"):
@@ -64,56 +60,23 @@ def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPat
             steady(EvictionArm(name="full", stride=8)).window(1, num_passes)
 
 
-def slow_rows(block: BlockTrace, size: int, rules: FocusRules, *, evicts: bool) -> list[tuple[int, ...]]:
-    """Of each pass: rows fed, rows kept, rows of the head; last, what is frozen. By tests/focus_reference."""
-    state, left, found = BlockState(), list(range(size)), []
-    for decided, values in zip(block.decided, block.deltas, strict=True):
-        deltas, fed = dict(zip(left, values, strict=True)), fed_positions(state, rules)
-        number, _ = budget(state, deltas, left, rules)
-        kept = set(fed)
-        if evicts and len(left) > number:
-            chosen = set(sorted(left, key=lambda index: (-deltas[index], index))[:number])
-            kept = chosen | {index - 1 for index in chosen if index - 1 in left} | set(fed) - set(left)
-            kept |= {index for index in left if index < max(kept) and index not in state.processed}
-        found.append((len(fed), len(kept), len(kept & set(left))))
-        selection = Selection(kept=tuple(sorted(kept)), budget=number, limit=size, deltas=deltas)
-        note(state, left, selection, len(decided), rules)
-        left = [index for index in left if index not in decided]
-    return [*found, (len(state.frozen),)]
-
-
-def trace_rows(arm: str, size: int, *, commit: str = "clean") -> RowCounts:
-    trace = synthetic_trace(size, num_blocks=12 if size < 32 else 192)
-    rules = RowRules(alpha=trace.alpha, commit=commit) if arm == FOCUS else FULL_BLOCK
-    return rows_of(trace.blocks[arm], size, rules)
-
-
-def test_rows_are_those_of_the_slow_reference() -> None:
-    size = 16
-    trace = synthetic_trace(size, num_blocks=12)
-    rules = FocusRules(size=size, alpha=trace.alpha, stability="neighbour")
-    slow = [slow_rows(block, size, rules, evicts=True) for block in trace.blocks[FOCUS]]
-    num_passes = sum(len(one) - 1 for one in slow)
-    for commit in ("clean", "unfrozen"):
-        rows = trace_rows(FOCUS, size, commit=commit)
-        for column, value in enumerate((rows.fed, rows.kept, rows.head)):
-            assert value * num_passes == pytest.approx(sum(each[column] for one in slow for each in one[:-1]))
-        num_frozen = sum(one[-1][0] for one in slow) if commit == "unfrozen" else 0
-        assert rows.committed * num_passes == pytest.approx(size * len(slow) - num_frozen)
-    assert num_passes * rows.tokens == pytest.approx(size * len(slow))
-
-
 def test_a_trace_of_another_arm_is_found_out() -> None:
     """Full blocks decide what FOCUS would have left out."""
     trace = synthetic_trace(16, num_blocks=12)
-    with pytest.raises(AssertionError, match="decide rows that are not kept"):
-        rows_of(trace.blocks[FULL], 16, RowRules(alpha=1.0))
+    with pytest.raises(AssertionError, match="decides rows that are not kept"):
+        rows_of(trace.blocks[FULL], rules_of(16, evicts=True, alpha=1.0), evicts=True)
 
 
 def test_the_drawn_trace_is_as_redundant_as_it_says() -> None:
-    full, focus = trace_rows(FULL, 32), trace_rows(FOCUS, 32, commit="unfrozen")
+    trace, focus = synthetic_trace(32), EvictionArm(name="focus", stride=32, alpha=1.5, commit="unfrozen")
+    full = implied_rows(trace, replace(focus, alpha=None))
     assert full.kept / full.tokens == pytest.approx(15.0, abs=0.5)
-    assert focus.suffix_per_token == pytest.approx(3.25, abs=0.1)
+    rows = implied_rows(trace, focus)
+    assert rows.suffix_per_token == pytest.approx(3.25, abs=0.1)
+    # Whole blocks are stored anew, all their rows or those that are not frozen.
+    clean = implied_rows(trace, replace(focus, commit="clean"))
+    assert clean.committed == pytest.approx(32 * clean.tokens / 32)
+    assert rows.committed < clean.committed and rows.kept == clean.kept
 
 
 def sdar_8b() -> LoadedModel:
