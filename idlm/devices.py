@@ -61,12 +61,3 @@ def host_memory() -> tuple[int, int]:
 
 def _figures(path: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
-
-
-def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of `device` that are free, and all of them; of a CPU all count as free."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free, total
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return total, total

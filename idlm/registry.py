@@ -50,13 +50,16 @@ class Registry(Generic[T]):
         gave the name, `others` are names that this option takes and another registry has."""
         self._scan()
         if not isinstance(name, str) or name not in self._members:
-            names = sorted({*self._members, *others})
-            raise UserError(
-                "IDLM-0102",
-                f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, names)}",
-                fix=f"choose one of: {', '.join(names) or '(none is registered)'}",
-            )
+            raise self._unknown(name, key, others)
         return self._members[name]
+
+    def _unknown(self, name: str, key: str, others: Iterable[str]) -> UserError:
+        names = sorted({*self._members, *others})
+        return UserError(
+            "IDLM-0102",
+            f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, names)}",
+            fix=f"choose one of: {', '.join(names) or '(none is registered)'}",
+        )
 
     def names(self) -> list[str]:
         self._scan()

@@ -15,7 +15,7 @@ import torch
 
 from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
-from idlm.devices import is_out_of_memory, memory_bytes, require_gpu
+from idlm.devices import is_out_of_memory, require_gpu
 from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.memory.base import (
@@ -56,6 +56,7 @@ from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool, PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.structured.grammar import GrammarCompiler
+from idlm.kernels.backend import memory_bytes
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.op import AUTO
 from idlm.log import get_logger
@@ -229,19 +230,17 @@ def _assemble(
 def _pass_costs(
     model: LoadedModel, decoder: Decoder, sizes: _Sizes, settings: EngineSettings
 ) -> PassCosts | None:
-    """Costs of passes before a warm-up measures them; None for decoders of whole canvases, which have no
-    prompts beside those.
-
-    With several modes the narrowest counts, which many sequences use. Passes read nearly all experts, and
-    compute few for each row."""
+    """Costs of passes before a warm-up measures them; None for decoders of whole canvases."""
     if decoder.kv_policy.kind == "none":
         return None
+    # Passes read nearly all experts, and compute few for each row.
     experts = model.local.moe
     weight_rows = WEIGHT_ROWS * (1.0 if experts is None else experts.num_experts / experts.num_chosen)
     is_padded = settings.graphs == "on" and decoder.kv_policy.kind == "append"
     return PassCosts(
         by_rows=((weight_rows, weight_rows),),
         slot_rows=weight_rows * slot_share(model, sizes.kv_dtype.itemsize),
+        # With several modes the narrowest counts, which many sequences use.
         sequence_rows=min(rows_by_mode(decoder, sizes.max_length)),
         graph_rows=PROMPT_BUCKETS[1:] if is_padded else (),
     )

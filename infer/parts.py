@@ -171,17 +171,23 @@ class EngineParts:
 def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) -> None:
     """Raise UserError IDLM-0411 for stop ids, or numbers of logprobs, beyond the vocabulary."""
     outside = [token for token in params.stop_token_ids if token >= num_rows]
+    large = [name for name in ("logprobs", "prompt_logprobs") if (getattr(params, name) or 0) > num_rows]
+    if outside or large:
+        raise _beyond_vocabulary(request_id, params, outside, large, num_rows)
+
+
+def _beyond_vocabulary(
+    request_id: str, params: SamplingParams, outside: list[int], large: list[str], num_rows: int
+) -> UserError:
     if outside:
-        raise UserError(
+        return UserError(
             "IDLM-0411",
             f"request {request_id!r}: stop_token_ids {outside[:5]} are not in the vocabulary [0, {num_rows})",
             fix="give ids of the checkpoint's own tokenizer",
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        num_top = getattr(params, name)
-        if num_top is not None and num_top > num_rows:
-            raise UserError(
-                "IDLM-0411",
-                f"request {request_id!r}: {name}={num_top}, but the vocabulary has {num_rows} tokens",
-                fix=f"give {name} <= {num_rows}",
-            )
+    return UserError(
+        "IDLM-0411",
+        f"request {request_id!r}: {large[0]}={getattr(params, large[0])}, but the vocabulary has {num_rows} "
+        "tokens",
+        fix=f"give {large[0]} <= {num_rows}",
+    )

@@ -1,5 +1,5 @@
-"""Where kernels run, launch options that depend on the device or the interpreter, and products of rows by
-torch's library, of which no row reaches another. R rows, D input width, E output width."""
+"""Where kernels run, launch options that depend on the device or the interpreter, the device's memory, and
+products of rows by torch's library, none of which reaches another. R rows, D input width, E output width."""
 
 from __future__ import annotations
 
@@ -82,6 +82,15 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of `device` that are free, and all of them; of a CPU all count as free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total
 
 
 def rounds_as_written() -> dict[str, Any]:

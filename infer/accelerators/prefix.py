@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from idlm.devices import memory_bytes
 from idlm.infer.sparse.accelerator import BlockMemory, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.sparse.view import NOT_LISTED, PassView
 from idlm.infer.state.batch import to_device
+from idlm.kernels.backend import memory_bytes
 from idlm.kernels.paged_attention import BeforeBlock
 from idlm.kernels.prefix_ranking import RankingPass, rank_prefix, workspace_bytes
 from idlm.kernels.row_compaction import gather_rows

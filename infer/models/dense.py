@@ -272,11 +272,10 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
         targets[names.attention_norm.format(number)] = target_of(layer.attention_norm)
         targets[names.mlp_norm.format(number)] = target_of(layer.mlp_norm)
         if layer.qk_norm is not None:
-            q_norm, k_norm = layer.qk_norm.split((layer.spec.num_heads, layer.spec.num_kv_heads))
-            for name, view in ((names.q_norm, q_norm), (names.k_norm, k_norm)):
-                targets[name.format(number)] = WeightTarget(
-                    view=view, shape=(spec.head_dim,), order=head_order(spec)
-                )
+            norms = layer.qk_norm.split((layer.spec.num_heads, layer.spec.num_kv_heads))
+            order = None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)
+            for name, view in zip((names.q_norm, names.k_norm), norms, strict=True):
+                targets[name.format(number)] = WeightTarget(view=view, shape=(spec.head_dim,), order=order)
         targets |= layer.further_targets(number, names)
         for fused, (parts, sizes, weight, bias) in layer.projections(names).items():
             if fused == "qkv" and names.qkv is not None:
@@ -292,15 +291,13 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
     return targets
 
 
-def head_order(spec: ModelSpec) -> Tensor | None:
-    """The checkpoint's dimension at each dimension of a head [H]; None if the order is the same.
+def head_order(spec: ModelSpec, rotary_dim: int) -> Tensor:
+    """The checkpoint's dimension at each dimension of a head [H].
 
     Kernels rotate dimension i with i + H/2; a partly rotated head pairs i with i + rotary_dim/2. Queries and
     keys are therefore reordered so that these pairs are H/2 apart, and the other dimensions rotate by 0.
     Scores are sums over dimensions and do not change."""
-    if spec.rotary_dim is None:
-        return None
-    half, rest = spec.rotary_dim // 2, (spec.head_dim - spec.rotary_dim) // 2
+    half, rest = rotary_dim // 2, (spec.head_dim - rotary_dim) // 2
     first, second, third, fourth = torch.arange(spec.head_dim).split((half, half, rest, rest))
     return torch.cat((first, third, second, fourth))
 
@@ -311,7 +308,7 @@ def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
     A rank reads all rows and keeps those of its heads."""
     spec, size = layer.spec, layer.shards.size
     kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    rotated, order = sum(kinds[:2]), head_order(spec)
+    rotated, order = sum(kinds[:2]), None if spec.rotary_dim is None else head_order(spec, spec.rotary_dim)
     rows_JH = torch.arange(len(layer.qkv) * size).view(-1, spec.head_dim)
     by_kind = rows_JH.split([heads * size for heads in kinds])
     rows_JH = torch.cat([rows[layer.shards.part(len(rows))] for rows in by_kind])

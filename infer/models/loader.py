@@ -235,23 +235,28 @@ def _no_checkpoint(directory: Path) -> UserError:
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     architectures = config.get("architectures")
     given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
-    if not isinstance(given, str) or given not in FAMILIES.names():
-        raise UserError(
+    family = FAMILIES.get(given) if given in FAMILIES.names() else None
+    if family is None or (family.model_types and config.get("model_type") not in family.model_types):
+        raise _unknown_model(config, given, family)
+    refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
+    return str(given), family
+
+
+def _unknown_model(config: dict[str, Any], given: Any, family: type[Family] | None) -> UserError:
+    architectures = config.get("architectures")
+    if family is None:
+        return UserError(
             "IDLM-0601",
             f"config.json says architectures={architectures!r}; known are {', '.join(FAMILIES.names())}"
             f"{did_you_mean(str(given), FAMILIES.names())}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
         )
-    family, model_type = FAMILIES.get(given), config.get("model_type")
-    if family.model_types and model_type not in family.model_types:
-        raise UserError(
-            "IDLM-0615",
-            f"config.json says architectures={architectures!r} and model_type={model_type!r}; that "
-            f"architecture goes with {' or '.join(family.model_types)}",
-            fix="restore the config.json that belongs to these weights",
-        )
-    refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
-    return given, family
+    return UserError(
+        "IDLM-0615",
+        f"config.json says architectures={architectures!r} and model_type={config.get('model_type')!r}; that "
+        f"architecture goes with {' or '.join(family.model_types)}",
+        fix="restore the config.json that belongs to these weights",
+    )
 
 
 def _semantics(

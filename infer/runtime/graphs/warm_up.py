@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from idlm import __version__
-from idlm.devices import is_out_of_memory, memory_bytes
+from idlm.devices import is_out_of_memory
 from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.models.loader import LoadedModel, slot_share
 from idlm.infer.parts import EngineParts, WarmUp
@@ -35,7 +35,7 @@ from idlm.infer.runtime.graphs.shapes_ahead import (
     timed_shapes,
 )
 from idlm.infer.runtime.stride_controller import StepTimes, cache_file, read_times, write_times
-from idlm.kernels.backend import only_compiled
+from idlm.kernels.backend import memory_bytes, only_compiled
 from idlm.log import get_logger
 
 AUTO_SECONDS = 20.0

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.devices import memory_bytes
 from idlm.errors import UserError
 from idlm.infer.accelerators import prefix
 from idlm.infer.memory.base import Caching, MemoryDemand
@@ -24,6 +23,7 @@ from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
+from idlm.kernels.backend import memory_bytes
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from idlm.kernels.row_compaction import find_index
 from tests.accelerator_reference import SlowMage, SlowQuest
