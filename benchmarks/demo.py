@@ -98,10 +98,9 @@ def table(results: list[tuple[Arm, Evaluation]]) -> str:
     lines = [head, *(_line(arm, result) for arm, result in results)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    rule = "-|-".join("-" * width for width in widths)
-    return "\n".join(f"| {line} |" for line in (text[0], rule, *text[1:])).replace(
-        f"| {rule} |", f"|-{rule}-|"
-    )
+    rule = "|-" + "-|-".join("-" * width for width in widths) + "-|"
+    first, *others = (f"| {line} |" for line in text)
+    return "\n".join((first, rule, *others))
 
 
 def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.shared import Report
+from benchmarks.stream import Rates, measure_rates
 from idlm.infer import build
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
@@ -141,6 +143,26 @@ def random_model(
         device=torch.device(device),
         directory=Path(name),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Options, random model, measured rates and rows of a benchmark of the engine."""
+
+    options: dict[str, str]
+    report: Report
+    rates: Rates
+    model: LoadedModel
+
+    def number(self, name: str) -> int:
+        return int(self.options[name])
+
+
+def opened(bench: str, options: dict[str, str], *, block_size: int | None = None) -> dict[str, Any]:
+    """The fields of a `Bench`."""
+    rates = measure_rates(options["device"])
+    model = model_of(options, block_size=block_size)
+    return {"options": options, "report": Report(bench, options), "rates": rates, "model": model}
 
 
 def model_of(options: dict[str, str], *, block_size: int | None = None) -> LoadedModel:

@@ -17,15 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks import models
 from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, pass_cost, whole_answers
 from benchmarks.engine.decoding.arms import linears_ms
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.decoding.trace import Trace, trace_of
-from benchmarks.models import model_of
-from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
-from benchmarks.stream import measure_rates
+from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory
-from idlm.infer.models.loader import LoadedModel
 
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 batch=1,64,256 block=32 context=1024 "
@@ -40,17 +38,10 @@ TOLERANCE = 0.02
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
-    """Model, measured rate of a product and options of all parts."""
+class Bench(models.Bench):
+    """What all parts have."""
 
-    model: LoadedModel
-    product: float
-    options: dict[str, str]
     traces: list[Trace]
-    report: Report
-
-    def number(self, name: str) -> int:
-        return int(self.options[name])
 
     def load(self, batch: int, num_tokens: int) -> Load:
         sampling, context = SAMPLING[self.options["sampling"]], self.number("context")
@@ -66,13 +57,7 @@ def measure(arguments: list[str]) -> int:
     parts, block = chosen(options, "parts", PARTS), int(options["block"])
     chosen(options, "sampling", SAMPLING)
     traces = [trace_of(name, block) for name in options["traces"].split(",")]
-    bench = Bench(
-        product=measure_rates(options["device"]).product,
-        model=model_of(options, block_size=block),
-        options=options,
-        traces=traces,
-        report=Report("block", options),
-    )
+    bench = Bench(**models.opened("block", options, block_size=block), traces=traces)
     for part in parts:
         PARTS[part](bench)
     return 0
@@ -106,7 +91,7 @@ def _add_step(bench: Bench, batch: int, measured: BlockMeasured) -> None:
     slots = bench.number("context") + emitted / 2 + block
     cost = pass_cost(bench.model, num_sequences=batch, rows=rows, slots=slots)
     flops = cost.linears(rows, num_head_rows)
-    case, rate = {"batch": batch, "trace": bench.traces[0].name}, step / 1e3 * bench.product
+    case, rate = {"batch": batch, "trace": bench.traces[0].name}, step / 1e3 * bench.rates.product
     bench.add(case, "step_ms", step, "ms", floor=floor)
     bench.add(case, "full_block_share_of_matmul", flops / rate, "share")
     bench.add(case, "full_block_share_with_attention", (flops + cost.attention_flops) / rate, "share")

@@ -20,7 +20,6 @@ from benchmarks.models import model_of, slot_bytes, weight_bytes
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from benchmarks.stream import stream_rate
 from idlm.devices import free_cached_memory
-from idlm.errors import UserError
 from idlm.infer.decoders.full_rows import CACHES
 
 DEFAULTS = defaults(
@@ -58,18 +57,15 @@ def measure(arguments: list[str]) -> int:
 
 
 def _load(options: dict[str, str]) -> CanvasLoad:
-    """UserError IDLM-0107 for an answer that has not so many blocks, or leaves no prompt."""
-    names = {"canvas": "canvas", "answer": "answer", "block": "block", "passes": "passes"}
-    numbers = {field: int(options[name]) for field, name in (names | {"num_blocks": "blocks"}).items()}
-    load = CanvasLoad(**numbers)
+    load = CanvasLoad(
+        canvas=int(options["canvas"]),
+        answer=int(options["answer"]),
+        block=int(options["block"]),
+        passes=int(options["passes"]),
+        num_blocks=int(options["blocks"]),
+    )
     has_blocks = load.answer % load.block == 0 and load.num_blocks * load.block <= load.answer < load.canvas
-    if not has_blocks or not 1 <= load.passes <= load.block:
-        raise UserError(
-            "IDLM-0107",
-            " ".join(f"{name}={value}" for name, value in numbers.items()),
-            fix="use an answer of whole blocks, at least `blocks` of them, shorter than the canvas, and at "
-            "most one pass for each place of a block",
-        )
+    assert has_blocks and 1 <= load.passes <= load.block, f"{load}: not so many whole blocks and passes"
     return load
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks import models
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.eviction_harness import (
     GATE_LIMIT,
@@ -32,11 +33,9 @@ from benchmarks.engine.eviction_harness import (
 )
 from benchmarks.engine.eviction_trace import UnmaskTrace, limit_ms, linear_flops, synthetic_trace
 from benchmarks.engine.sparse_harness import largest_batch
-from benchmarks.models import free_bytes, model_of, slot_bytes
-from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
-from benchmarks.stream import Rates, measure_rates
+from benchmarks.models import free_bytes, slot_bytes
+from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory
-from idlm.infer.models.loader import LoadedModel
 
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 batch=1,16,32,64,128,256 context=1024,4096 "
@@ -55,13 +54,9 @@ GATE_CONTEXT = 448
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
-    """Model, measured rates and options; blocks of the trace's size, over contexts of `context`."""
+class Bench(models.Bench):
+    """Blocks of the trace's size, over contexts of `context`; `gate`: whether the logits are right."""
 
-    model: LoadedModel
-    rates: Rates
-    options: dict[str, str]
-    report: Report
     trace: UnmaskTrace
     context: int = 0
     gate: bool | None = None
@@ -76,11 +71,11 @@ class Bench:
 
     def passes(self, batch: int) -> int:
         """Passes of a round: small batches are fast, and hold fewer blocks of the trace."""
-        return int(self.options["passes"]) * (SMALL_FACTOR if batch <= SMALL_BATCH else 1)
+        return self.number("passes") * (SMALL_FACTOR if batch <= SMALL_BATCH else 1)
 
     def load(self, batch: int) -> Load:
         """The load of a cell, with room for the tokens of all rounds."""
-        num_passes = (MAX_WARM_ROUNDS + int(self.options["rounds"])) * self.passes(batch)
+        num_passes = (MAX_WARM_ROUNDS + self.number("rounds")) * self.passes(batch)
         num_tokens = TOKENS_A_PASS * num_passes + 4 * self.trace.block_size
         return Load(concurrency=batch, context=self.context, num_tokens=num_tokens, sampling=SAMPLING["T1"])
 
@@ -101,7 +96,7 @@ class Bench:
 
     def window(self, arm: EvictionArm, batch: int) -> Window:
         steady = SteadyTrace(self.model, arm, self.load(batch), self.trace)
-        found = steady.window(int(self.options["rounds"]), self.passes(batch))
+        found = steady.window(self.number("rounds"), self.passes(batch))
         steady.free()
         return found
 
@@ -111,7 +106,7 @@ class Bench:
     def limit(self, arm: EvictionArm, batch: int) -> float:
         """Tokens per second at most, from the trace's rows."""
         rows, size = implied_rows(self.trace, arm), self.trace.block_size
-        decided = rows.tokens * int(self.options["rounds"]) * self.passes(batch)
+        decided = rows.tokens * self.number("rounds") * self.passes(batch)
         slots = self.context + WARM_UP_BLOCKS * size + decided / 2 + size
         least = limit_ms(self.model, rows, batch=batch, slots=slots, rates=self.rates)
         return 1e3 * batch * rows.tokens / least
@@ -131,13 +126,8 @@ def measure(arguments: list[str]) -> int:
     parts = chosen(options, "parts", PARTS)
     chosen(options, "commit", COMMITS)
     traces = [synthetic_trace(size) for size in numbers(options["block"])]
-    bench = Bench(
-        rates=measure_rates(options["device"]),
-        model=model_of(options, block_size=traces[0].block_size),
-        options=options,
-        report=Report("eviction", options),
-        trace=traces[0],
-    )
+    fields = models.opened("eviction", options, block_size=traces[0].block_size)
+    bench = Bench(**fields, trace=traces[0])
     for trace in traces:
         semantics = replace(bench.model.semantics, block_size=trace.block_size)
         bench.model, bench.trace, bench.gate = replace(bench.model, semantics=semantics), trace, None
@@ -211,7 +201,7 @@ def _add_window(bench: Bench, arm: EvictionArm, found: Window) -> None:
 
 
 def mage(bench: Bench) -> None:
-    k, exact_layers = int(bench.options["k"]), int(bench.options["exact_layers"])
+    k, exact_layers = bench.number("k"), bench.number("exact_layers")
     for batch in bench.batches():
         speeds = {}
         for name, base in (("neither", bench.full), ("focus", bench.focus())):

@@ -19,6 +19,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks import models
 from benchmarks.engine.block_harness import BlockMeasured
 from benchmarks.engine.decoding.harness import SAMPLING, Load
 from benchmarks.engine.sparse_harness import (
@@ -32,11 +33,8 @@ from benchmarks.engine.sparse_harness import (
     steady_contexts,
     tpob_ms,
 )
-from benchmarks.models import model_of
-from benchmarks.shared import Report, chosen, defaults, numbers, parse_options, start
-from benchmarks.stream import Rates, measure_rates
+from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory
-from idlm.infer.models.loader import LoadedModel
 
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 cells=131072x1,131072xmax,32768x1,32768xmax "
@@ -57,19 +55,14 @@ RATIOS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
-    """Model, measured rates and options of all parts."""
+class Bench(models.Bench):
+    """What all parts have; `gates` says whether an accelerator's logits are right."""
 
-    model: LoadedModel
-    rates: Rates
-    options: dict[str, str]
-    report: Report
     gates: dict[str, bool] = field(default_factory=dict)
 
     def load(self, context: int, batch: str) -> Load:
         """The load of a cell, with room for the tokens of a round."""
-        num_blocks = int(self.options["blocks"]) + WARM_UP_BLOCKS + 1
-        num_tokens = num_blocks * int(self.options["block"])
+        num_tokens = (self.number("blocks") + WARM_UP_BLOCKS + 1) * self.number("block")
         size = largest_batch(self.model, context, num_tokens) if batch == "max" else int(batch)
         return Load(concurrency=size, context=context, num_tokens=num_tokens, sampling=SAMPLING["greedy"])
 
@@ -96,12 +89,7 @@ def measure(arguments: list[str]) -> int:
         for num_passes, k, name in itertools.product(numbers(options["passes"]), numbers(options["k"]), names)
     ]
     cells = [cell.split("x", 1) for cell in options["cells"].split(",")]
-    bench = Bench(
-        rates=measure_rates(options["device"]),
-        model=model_of(options, block_size=block),
-        options=options,
-        report=Report("sparse_attention", options),
-    )
+    bench = Bench(**models.opened("sparse_attention", options, block_size=block))
     if "gate" in parts:
         gate(bench, arms, min(GATE_CONTEXT, *(int(context) for context, _ in cells)))
     num_failed = 0
@@ -152,9 +140,9 @@ def _is_alike(arm: SparseArm, other: SparseArm) -> bool:
 
 
 def _blocks(bench: Bench, arm: SparseArm, load: Load) -> BlockMeasured:
-    steady = steady_contexts(bench.model, arm, load, num_blocks=int(bench.options["blocks"]))
+    steady = steady_contexts(bench.model, arm, load, num_blocks=bench.number("blocks"))
     measured = BlockMeasured(arm=arm, load=load, width=arm.stride)
-    for _ in range(int(bench.options["rounds"])):
+    for _ in range(bench.number("rounds")):
         steady.measure(measured)
     steady.free()
     floor = block_floor_ms(bench.model, arm, load, bench.rates)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from benchmarks.shared import Report
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.infer.engine import Engine
-from idlm.infer.evaluation.evaluate import Evaluation
+from idlm.infer.evaluation.evaluate import Evaluation, evaluate
+from idlm.tasks import Task, TaskSample
 
 Measured = tuple[str, float, str, float | None]
 """Metric, value, unit and baseline."""
@@ -29,11 +31,6 @@ class ArmResult:
     @property
     def share(self) -> float:
         return self.evaluation.exact_match
-
-
-def marks_of(evaluation: Evaluation) -> tuple[bool, ...]:
-    """Which questions were answered exactly."""
-    return tuple(verdict.correct for verdict in evaluation.verdicts)
 
 
 @contextmanager
@@ -55,6 +52,28 @@ def greedy(options: dict[str, str], decoder_options: dict[str, Any]) -> Sampling
     return SamplingParams(
         temperature=0, max_tokens=int(options["max_tokens"]), seed=1, decoder_options=decoder_options
     )
+
+
+def results_of(
+    options: dict[str, str],
+    decoder: str,
+    arms: Iterable[Any],
+    task: Task,
+    samples: Sequence[TaskSample],
+    **settings: Any,
+) -> Iterator[ArmResult]:
+    """The answers of arms in turn, from one engine for those that differ in the options of requests only."""
+    for own, members in itertools.groupby(arms, key=lambda arm: arm.engine_options()):
+        with engine_of(options, decoder, **settings, **own) as engine:
+            for arm in members:
+                yield result_of(arm, evaluate(engine, task, samples, greedy(options, arm.request_options())))
+            del engine
+
+
+def result_of(arm: Any, evaluation: Evaluation) -> ArmResult:
+    """The result of an arm."""
+    marks = tuple(verdict.correct for verdict in evaluation.verdicts)
+    return ArmResult(arm=arm, evaluation=evaluation, marks=marks)
 
 
 def binomial_error(share: float, num: int) -> float:

@@ -10,26 +10,17 @@ the engine, recomputes the answers of n questions.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.arms import (
-    ArmResult,
-    Measured,
-    add_arm,
-    difference_error,
-    engine_of,
-    greedy,
-    marks_of,
-)
+from benchmarks.quality.arms import ArmResult, Measured, add_arm, difference_error, greedy, results_of
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import SamplingParams
-from idlm.infer.evaluation.evaluate import evaluate, task_samples
+from idlm.infer.evaluation.evaluate import task_samples
 from idlm.semantics import Semantics
-from idlm.tasks import TASKS, Task, TaskSample
+from idlm.tasks import TASKS, TaskSample
 from idlm.text.tokenizer import encode_prompt, load_tokenizer
 from tests.block_reference import Rules, Sampling, SlowBlocks
 
@@ -54,16 +45,11 @@ class Arm:
     def strategy(self) -> str:
         return SEQUENTIAL if self.threshold is None else DYNAMIC
 
-    def options(self) -> dict[str, Any]:
+    def engine_options(self) -> dict[str, Any]:
+        return {"strategy": self.strategy}
+
+    def request_options(self) -> dict[str, Any]:
         return {} if self.threshold is None else {"threshold": self.threshold}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result(ArmResult):
-    """The answers of `arm`; `num_equal` of the first `num_compared` are those of the slow reference."""
-
-    num_compared: int = 0
-    num_equal: int = 0
 
 
 def measure(arguments: list[str]) -> int:
@@ -72,7 +58,7 @@ def measure(arguments: list[str]) -> int:
     task = TASKS.get(options["task"])(level=options["level"])
     samples = task_samples(task, "test", int(options["num"]))
     arms = [Arm(), *(Arm(threshold=threshold) for threshold in (ONE_TOKEN, *thresholds))]
-    results = list(_results(options, arms, task, samples))
+    results = list(results_of(options, "block", arms, task, samples, prefix_cache=False))
     base, report = max(results[:2], key=lambda result: result.share), Report("block_quality", options)
     for result in results:
         arm: Arm = result.arm
@@ -81,44 +67,25 @@ def measure(arguments: list[str]) -> int:
         further: list[Measured] = [
             ("standard_error_of_difference", difference_error(result, base), "share", None)
         ]
-        if result.num_compared:
-            further.append(("equal_to_reference", result.num_equal / result.num_compared, "share", None))
+        if compared := samples[: int(options["reference"])]:
+            expected = slow_answers(Path(options["model"]), arm, compared, greedy(options, {}))
+            answers = [list(done.token_ids) for done in result.evaluation.completions[: len(compared)]]
+            num_equal = sum(mine == true for mine, true in zip(answers, expected, strict=True))
+            further.append(("equal_to_reference", num_equal / len(compared), "share", None))
         add_arm(report, case, result, base, *further, gate=passes(result, base))
     return report.status
-
-
-def _results(
-    options: dict[str, str], arms: Sequence[Arm], task: Task, samples: Sequence[TaskSample]
-) -> Iterator[Result]:
-    """Results of all arms, one engine per strategy; the first answers are compared with the reference."""
-    model, compared = Path(options["model"]), samples[: int(options["reference"])]
-    for strategy, members in itertools.groupby(arms, key=lambda arm: arm.strategy):
-        with engine_of(options, "block", prefix_cache=False, strategy=strategy) as engine:
-            for arm in members:
-                params = greedy(options, arm.options())
-                evaluation = evaluate(engine, task, samples, params)
-                answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
-                expected = slow_answers(model, arm, compared, params)
-                yield Result(
-                    arm=arm,
-                    evaluation=evaluation,
-                    num_compared=len(compared),
-                    num_equal=sum(mine == true for mine, true in zip(answers, expected, strict=True)),
-                    marks=marks_of(evaluation),
-                )
-            del engine
 
 
 def slow_answers(
     model: Path, arm: Arm, samples: Sequence[TaskSample], params: SamplingParams
 ) -> list[list[int]]:
     """Token ids from tests/block_reference.py, on a CPU in float32."""
-    if not samples:
-        return []
     meaning, tokenizer = Semantics.load(model), load_tokenizer(model)
     assert meaning.block_size is not None and meaning.mask_token_id is not None
     assert params.max_tokens is not None
-    rules = Rules(size=meaning.block_size, mask=meaning.mask_token_id, strategy=arm.strategy, **arm.options())
+    rules = Rules(
+        size=meaning.block_size, mask=meaning.mask_token_id, strategy=arm.strategy, **arm.request_options()
+    )
     slow = SlowBlocks(model, rules, allows_ties=True)
     settings = Sampling(temperature=0, max_tokens=params.max_tokens, stops=meaning.stop_token_ids)
     return [slow.answer(encode_prompt(tokenizer, one.prompt), settings)[0] for one in samples]

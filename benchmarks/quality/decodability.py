@@ -28,7 +28,7 @@ from benchmarks.quality.arms import (
     difference_error,
     engine_of,
     greedy,
-    marks_of,
+    result_of,
 )
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.accelerators.focus import FocusConfig, FocusPass
@@ -152,7 +152,7 @@ class Bench:
             num_rows = block_rows(engine, self.samples, evaluation)
             del engine
         rows_per_token = num_rows / max(1, evaluation.num_tokens)
-        marks = marks_of(evaluation)
+        marks = result_of(arm, evaluation).marks
         return Result(arm=arm, evaluation=evaluation, marks=marks, rows_per_token=rows_per_token)
 
 

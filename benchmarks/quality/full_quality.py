@@ -14,10 +14,10 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.quality.arms import ArmResult, add_arm, engine_of, greedy, marks_of
+from benchmarks.quality.arms import add_arm, results_of
 from benchmarks.shared import Report, defaults, numbers, parse_options, start
 from idlm.infer.decoders.full_orders import ORDERS
-from idlm.infer.evaluation.evaluate import evaluate, task_samples
+from idlm.infer.evaluation.evaluate import task_samples
 from idlm.tasks import TASKS
 
 OPTIONS = defaults(
@@ -43,33 +43,29 @@ class Arm:
         cache = {} if self.cache == NO_CACHE else {"cache": self.cache}
         return {"order": self.order, "block_length": self.block_length, **cache}
 
+    def request_options(self) -> dict[str, Any]:
+        return {} if self.threshold is None else {"threshold": self.threshold}
+
 
 def measure(arguments: list[str]) -> int:
     options, base = parse_options(arguments, OPTIONS), None
     report, num = Report("full_quality", options), int(options["num"])
     task = TASKS.get(options["task"])(level=options["level"])
     samples = task_samples(task, "test", num)
-    # One engine for arms that differ in the options of requests only.
-    for settings, members in itertools.groupby(arms_of(options), key=Arm.engine_options):
-        with engine_of(options, "full", **settings) as engine:
-            for arm in members:
-                chosen = {} if arm.threshold is None else {"threshold": arm.threshold}
-                evaluation = evaluate(engine, task, samples, greedy(options, chosen))
-                result = ArmResult(arm=arm, evaluation=evaluation, marks=marks_of(evaluation))
-                base = base or result
-                case = {
-                    "order": arm.order,
-                    "cache": arm.cache,
-                    "threshold": "-" if arm.threshold is None else arm.threshold,
-                    "block_length": arm.block_length,
-                    "questions": num,
-                }
-                gate = result.share >= ENOUGH if result is base else None
-                add_arm(report, case, result, base, gate=gate)
-                pairs = list(zip(result.marks, base.marks, strict=True))
-                lost, gained = pairs.count((False, True)), pairs.count((True, False))
-                print(f"against the first arm {gained} questions are gained and {lost} lost", flush=True)
-            del engine
+    for result in results_of(options, "full", arms_of(options), task, samples):
+        arm: Arm = result.arm
+        base = base or result
+        case = {
+            "order": arm.order,
+            "cache": arm.cache,
+            "threshold": "-" if arm.threshold is None else arm.threshold,
+            "block_length": arm.block_length,
+            "questions": num,
+        }
+        add_arm(report, case, result, base, gate=result.share >= ENOUGH if result is base else None)
+        pairs = list(zip(result.marks, base.marks, strict=True))
+        lost, gained = pairs.count((False, True)), pairs.count((True, False))
+        print(f"against the first arm {gained} questions are gained and {lost} lost", flush=True)
     return report.status
 
 
