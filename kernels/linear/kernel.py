@@ -60,13 +60,13 @@ def _product(
     D,
     GATED: tl.constexpr,
     EVEN_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """W x^T over columns first..end, [BLOCK_E, BLOCK_R] fp32, and the product of the up rows if GATED."""
+    BLOCK_E: tl.constexpr = p_w.shape[0]
+    BLOCK_D: tl.constexpr = p_w.shape[1]
+    BLOCK_R: tl.constexpr = m_row.shape[0]
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     o_column = tl.arange(0, BLOCK_D)
@@ -95,25 +95,14 @@ def linear_kernel(
     y_RE,
     scale_E,
     bias_E,
-    partials,
-    counters,
-    is_mask_R,
-    h_RX,
-    b_Er,
+    work,
+    adapter,
     R,
     E,
     D,
-    rank,
-    scaling,
-    stride_x,
-    stride_w,
-    up_offset,
-    stride_y,
-    stride_b,
+    strides,
     splits,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     EVEN_D: tl.constexpr,
     MANY: tl.constexpr,
     SERIAL: tl.constexpr,
@@ -124,15 +113,17 @@ def linear_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
-    LORA: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """One tile of rows and outputs, over one split of the columns or (SERIAL) over all of them in turn.
 
     MANY: every split has its own program, or waits for the programs of h. GATED: `w_ED` has 2E rows, gate
-    before up, and the output is silu(gate) * up. LORA (only if GATED): the A of gate and of up follow these
-    rows, `rank` rows each; their tiles come first in the grid. There is one tile of rows."""
+    before up, and the output is silu(gate) * up. With an `adapter` (only if GATED) the A
+    of gate and of up follow these rows, `rank` rows each; their tiles come first in the grid, and there is
+    one tile of rows. `work`: partial sums and counters. `strides`: of x, the weight, from gate to up, of y."""
+    stride_x, stride_w, up_offset, stride_y = strides
+    partials, counters = work
     SLOTS: tl.constexpr = 2 if GATED else 1
     tiles_r = tl.cdiv(R, BLOCK_R)
     programs = splits if MANY else 1
@@ -141,7 +132,8 @@ def linear_kernel(
     tile_e = tl.program_id(0) // tiles_r // programs
     tile = tile_e * tiles_r + tl.program_id(0) % tiles_r
     num_outputs, is_h = E, False
-    if LORA:
+    if adapter is not None:
+        rank = adapter[3]
         is_h = tile_e < tl.cdiv(rank, BLOCK_E)
         tile_e -= tl.where(is_h, 0, tl.cdiv(rank, BLOCK_E))
         w_ED += tl.where(is_h, (2 * E).to(tl.int64) * stride_w, 0)
@@ -171,9 +163,7 @@ def linear_kernel(
     for s in range(0 if SERIAL else split, splits if SERIAL else split + 1):
         first = _first_column(s, splits, D)
         end = tl.minimum(_first_column(s + 1, splits, D), D)
-        part, part_up = _product(
-            p_x, p_w, p_up, m_row, first, end, D, GATED, EVEN_D, BLOCK_E, BLOCK_R, BLOCK_D, STAGES, PRECISION
-        )
+        part, part_up = _product(p_x, p_w, p_up, m_row, first, end, D, GATED, EVEN_D, STAGES, PRECISION)
         acc, acc_up = acc + part, acc_up + part_up
 
     if PDL:
@@ -188,31 +178,13 @@ def linear_kernel(
         is_last = count % H_TILE == splits - 1
     if is_last:
         outputs = (e, m_e, row, m_row)
-        if LORA:
-            adapter = (is_mask_R, h_RX, b_Er, rank, scaling, stride_b)
+        if adapter is not None:
+            products, at = (acc, acc_up, p_part, splits), (is_h, count, tile, outputs)
             finish_with_lora(
-                acc,
-                acc_up,
-                y_RE,
-                bias_E,
-                p_part,
-                counters,
-                adapter,
-                is_h,
-                count,
-                tile,
-                splits,
-                outputs,
-                E,
-                stride_y,
-                HAS_BIAS,
-                BLOCK_E,
-                BLOCK_K,
-                BLOCK_T,
-                PRECISION,
+                products, y_RE, bias_E, counters, adapter, at, E, stride_y, BLOCK_K, BLOCK_T, PRECISION
             )
         else:
             if MANY:
                 acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
                 tl.store(counters + tile, 0)
-            finish(acc, acc_up, y_RE, scale_E, bias_E, outputs, E, stride_y, GATED, SCALED, HAS_BIAS)
+            finish(acc, acc_up, y_RE, scale_E, bias_E, outputs, E, stride_y, GATED)

@@ -59,12 +59,14 @@ def sum_of_parts(acc, acc_up, p_part, splits, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The product as a linear returns it: scaled, biased, rounded; in fp32 again."""
-    if SCALED:
-        acc = acc * tl.load(scale_E + e, mask=m_e, other=0.0)[:, None]
-    if HAS_BIAS:
-        acc = acc + tl.load(bias_E + e, mask=m_e, other=0.0).to(tl.float32)[:, None]
+def _rounded(acc, scale_E, bias_E, first, outputs, dtype):
+    """The product as a linear returns it: scaled, biased, rounded; in fp32 again. `first`: the first
+    output's number."""
+    e, m_e = outputs[0], outputs[1]
+    if scale_E is not None:
+        acc = acc * tl.load(scale_E + first + e, mask=m_e, other=0.0)[:, None]
+    if bias_E is not None:
+        acc = acc + tl.load(bias_E + first + e, mask=m_e, other=0.0).to(tl.float32)[:, None]
     return acc.to(dtype).to(tl.float32)
 
 
@@ -77,25 +79,12 @@ def _store(y, y_RE, outputs, stride_y):
 
 
 @triton.jit
-def finish(
-    acc,
-    acc_up,
-    y_RE,
-    scale_E,
-    bias_E,
-    outputs,
-    E,
-    stride_y,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+def finish(acc, acc_up, y_RE, scale_E, bias_E, outputs, E, stride_y, GATED: tl.constexpr):
     """Epilogue and store; every step rounds as the separate torch ops do."""
     dtype = y_RE.dtype.element_ty
-    e, m_e = outputs[0], outputs[1]
-    y = _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED, HAS_BIAS)
+    y = _rounded(acc, scale_E, bias_E, 0, outputs, dtype)
     if GATED:
-        up = _rounded(acc_up, scale_E + E, bias_E + E, e, m_e, dtype, SCALED, HAS_BIAS)
+        up = _rounded(acc_up, scale_E, bias_E, E, outputs, dtype)
         y = rounded_swiglu(y, up, dtype)
     _store(y, y_RE, outputs, stride_y)
 
@@ -125,22 +114,14 @@ def _with_gain(y, b, h, is_mask, scaling, dtype, PRECISION: tl.constexpr):
 
 @triton.jit
 def finish_with_lora(
-    acc,
-    acc_up,
+    products,
     y_RE,
     bias_E,
-    p_part,
     counters,
     adapter,
-    is_h,
-    count,
-    tile,
-    splits,
-    outputs,
+    at,
     E,
     stride_y,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -148,8 +129,11 @@ def finish_with_lora(
     """`finish` of a SwiGLU with scaling * B h added to MASK rows of gate and up; or, where `is_h`, the store
     of a tile of h. `count`: of the tile's counter when its last split was added to it."""
     dtype = y_RE.dtype.element_ty
+    acc, acc_up, p_part, splits = products
+    is_h, count, tile, outputs = at
     e, m_e, row, m_row = outputs
     is_mask_R, h_RX, b_Er, rank, scaling, stride_b = adapter
+    BLOCK_E: tl.constexpr = acc.shape[0]
     tiles_h, tiles_e = tl.cdiv(rank, BLOCK_E), tl.cdiv(E, BLOCK_E)
     if is_h:
         acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
@@ -173,8 +157,8 @@ def finish_with_lora(
         b_up = rows_of_b(b_Er, E + e, m_e, k, rank, stride_b)
         is_mask = (tl.load(is_mask_R + row, mask=m_row, other=0) != 0) & m_row
         acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
-        gate = _rounded(acc, y_RE, bias_E, e, m_e, dtype, False, HAS_BIAS)
+        gate = _rounded(acc, None, bias_E, 0, outputs, dtype)
         gate = _with_gain(gate, b, h, is_mask, scaling, dtype, PRECISION)
-        up = _rounded(acc_up, y_RE, bias_E + E, e, m_e, dtype, False, HAS_BIAS)
+        up = _rounded(acc_up, None, bias_E, E, outputs, dtype)
         up = _with_gain(up, b_up, h_up, is_mask, scaling, dtype, PRECISION)
         _store(rounded_swiglu(gate, up, dtype), y_RE, outputs, stride_y)

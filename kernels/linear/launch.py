@@ -177,32 +177,18 @@ def run(
     assert bias_E is None or bias_E.shape == weight_ED.shape[:1], f"{bias_E=}"
     if num_rows == 0:
         return out_RE
-    adapter = _arguments(x_RD, out_RE, launch, lora, gated)
+    adapter, options = _adapter(x_RD, out_RE, launch, lora, gated)
     splits, rank = num_splits(launch, D), 0 if lora is None else lora.b_Er.shape[1]
     floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, rank=rank)
-    partials, counters = _buffers(workspace, out_RE, floats, tiles)
     block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
     programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
     programs += triton.cdiv(rank, launch.block_e)
     linear_kernel[(programs * (1 if launch.serial else splits),)](
-        x_RD,
-        weight_ED,
-        out_RE,
-        out_RE if scale_E is None else scale_E,
-        out_RE if bias_E is None else bias_E,
-        partials=partials,
-        counters=counters,
-        R=num_rows,
-        E=E,
-        D=D,
-        stride_x=x_RD.stride(0),
-        stride_w=weight_ED.stride(0),
-        up_offset=E * weight_ED.stride(0),
-        stride_y=out_RE.stride(0),
-        splits=splits,
+        *(x_RD, weight_ED, out_RE, scale_E, bias_E, _buffers(workspace, out_RE, floats, tiles), adapter),
+        *(num_rows, E, D),
+        (x_RD.stride(0), weight_ED.stride(0), E * weight_ED.stride(0), out_RE.stride(0)),
+        splits,
         GATED=gated,
-        SCALED=scale_E is not None,
-        HAS_BIAS=bias_E is not None,
         EVEN_D=D % block_d == 0,
         MANY=tiles > 0,
         SERIAL=launch.serial,
@@ -213,7 +199,7 @@ def run(
         PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
         AHEAD=columns_ahead(launch, num_rows, D),
         num_warps=launch.warps,
-        **adapter,
+        **options,
         **pdl_options(launch.pdl),
     )
     return out_RE
@@ -230,35 +216,21 @@ def _buffers(workspace: Workspace | None, out_RE: Tensor, floats: int, tiles: in
     return partials, counters
 
 
-def _arguments(
+def _adapter(
     x_RD: Tensor, out_RE: Tensor, launch: LinearLaunch, lora: GatedLora | None, gated: bool
-) -> dict[str, Any]:
-    """The kernel's arguments for an adapter, and the launch option that its rounding needs."""
+) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+    """The kernel's argument for an adapter, and the launch options that go with it."""
     if lora is None:
-        nothing = dict.fromkeys(("is_mask_R", "h_RX", "b_Er"), out_RE)
-        return {
-            **nothing,
-            "rank": 0,
-            "scaling": 1.0,
-            "stride_b": 0,
-            "LORA": False,
-            "BLOCK_K": 16,
-            "BLOCK_T": 1,
-        }
+        return None, {"BLOCK_K": 16, "BLOCK_T": 1}
     (num_rows, E), rank = out_RE.shape, lora.b_Er.shape[1]
     assert gated and lora.sizes == (E, E) and len(lora.b_Er) == 2 * E, f"{gated=} {lora.sizes=} {E=}"
     assert lora.is_mask_R.dtype == torch.bool and len(lora.is_mask_R) == num_rows, f"{lora.is_mask_R.shape=}"
     assert lora.b_Er.stride(1) == 1, f"{lora.b_Er.stride()=}"
     assert adds_lora(launch, num_rows, E, rank=rank), f"{launch=} {num_rows=} {E=} {rank=}"
-    return {
-        "is_mask_R": lora.is_mask_R,
-        "h_RX": x_RD.new_empty(num_rows, 2 * rank),
-        "b_Er": lora.b_Er,
-        "rank": rank,
-        "scaling": lora.scaling,
-        "stride_b": lora.b_Er.stride(0),
-        "LORA": True,
+    h_RX = x_RD.new_empty(num_rows, 2 * rank)
+    options = {
         "BLOCK_K": max(16, triton.next_power_of_2(rank)),
         "BLOCK_T": triton.next_power_of_2(E // launch.block_e),
         **(rounds_as_written() if x_RD.dtype.itemsize == 2 else {}),
     }
+    return (lora.is_mask_R, h_RX, lora.b_Er, rank, lora.scaling, lora.b_Er.stride(0)), options

@@ -41,20 +41,27 @@ class Compiled:
 
 
 def compile_for_hopper(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, sm: int = 90, **options: Any
+    kernel: Any, types: Mapping[str, Any], constants: Mapping[str, Any], *, sm: int = 90, **options: Any
 ) -> Compiled:
-    """Compile with the `types` of non-constant arguments ("*bf16", "i32", ...), all divisible by 16; `sm`:
-    the target's compute capability."""
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    names = list(signature)
-    divisible = {
-        (number,): [["tt.divisibility", 16]]
-        for number, name in enumerate(names)
-        if name not in constants
-        and signature[name] != "fp32"
-        and not signature[name].startswith("tensordesc")
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
+    """Compile with the `types` of non-constant arguments ("*bf16", "i32", ..., tuples of them, None for
+    what is absent), all divisible by 16; `sm`: the target's compute capability."""
+    signature: dict[str, Any] = {}
+    values, divisible = dict[tuple[int, ...], Any](), dict[tuple[int, ...], Any]()
+
+    def typed(kind: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(kind, tuple):
+            return tuple(typed(each, (*path, number)) for number, each in enumerate(kind))
+        if kind is None:
+            values[path] = None
+        elif kind != "fp32" and not kind.startswith("tensordesc"):
+            divisible[path] = [["tt.divisibility", 16]]
+        return "constexpr" if kind is None else kind
+
+    for number, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[number,] = "constexpr", constants[name]
+        else:
+            signature[name] = typed(types[name], (number,))
     make_source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make_source(kernel, signature, constexprs=values, attrs=divisible)
     compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -174,28 +174,25 @@ def test_the_product_adds_an_adapter_if_it_can() -> None:
     assert not adds_lora(LinearLaunch(block_r=64), 33, 12288, rank=128), "no GPU has checked it"
 
 
-LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"), "*bf16") | {
-    "scale_E": "*fp32",
-    "partials": "*fp32",
-    "counters": "*i32",
-    "is_mask_R": "*i1",
-    "scaling": "fp32",
-}
+LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E"), "*bf16")
+LINEAR_TYPES |= {"scale_E": None, "adapter": None, "work": ("*fp32", "*i32"), "strides": ("i32",) * 4}
+ADAPTER_TYPES = ("*i1", "*bf16", "*bf16", "i32", "fp32", "i32")
 
 
-class Integers(dict[str, str]):
+class Integers(dict[str, Any]):
     """Types of arguments: 32-bit integers unless given."""
 
     def __missing__(self, name: str) -> str:
         return "i32"
 
 
+NO_BIAS = Integers({**LINEAR_TYPES, "bias_E": None})
+
+
 def linear_constants(launch: LinearLaunch, **more: object) -> Mapping[str, object]:
-    """Constants of the linear: no bias, no scale, no adapter, then `more`."""
+    """Constants of the linear, then `more`."""
     return {
         "GATED": False,
-        "SCALED": False,
-        "HAS_BIAS": False,
         "EVEN_D": True,
         "MANY": True,
         "SERIAL": launch.serial,
@@ -206,7 +203,6 @@ def linear_constants(launch: LinearLaunch, **more: object) -> Mapping[str, objec
         "PRECISION": "tf32",
         "PDL": True,
         "AHEAD": 128,
-        "LORA": False,
         "BLOCK_K": 16,
         "BLOCK_T": 1,
         **more,
@@ -223,8 +219,8 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     launch = fixed_launch(rows, 6144, 4096, torch.bfloat16)
-    types = Integers(LINEAR_TYPES | ({"w_ED": "*fp8e4nv"} if is_fp8 else {}))
-    constants = linear_constants(launch, SCALED=is_fp8, HAS_BIAS=True, MANY=not launch.serial)
+    types = Integers(LINEAR_TYPES | ({"w_ED": "*fp8e4nv", "scale_E": "*fp32"} if is_fp8 else {}))
+    constants = linear_constants(launch, MANY=not launch.serial)
     made = compile_for_hopper(linear_kernel, types, constants, num_warps=launch.warps)
     assert made.spilled_bytes == 0
     assert made.shared_bytes <= SHARED_BYTES
@@ -253,7 +249,7 @@ def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: 
     launch = few_rows_launch(rows, 12288 if gated else 6144, 4096, torch.bfloat16, gated=gated)
     assert launch is not None
     constants = linear_constants(launch, GATED=gated, MANY=launch.splits > 1)
-    made = compile_for_hopper(linear_kernel, Integers(LINEAR_TYPES), constants, num_warps=launch.warps)
+    made = compile_for_hopper(linear_kernel, NO_BIAS, constants, num_warps=launch.warps)
     assert made.spilled_bytes == 0 and 2 * made.shared_bytes <= SHARED_BYTES
     assert 2 * made.registers * 32 * launch.warps <= 1 << 16
     assert f"m64n{launch.block_r}k16" in made.ptx
@@ -271,9 +267,11 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
 
     launch = few_rows_launch(rows, 12288, 4096, torch.bfloat16, gated=True)
     assert launch is not None
-    constants = linear_constants(launch, GATED=True, LORA=True, BLOCK_K=128, BLOCK_T=256)
+    constants = linear_constants(launch, GATED=True, BLOCK_K=128, BLOCK_T=256)
     options = {"num_warps": launch.warps, **rounds_as_written()}
-    made = compile_for_hopper(linear_kernel, Integers(LINEAR_TYPES), constants, **options)
+    made = compile_for_hopper(
+        linear_kernel, Integers({**NO_BIAS, "adapter": ADAPTER_TYPES}), constants, **options
+    )
     assert made.spilled_bytes == 0
     assert 2 * made.shared_bytes <= SHARED_BYTES, "two programs do not fit"
     assert 2 * made.registers * 32 * launch.warps <= 1 << 16, "two programs do not fit"
