@@ -121,7 +121,7 @@ def linear_kernel(
     MANY: every split has its own program, or waits for the programs of h. GATED: `w_ED` has 2E rows, gate
     before up, and the output is silu(gate) * up. With an `adapter` (only if GATED) the A
     of gate and of up follow these rows, `rank` rows each; their tiles come first in the grid, and there is
-    one tile of rows. `work`: partial sums and counters. `strides`: of x, the weight, from gate to up, of y."""
+    one tile of rows. `work`: partial sums and counters. `strides`: of x and weight, from gate to up, of y."""
     stride_x, stride_w, up_offset, stride_y = strides
     partials, counters = work
     SLOTS: tl.constexpr = 2 if GATED else 1
