@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional
-
 from idlm.checkpoint import ADAPTER_CONFIG, read_json, tensors_by_name, weight_files
 from idlm.contracts import is_number
 from idlm.errors import UserError
@@ -106,11 +103,6 @@ class AdapterSpec:
 def tensor_name(module: str, matrix: str) -> str:
     """Return PEFT's name of matrix "A" [r, D] or "B" [E, r] of the projection at `module` of the base."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
-
-
-def low_rank(x_MD: Tensor, a_rD: Tensor, b_Er: Tensor, scaling: float) -> Tensor:
-    """Return what the adapter adds to MASK rows, [M, E]: scaling * B A x."""
-    return functional.linear(functional.linear(x_MD, a_rD), b_Er) * scaling
 
 
 def base_identity(directory: Path) -> str:

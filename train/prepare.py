@@ -42,17 +42,20 @@ from idlm.train.model.checks import (
     prepare_mask_row,
 )
 from idlm.train.model.gated_lora import add_adapter, choose_mask
+from idlm.train.model.graphs import BodyGraphs, can_capture, is_short
 from idlm.train.model.load import (
     base_config,
     check_fit,
     compile_layers,
     compiles,
+    decoder_layers,
     load_base,
     needed_attention,
     new_config,
     random_model,
     require_row,
 )
+from idlm.train.model.shared_input import share_inputs
 from idlm.train.model.stand_in import check_architecture
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum
@@ -104,10 +107,14 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
-        compile_layers(model)
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
+    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
+        if is_short(decoder_layers(model), num_rows=config.train.batch_size * data.dataset.row_length):
+            share_inputs(decoder_layers(model))
+            if device.type == "cuda" and can_capture(model):
+                model.body_graphs = BodyGraphs(model)
+        compile_layers(model)
     return Prepared(
         model=model,
         tokenizer=tokenizer,

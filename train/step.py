@@ -19,6 +19,7 @@ Shape letters: B packed rows of a micro-batch, T rows of one packed row, D width
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,9 +36,10 @@ from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
 from idlm.log import note_progress, rank
-from idlm.masks import RowMeta
+from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
+from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
 from idlm.train.objectives.base import Asked, Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
@@ -157,7 +159,7 @@ class TrainingStep:
             asked = Asked(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
             return self.objective.terms(head, hidden_BTD, batch, asked)
 
-        terms = self._forward(model, batch, in_place_of_head)
+        terms = self._forward(model, batch, in_place_of_head, trains=True)
         assert terms.loss is not None
         step.sums += terms.sums
         if terms.overlap is not None:
@@ -174,9 +176,20 @@ class TrainingStep:
         compute = partial(self.objective.terms, batch=batch, asked=asked)
         return self._forward(self.model, batch, compute)
 
-    def _forward(self, model: nn.Module, batch: Batch, compute: Callable[[Head, Tensor], Terms]) -> Terms:
+    def _forward(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        compute: Callable[[Head, Tensor], Terms],
+        *,
+        trains: bool = False,
+    ) -> Terms:
+        graphs = self.runner.graphs
         # accelerate puts the wrapped model's forward pass under autocast, not that of the model inside.
         with self.autocast():
+            if graphs is not None and trains:
+                with contextlib.suppress(CaptureError), graphs.running():
+                    return self.runner.terms(model, batch, self.attention, compute)
             return self.runner.terms(model, batch, self.attention, compute)
 
 
@@ -193,6 +206,8 @@ class BodyAndHead:
         self.model = model
         # Set by `train.model.gated_lora.add_adapter`.
         self.gate = getattr(model, "mask_gate", None)
+        # Set by `train.prepare.prepare`, where the host may be slower than the device.
+        self.graphs: BodyGraphs | None = getattr(model, "body_graphs", None)
 
     def terms(
         self, model: nn.Module, batch: Batch, attention: str, compute: Callable[[Head, Tensor], Terms]
@@ -233,10 +248,14 @@ class BodyAndHead:
         # Rows of several packed rows become one; their documents get numbers of their own.
         numbers_BT = torch.arange(shape[0], device=noisy_M.device)[:, None] * shape[1]
         flat = {**batch, "doc_ids": batch["doc_ids"] + numbers_BT}
-        clean, noisy, both = (
+        noisy, clean = (
             {name: flat[name].flatten()[rows][None] for name in ROW_COLUMNS if name in flat}
-            for rows in (clean_M, noisy_M, torch.cat([noisy_M, clean_M]))
+            for rows in (noisy_M, clean_M)
         )
+        if self.graphs is not None and self.graphs.is_running:
+            noisy, clean = _filled_up(noisy, clean, of_rows=shape.numel())
+            self.graphs.pair = (noisy["doc_ids"].shape[1], clean["doc_ids"].shape[1])
+        both = {name: torch.cat([noisy[name], clean[name]], dim=1) for name in noisy}
         hidden: list[Tensor] = []
 
         def keep(hidden_BTD: Tensor) -> Tensor:
@@ -244,9 +263,9 @@ class BodyAndHead:
             return hidden_BTD.new_zeros(1, 1, 1)
 
         def place(hidden_BTD: Tensor) -> Tensor:
-            noisy_MD = hidden_BTD[0]
+            noisy_MD, clean_MD = hidden_BTD[0, : len(noisy_M)], hidden[0][: len(clean_M)]
             all_RD = noisy_MD.new_zeros(shape.numel(), noisy_MD.shape[1])
-            all_RD = all_RD.index_copy(0, clean_M, hidden[0].to(all_RD.dtype))
+            all_RD = all_RD.index_copy(0, clean_M, clean_MD.to(all_RD.dtype))
             return forward(all_RD.index_copy(0, noisy_M, noisy_MD).unflatten(0, shape))
 
         self.gate.is_open = False
@@ -255,7 +274,7 @@ class BodyAndHead:
             self._run(self.model, clean, keep, **seen, clean_keys=KEPT)
         # It stays so until the next batch: checkpointed layers run again in the backward pass.
         self.gate.is_open = True
-        seen = mask_arguments(_row_meta(both), attention, num_queries=len(noisy_M))
+        seen = mask_arguments(_row_meta(both), attention, num_queries=noisy["doc_ids"].shape[1])
         return self._run(model, noisy, place, **seen, clean_keys=SEEN)
 
     def _run(
@@ -275,6 +294,25 @@ class BodyAndHead:
                 del head_attributes["forward"]
             else:
                 head_attributes["forward"] = before
+
+
+def _filled_up(noisy: Batch, clean: Batch, *, of_rows: int) -> tuple[Batch, Batch]:
+    """Noisy and clean rows [1, M] of a batch, filled up so that few shapes come up (`filled_up`). More noisy
+    rows are blocks of one row in a document of their own, with no clean rows; more clean ones are padding."""
+    num_noisy, num_clean = noisy["doc_ids"].shape[1], clean["doc_ids"].shape[1]
+    more = filled_up(num_noisy, of_rows) - num_noisy
+    order = torch.arange(more, device=noisy["doc_ids"].device)[None]
+    values = {"doc_ids": torch.full_like(order, 2 * of_rows), "is_noisy": torch.ones_like(order)}
+    longer = {
+        name: torch.cat([rows, values.get(name, order).to(rows.dtype)], dim=1) for name, rows in noisy.items()
+    }
+    # Any id will do, but it must have a row in the embedding.
+    longer["input_ids"][:, num_noisy:] = 0
+    fill = {"doc_ids": PADDING_DOC}
+    more = filled_up(num_clean, of_rows) - num_clean
+    return longer, {
+        name: nn.functional.pad(rows, (0, more), value=fill.get(name, 0)) for name, rows in clean.items()
+    }
 
 
 def _row_meta(rows: Batch) -> RowMeta:

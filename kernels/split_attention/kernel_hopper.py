@@ -155,6 +155,7 @@ def backward_kernel(
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -179,9 +180,10 @@ def backward_kernel(
     kv_head = place // PARTS
     part = place % PARTS
     head0 = kv_head * G + part * HEADS
-    flat = gl.load(order + gl.program_id(0) // (K * PARTS))
+    tile_place = gl.program_id(0) // (K * PARTS)
+    flat = gl.load(order + tile_place // SPLITS)
     b = flat // num_tiles
-    row = (flat % num_tiles) * BLOCK_K
+    row = ((flat % num_tiles) * SPLITS + tile_place % SPLITS) * BLOCK_K
     num_rows = gl.load(num_rows_B + b)
     low_a, high_a, full_low_a, full_high_a = _limits(tiles_BI8 + flat * 8)
     low_o, high_o, full_low_o, full_high_o = _limits(tiles_BI8 + flat * 8 + 4)

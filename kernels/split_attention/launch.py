@@ -41,11 +41,14 @@ FORWARD = Launch(rows=64, walk=64, warps=4, stages=3)
 BACKWARD = Launch(rows=128, walk=64, warps=8, stages=2, parts=2)
 HOPPER_BACKWARD = Launch(rows=128, walk=64, warps=8, stages=3, parts=2)
 HOPPER_PAIRS = Launch(rows=128, walk=64, warps=8, stages=2, parts=1)
-"""Where clean keys need no gradient and a KV head has at most two query heads: parts cost more than they save
-beside the short walk of the own half."""
+"""Where a KV head has at most two query heads: parts cost more than they save."""
 QUERIES = Launch(rows=64, walk=64, warps=4, stages=2)
 HOPPER_QUERIES = Launch(rows=128, walk=128, warps=8, stages=2)
 """dq alone. The tiles of `HOPPER_QUERIES` take 192 KB of shared memory, which other GPUs lack."""
+NARROW_FORWARD = Launch(rows=64, walk=64, warps=4, stages=2)
+NARROW_BACKWARD = Launch(rows=128, walk=128, warps=8, stages=3)
+NARROW_QUERIES = Launch(rows=128, walk=64, warps=4, stages=3)
+"""Head dims up to 64 on Hopper. Two programs of the narrow queries share a multiprocessor."""
 WIDE_FORWARD = Launch(rows=64, walk=32, warps=4, stages=2)
 WIDE_BACKWARD = Launch(rows=64, walk=32, warps=8, stages=2)
 WIDE_QUERIES = Launch(rows=64, walk=32, warps=8, stages=1)
@@ -57,7 +60,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, T, N, H] and base-2 log-sum-exp [B, N, T] in float32."""
     batch, num_heads, num_rows, head_dim = query.shape
-    launch = FORWARD if head_dim <= 128 else WIDE_FORWARD
+    launch = forward_launch(query)
     output = query.new_empty(batch, num_rows, num_heads, head_dim)
     lse = query.new_empty(batch, num_heads, num_rows, dtype=torch.float32)
     block_h = padded_head(head_dim)
@@ -147,18 +150,29 @@ def run_backward(
     return dq, torch.nn.functional.pad(dkey, more), torch.nn.functional.pad(dvalue, more)
 
 
+def forward_launch(query: torch.Tensor) -> Launch:
+    """How the forward kernel is launched for `query` [B, N, T, H]."""
+    if query.shape[-1] <= 64 and takes_hopper_kernel(query):
+        return NARROW_FORWARD
+    return FORWARD if query.shape[-1] <= 128 else WIDE_FORWARD
+
+
 def backward_launch(query: torch.Tensor, key: torch.Tensor) -> Launch:
     """How the backward walk of `query` [B, N, T, H] is launched; more rows of `key` are clean ones."""
     if not takes_hopper_kernel(query):
         return BACKWARD if query.shape[-1] <= 128 else WIDE_BACKWARD
-    keys_alone, group = key.shape[2] > query.shape[2], query.shape[1] // key.shape[1]
-    return HOPPER_PAIRS if keys_alone and group <= 2 else HOPPER_BACKWARD
+    if query.shape[-1] <= 64:
+        return NARROW_BACKWARD
+    return HOPPER_PAIRS if query.shape[1] <= 2 * key.shape[1] else HOPPER_BACKWARD
 
 
 def queries_launch(query: torch.Tensor) -> Launch:
     """How the kernel of dq alone is launched."""
-    narrow = HOPPER_QUERIES if takes_hopper_kernel(query) else QUERIES
-    return narrow if query.shape[-1] <= 128 else WIDE_QUERIES
+    if query.shape[-1] > 128:
+        return WIDE_QUERIES
+    if not takes_hopper_kernel(query):
+        return QUERIES
+    return NARROW_QUERIES if query.shape[-1] <= 64 else HOPPER_QUERIES
 
 
 def _run_walk(
@@ -184,7 +198,7 @@ def _run_walk(
     tile_rows = (launch.walk, launch.rows, launch.rows, launch.walk)
     options: dict[str, Any] = {"N": num_heads, "G": num_heads // num_kv_heads, "H": head_dim, "PARTS": parts}
     options |= {"BLOCK_Q": launch.walk, "BLOCK_K": launch.rows, "BLOCK_H": block_h}
-    options |= {"STAGES": launch.stages, "num_warps": launch.warps}
+    options |= {"SPLITS": splits, "STAGES": launch.stages, "num_warps": launch.warps}
     kernel: Any
     if on_hopper:
         from triton.experimental.gluon.language import NVMMASharedLayout
@@ -204,7 +218,7 @@ def _run_walk(
         tiles = [_descriptor(x, rows, block_h) for x, rows in zip(inputs, tile_rows, strict=True)]
         sums = [TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), sums_block)]
         sums.append(dq_sums[launch.walk :])
-        options |= {"SPLITS": splits, "BULK": not INTERPRETED}
+        options |= {"BULK": not INTERPRETED}
     kernel[(see.key_order.numel() * splits * num_kv_heads * parts,)](
         *tiles,
         *sums,

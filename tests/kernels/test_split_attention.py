@@ -183,13 +183,21 @@ def test_launches_by_device_and_shape(heads: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "takes_hopper_kernel", lambda _: True)
     pairs = launch.HOPPER_PAIRS if heads == 16 else launch.HOPPER_BACKWARD
     assert launch.backward_launch(query, key) is pairs
-    assert launch.backward_launch(query, key[:, :, :256]) is launch.HOPPER_BACKWARD
+    assert launch.backward_launch(query, key[:, :, :256]) is pairs
     assert launch.queries_launch(query) is launch.HOPPER_QUERIES
+    assert launch.forward_launch(query) is launch.FORWARD
+    narrow, narrow_key = query[..., :64], key[..., :64]
+    assert launch.forward_launch(narrow) is launch.NARROW_FORWARD
+    assert launch.backward_launch(narrow, narrow_key) is launch.NARROW_BACKWARD
+    assert launch.queries_launch(narrow) is launch.NARROW_QUERIES
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "group"), [("HOPPER_BACKWARD", 4), ("HOPPER_PAIRS", 2)])
-def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "group", "head_dim"),
+    [("HOPPER_BACKWARD", 4, 128), ("HOPPER_PAIRS", 2, 128), ("NARROW_BACKWARD", 3, 64)],
+)
+def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int, head_dim: int) -> None:
     """Gluon is experimental, so every version of Triton must compile the kernel."""
     gluon = pytest.importorskip("triton.experimental.gluon._runtime")
     from triton.backends.compiler import GPUTarget
@@ -198,17 +206,18 @@ def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None
     from idlm.kernels.split_attention import kernel_hopper, launch
 
     chosen: launch.Launch = getattr(launch, name)
-    sizes = {"N": 8, "G": group, "H": 128, "BLOCK_Q": chosen.walk, "BLOCK_K": chosen.rows, "BLOCK_H": 128}
-    constants = sizes | {"PARTS": chosen.parts, "STAGES": chosen.stages, "num_warps": chosen.warps}
+    sizes = {"N": 4 * group, "G": group, "H": head_dim, "BLOCK_Q": chosen.walk, "BLOCK_K": chosen.rows}
+    constants = sizes | {"BLOCK_H": head_dim, "PARTS": chosen.parts, "SPLITS": TILE_ROWS // chosen.rows}
+    constants |= {"STAGES": chosen.stages, "num_warps": chosen.warps}
     layout = "NVMMASharedLayout(128, {bits}, rank={rank})"
     scalars = {"B": "i32", "T": "i32", "num_tiles": "i32", "scale": "fp32", "scale_log2": "fp32"}
     signature = {}
     for name in kernel_hopper.backward_kernel.arg_names:
-        rows = 128 if name in ("desc_k", "desc_v") else 64
+        rows = chosen.rows if name in ("desc_k", "desc_v") else chosen.walk
         if name == "desc_dq":
-            signature[name] = f"tensordesc<fp32[64, 128],{layout.format(bits=32, rank=2)}>"
+            signature[name] = f"tensordesc<fp32[{rows}, {head_dim}],{layout.format(bits=32, rank=2)}>"
         elif name.startswith("desc_"):
-            signature[name] = f"tensordesc<bf16[1, 1, {rows}, 128],{layout.format(bits=16, rank=4)}>"
+            signature[name] = f"tensordesc<bf16[1, 1, {rows}, {head_dim}],{layout.format(bits=16, rank=4)}>"
         elif name in constants:
             signature[name] = "constexpr"
         else:
@@ -216,7 +225,7 @@ def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None
             signature[name] = scalars.get(name, "*fp32" if is_float else "*i32")
     values = {(list(signature).index(name),): value for name, value in constants.items()}
     source = gluon.GluonASTSource(kernel_hopper.backward_kernel, signature, constexprs=values)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": chosen.warps})
     assert compiled.metadata.shared < 227 * 1024
     assert "wgmma" in compiled.asm["ptx"]
 
@@ -226,7 +235,7 @@ def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int) -> None
     ("name", "head_dim", "sm", "programs"),
     [
         ("HOPPER_QUERIES", 128, 90, 1),
-        ("HOPPER_QUERIES", 64, 90, 2),
+        ("NARROW_QUERIES", 64, 90, 2),
         ("QUERIES", 128, 80, 1),
         ("QUERIES", 64, 80, 2),
         ("WIDE_QUERIES", 256, 90, 1),

@@ -1,7 +1,8 @@
-"""DeepSpeed's ZeRO-2 with the same gradients and norms, for fewer bytes, launches and waits.
+"""DeepSpeed's ZeRO-2 with the same gradients and norms, for fewer bytes, launches and waits; ZeRO-1 too, as
+far as its optimizer has the same ways.
 
 `shorten` replaces methods of one optimizer, read in DeepSpeed 0.19.8. An optimizer that lacks what they
-use keeps its own: another version, ZeRO-1 or 3, offloaded states, float32 weights. For P weights of a rank's
+use keeps its own: another version, ZeRO-3, offloaded states, float32 weights. For P weights of a rank's
 partition:
 
     sums      a reduced bfloat16 slice is added to the fp32 sums without a converted copy: 10 P bytes per
@@ -24,9 +25,13 @@ NORM_PART = 2**30
 
 
 def shorten(optimizer: Any) -> None:
-    """Replace methods of DeepSpeed's `optimizer` where it sums bfloat16 gradients in fp32 partitions."""
+    """Replace methods of DeepSpeed's `optimizer` where it sums bfloat16 gradients in fp32."""
+    from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import stage_1_and_2
 
+    if type(optimizer) is bf16_optimizer.BF16_Optimizer:
+        _shorten_whole_sums(optimizer)
+        return
     if type(optimizer) is not stage_1_and_2.DeepSpeedZeroOptimizer or optimizer.cpu_offload:
         return
     is_compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)
@@ -49,6 +54,34 @@ def add_reduced(output: Tensor | None, source: Tensor) -> None:
     """Add `source` (bfloat16) to the slice `output` (float32) of this rank's sums, in float32."""
     if output is not None:
         output.add_(source)
+
+
+def _shorten_whole_sums(optimizer: Any) -> None:
+    """ZeRO-1, each of whose ranks has the sums of all weights: norm and clipping take the flat sums of a group
+    at once, and gradients are added without a converted copy. DeepSpeed launches several kernels per weight."""
+    is_plain = not (optimizer.has_moe_layers or getattr(optimizer, "autoep_folding_tp_group", None))
+    if not is_plain or optimizer.mpu is not None or not hasattr(optimizer, "fp32_groups_gradients_flat"):
+        return
+    own = optimizer.get_grads_for_norm
+
+    def update(param: Any, group: int, place: int, clear_lp_grads: bool) -> None:
+        if param.grad is None:
+            return
+        sums = optimizer.fp32_groups_gradients[group][place]
+        sums.data.add_(param.grad.data.view(sums.shape))
+        param._hp_grad = sums
+        optimizer.fp32_groups_has_gradients[group][place] = True
+        if clear_lp_grads:
+            param.grad.zero_()
+
+    def sums_of_groups(for_clipping: bool = False) -> Any:
+        if not any(map(any, optimizer.fp32_groups_has_gradients)):
+            return own(for_clipping)
+        # Sums without a gradient and the padding of a group are zero.
+        sums = [part for flat in optimizer.fp32_groups_gradients_flat for part in flat.split(NORM_PART)]
+        return sums if for_clipping else (sums, {})
+
+    optimizer._update_hp_grad, optimizer.get_grads_for_norm = update, sums_of_groups
 
 
 def _shorten_norm(optimizer: Any) -> None:

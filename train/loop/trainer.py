@@ -157,6 +157,8 @@ class IdlmTrainer(SavingTrainer):
         """Give back the memory of weights, gradients, optimizer and copies; nothing can be trained any more.
         Explicitly, because DeepSpeed's engine outlives its last reference in hooks of autograd."""
         forget_clean_keys(self.model)
+        if self.step.runner.graphs is not None:
+            self.step.runner.graphs.release()
         for value in (*self.model.parameters(), *self.model.buffers()):
             value.grad = None
             value.data = value.data.new_empty(0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from idlm.errors import UserError
-from idlm.lora import MASK_ROW, AdapterSpec, low_rank, tensor_name
+from idlm.lora import MASK_ROW, AdapterSpec, tensor_name
 from idlm.train.distributed.deepspeed import gathered, num_elements
 from idlm.train.model.checks import is_usable, mask_token, mean_of_others
 
@@ -61,12 +61,18 @@ class AdaptedLinear(nn.Linear):
         base = functional.linear(x, self.weight, self.bias)
         if not self.gate.is_open:
             return base
-        if torch.is_autocast_enabled(x.device.type) or x.dtype == self.lora_A.dtype:
-            low_Mr = functional.linear(x, self.lora_A).flatten(0, -2)
-            out_ME = torch.addmm(base.flatten(0, -2), low_Mr, self.lora_B.t(), alpha=self.scaling)
-            return out_ME.view(base.shape)
-        update = low_rank(x.to(self.lora_A.dtype), self.lora_A, self.lora_B, self.scaling)
-        return base + update.to(base.dtype)
+        return self.adapted(base, self.reduced(x, self.lora_A))
+
+    def reduced(self, x: Tensor, a_rD: Tensor) -> Tensor:
+        """A x, [..., r]."""
+        if torch.is_autocast_enabled(x.device.type):
+            return functional.linear(x, a_rD)
+        return functional.linear(x.to(a_rD.dtype), a_rD)
+
+    def adapted(self, base: Tensor, low: Tensor) -> Tensor:
+        """`base` [..., E] with the update of `low` [..., r]."""
+        # Not `addmm`, which would copy the base: compiled layers add where the sum is read.
+        return base + (functional.linear(low, self.lora_B) * self.scaling).to(base.dtype)
 
 
 class GatedEmbedding(nn.Embedding):

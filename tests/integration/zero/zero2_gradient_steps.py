@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "averaged": {"clip": 1e6, "gradient_allreduce_op": "mean"},
     "infinite": {"clip": 1.0, "bad_step": 1},
     "zero1": {"stage": 1, "clip": 1.0},
+    "zero1_infinite": {"stage": 1, "clip": 1.0, "bad_step": 1},
     "zero1_averaged": {"stage": 1, "clip": 1.0, "gradient_allreduce_op": "mean"},
     "offload": {"stage": 2, "clip": 1.0, "offload": "true"},
     "float32": {"stage": 2, "clip": 1.0, "dtype": "float32"},
