@@ -57,8 +57,8 @@ def add_reduced(output: Tensor | None, source: Tensor) -> None:
 
 
 def _shorten_whole_sums(optimizer: Any) -> None:
-    """ZeRO-1, each of whose ranks has the sums of all weights: norm and clipping take the flat sums of a group
-    at once, and gradients are added without a converted copy. DeepSpeed launches several kernels per weight."""
+    """ZeRO-1, each of whose ranks has the sums of all weights: norm and clipping take the flat sums of a
+    group at once, and gradients are added without a converted copy."""
     is_plain = not (optimizer.has_moe_layers or getattr(optimizer, "autoep_folding_tp_group", None))
     if not is_plain or optimizer.mpu is not None or not hasattr(optimizer, "fp32_groups_gradients_flat"):
         return
