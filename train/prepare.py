@@ -30,7 +30,7 @@ from idlm.train.data.dataset import PackedDataset, open_source_on_all_ranks
 from idlm.train.data.held_out import held_out_flags
 from idlm.train.data.mixture import CountedSource
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
-from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
+from idlm.train.distributed.deepspeed import gathering_forward, num_parameters, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
     check_model,
@@ -110,8 +110,10 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
-        if is_short(decoder_layers(model), num_rows=config.train.batch_size * data.dataset.row_length):
-            share_inputs(decoder_layers(model))
+        layers = decoder_layers(model)
+        num_rows, weights = config.train.batch_size * data.dataset.row_length, num_parameters(layers)
+        if is_short(weights / len(layers), num_rows=num_rows, is_gated=config.is_gated):
+            share_inputs(layers)
             if device.type == "cuda" and can_capture(model):
                 model.body_graphs = BodyGraphs(model)
         compile_layers(model)

@@ -75,12 +75,13 @@ class Passes(NamedTuple):
 class ModelWork:
     """Multiply-adds of one row: `layers` in the linear layers, `head` in the output head, `adapter` in a
     LoRA, and under the same names in `ends` the elements that go into and come out of these products;
-    `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains, `is_gated`:
-    which changes noisy rows alone."""
+    `queries`: elements of a query vector, summed over layers, `head_dim`: of one head. `is_frozen`: an
+    adapter trains, `is_gated`: which changes noisy rows alone."""
 
     layers: int
     head: int
     queries: int
+    head_dim: int
     num_layers: int
     ends: Passes
     adapter: int = 0
@@ -132,6 +133,7 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
         layers=layers,
         head=head.in_features * head.out_features,
         queries=config.num_hidden_layers * config.num_attention_heads * head_dim,
+        head_dim=head_dim,
         num_layers=config.num_hidden_layers,
         ends=Passes(layer_ends, head.in_features + head.out_features, adapter_ends),
         adapter=adapter,

@@ -4,8 +4,8 @@ gradients and optimizer, collectives, and the device's wait for the host.
 A product takes the time of its multiply-adds and most of that of moving its operands and its result. The
 constants are a compromise of profiled steps on one H200 and one H100: 8B, 1B, 0.6B and 135M shapes, full and
 gated LoRA. The plan is within a tenth of every measured step (tests/unit/planning/test_step_time.py). A small
-model waits for its host, whose launches take as long whatever its width: the plan assumes the hosts of those
-machines.
+model would wait for its host, whose launches take as long whatever its width: CUDA graphs replay its layers
+(train/model/graphs.py), and the device waits for the host once a step.
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
 optimizer on the host or a network take longer."""
 
@@ -17,13 +17,15 @@ from typing import NamedTuple
 
 from idlm.train.config.schema import MATMUL_TFLOPS, TrainConfig
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS
+from idlm.train.model.graphs import is_short
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.flops import ModelWork, Passes, TokenCounts, extra_passes, train_passes
 from idlm.train.planning.state import RunSetup
 
-ATTENTION, GATED_ATTENTION = 0.48, 0.63
-"""Rate of the attention kernels over that of products: forward 0.53, backward 0.39 (16 query heads) and 0.54
-(32), and 0.65 to 0.75 where clean keys need no gradient."""
+ATTENTION, NARROW_ATTENTION, GATED_ATTENTION = 0.52, 0.42, 0.61
+"""Rate of the attention kernels over that of products; narrow: head dims up to 64. Gated: clean keys need no
+gradient."""
+NARROW_HEAD = 64
 OPERANDS = 0.75
 """Share of the time of moving operands that is added to that of multiply-adds."""
 ELEMENTWISE = 1.4
@@ -33,6 +35,8 @@ WAIT = 0.7e-3
 LAUNCHES, GATED_LAUNCHES, STEP = 3.9e-3, 8.2e-3, 15e-3
 """Seconds that the host takes per layer and micro-batch to launch all kernels, DeepSpeed's included, and per
 step besides. Under a gate clean and noisy rows run apart."""
+REPLAYED_STEP = 25e-3
+"""Seconds per step in which a device that replays graphs waits for the host, around the optimizer."""
 GRADIENT_BYTES = 12
 """Moved per trained weight and micro-batch: a bfloat16 gradient to a bucket and back, its float32 sum."""
 OPTIMIZER_BYTES = 30
@@ -153,7 +157,9 @@ def _gpu_parts(
     sent = 2 * num_trained * (1 + (micro_batches if shards_sums else 1))
     if shards_weights:
         sent += 2 * 2 * weights * micro_batches
-    attention = GATED_ATTENTION if work.is_gated else ATTENTION
+    attention = NARROW_ATTENTION if work.head_dim <= NARROW_HEAD else ATTENTION
+    if work.is_gated:
+        attention = GATED_ATTENTION
     parts = {
         "products": products,
         "attention": work.queries * passes.pairs / (attention * rates.products),
@@ -161,6 +167,9 @@ def _gpu_parts(
         "gradients and optimizer": updated / rates.memory,
         "collectives": sent * (1 - 1 / setup.world_size) / rates.link,
     }
+    layer_weights = work.layers / work.num_layers
+    if setup.is_compiled and is_short(layer_weights, num_rows=setup.rows, is_gated=work.is_gated):
+        return parts | {"host": REPLAYED_STEP}
     launches = GATED_LAUNCHES if work.is_gated else LAUNCHES
     layers = work.num_layers * micro_batches
     return parts | {"host": max(WAIT * layers, launches * layers + STEP - sum(parts.values()))}

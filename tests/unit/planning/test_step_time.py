@@ -123,6 +123,7 @@ def planned(one: Measured, *overrides: str, gpu: str | None = None, tflops: floa
             "train.global_batch=null",
             f"train.accumulation={one.accumulation}",
             f"train.zero_stage={one.zero_stage}",
+            f"plan.gpu={gpu or one.gpu}",
             *gated,
             *overrides,
         ],

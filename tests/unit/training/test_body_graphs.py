@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from idlm.train.model.graphs import can_capture, filled_up, is_short
-from idlm.train.model.load import decoder_layers
 from tests.tiny_training import tiny_model
 from tests.unit.training.test_gated_lora import adapted, batch_of_two, gradients
 
@@ -68,8 +67,18 @@ def test_an_embedding_that_gets_rows_past_its_arguments_has_no_graph() -> None:
     assert not can_capture(model)
 
 
-def test_large_layers_are_not_short() -> None:
-    layers = decoder_layers(tiny_model("llama"))
-    size = sum(weight.numel() for weight in layers[0].parameters())
-    assert is_short(layers, num_rows=(1 << 40) // size - 1)
-    assert not is_short(layers, num_rows=(1 << 40) // size + 1)
+@pytest.mark.parametrize(
+    ("weights", "num_rows", "is_gated", "expected"),
+    [
+        (3.5e6, 32_768, False, True),
+        (15.7e6, 32_768, False, True),
+        (15.7e6, 65_536, True, True),
+        (60.8e6, 32_768, False, False),
+        (101e6, 8192, False, False),
+        (192.9e6, 16_384, True, False),
+    ],
+)
+def test_layers_that_a_host_may_launch_too_slowly(
+    weights: float, num_rows: int, is_gated: bool, expected: bool
+) -> None:
+    assert is_short(weights, num_rows=num_rows, is_gated=is_gated) is expected
