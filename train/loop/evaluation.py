@@ -117,6 +117,8 @@ class HeldOut(TrainerCallback):
         with self.progress.paused():
             record = {"step": step, EVALUATION: self.num_items, **self.measure(stage)}
             if self.answers is not None:
+                if (graphs := self.trainer.step.runner.graphs) is not None:
+                    graphs.forget()
                 record |= self.answers.measure(stage)
             if state.is_world_process_zero:
                 self.progress.write(record)

@@ -102,11 +102,15 @@ class BodyGraphs:
         finally:
             self.is_running = False
 
-    def release(self) -> None:
-        """Give back the memory of all graphs; from now on the body runs as before."""
-        self.is_on = self.is_running = False
+    def forget(self) -> None:
+        """Give back the memory of all graphs, which are captured again when their shapes come next."""
         self._graphs.clear()
         self._pool = None
+
+    def release(self) -> None:
+        """Forget all graphs; from now on the body runs as before."""
+        self.is_on = self.is_running = False
+        self.forget()
 
     def _forward(self, *args: Any, **given: Any) -> Any:
         if not self.is_running or args:
