@@ -71,7 +71,10 @@ class AdaptedLinear(nn.Linear):
 
     def adapted(self, base: Tensor, low: Tensor) -> Tensor:
         """`base` [..., E] with the update of `low` [..., r]."""
-        # Not `addmm`, which would copy the base: compiled layers add where the sum is read.
+        if torch.is_autocast_enabled(base.device.type) or base.dtype == low.dtype:
+            low_Mr = low.flatten(0, -2)
+            out_ME = torch.addmm(base.flatten(0, -2), low_Mr, self.lora_B.t(), alpha=self.scaling)
+            return out_ME.view(base.shape)
         return base + (functional.linear(low, self.lora_B) * self.scaling).to(base.dtype)
 
 

@@ -57,7 +57,7 @@ class Measured:
 
 # From benchmarks/results/train_step.jsonl. Older rows of gated LoRA are of code that gathered rows in every
 # layer. Both of gated LoRA are older than the launches of e65b0693, by which attention should take 16 and 27
-# ms less: 3.096 and 0.894 s.
+# ms less: 3.096 and 0.894 s. Steps of 135M replay graphs; those of 0.6B and 1B are older.
 MEASURED = {
     "8B gated": Measured(
         size="8B", mode="gated", batch_size=2, accumulation=4, seconds=32768 / 10530.5
@@ -80,10 +80,8 @@ MEASURED = {
             gpu="H100", fed=MIXED if is_mixed else FED,
         )
         for size, mode, batch_size, accumulation, tokens, speed, is_mixed in (
-            ("135M", "full", 4, 4, 65536, 113_368, False),
-            ("135M", "full", 4, 4, 65340, 132_263, True),
-            ("135M", "gated", 8, 2, 65536, 138_988, False),
-            ("135M", "gated", 8, 2, 65340, 119_395, True),
+            ("135M", "full", 4, 4, 65536, 120_233, False),
+            ("135M", "gated", 8, 2, 65536, 166_538, False),
             ("0.6B", "full", 4, 8, 131072, 36_556, False),
             ("0.6B", "full", 4, 8, 130680, 44_220, True),
             ("0.6B", "gated", 8, 2, 65536, 66_520, False),
@@ -96,7 +94,6 @@ MEASURED = {
 PROFILES = {
     "8B gated": (2203, 381 - 16, 249 + 113 + 36 + 9, 148),
     "0.6B gated": (400, 302 - 27, 106 + 33 + 16 + 18, 51),
-    "0.6B ungated": (651, 648, 149 + 54 + 16 + 37, 61),
 }
 
 
@@ -150,7 +147,7 @@ def test_the_plan_is_within_a_tenth_of_measured_steps(name: str) -> None:
         assert planned(MEASURED[name]).seconds_per_step == pytest.approx(seconds, rel=0.1)
 
 
-@pytest.mark.sweep_but("0.6B ungated")
+@pytest.mark.sweep_but("0.6B gated")
 @pytest.mark.parametrize("name", PROFILES)
 def test_parts_are_those_of_the_profile(name: str) -> None:
     """But for 5 % of the step."""
