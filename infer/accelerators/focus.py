@@ -191,7 +191,7 @@ class Focus(RowsAccelerator):
             found.append("decoder.dual_cache=true leaves rows of the block out as well (allowed: false)")
         if size is not None and size < 2:
             found.append(f"blocks of {size} place have no row to leave out (allowed: 2 and more)")
-        if self.config.stability == "plain" and self.spec.logit_shift:
+        if self.config.stability == "plain" and self.spec.semantics.logit_shift:
             found.append(
                 "stability=plain freezes rows that still predict the place behind them: this model's logits "
                 "are shifted (allowed: neighbour, off)"
@@ -223,4 +223,4 @@ class Focus(RowsAccelerator):
 
     def begin(self, view: PassView) -> FocusPass:
         """Rows are dropped of blocks that are fed whole and have masks."""
-        return FocusPass(view, self.config, self.memory, shifted=self.spec.logit_shift)
+        return FocusPass(view, self.config, self.memory, shifted=self.spec.semantics.logit_shift)

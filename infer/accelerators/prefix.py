@@ -38,7 +38,7 @@ class PrefixSets:
     def __init__(self, spec: EngineSpec, *, exact_layers: int, num: int) -> None:
         self.exact_layers, self.memory = exact_layers, BlockMemory(spec.num_lanes, spec.device)
         num_layers = max(0, spec.num_layers - exact_layers)
-        shape = (num_layers, spec.num_lanes, spec.num_kv_heads, min(num, spec.max_slots))
+        shape = (num_layers, spec.num_lanes, spec.heads.num_kv_heads, min(num, spec.max_slots))
         self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=spec.device)
 
     def reset(self, lanes: list[int]) -> None:
@@ -150,10 +150,10 @@ class PrefixAccelerator(KVAccelerator, ABC):
         """Return the bytes of queries, sums and lists of all sparse layers, and of the shares of some."""
         spec, num_layers = self.spec, self.spec.num_layers - self.config.exact_layers
         assert spec.block_size is not None
-        head_bytes, sum_bytes = spec.head_dim * spec.dtype.itemsize, 2 * 4 * spec.num_heads
-        index_bytes = spec.num_heads * head_bytes + sum_bytes
+        head_bytes, sum_bytes = spec.heads.head_dim * spec.heads.dtype.itemsize, 2 * 4 * spec.heads.num_heads
+        index_bytes = spec.heads.num_heads * head_bytes + sum_bytes
         # A row in place holds the fused product.
-        row_bytes = index_bytes + 2 * spec.num_kv_heads * head_bytes
+        row_bytes = index_bytes + 2 * spec.heads.num_kv_heads * head_bytes
         kept = num_layers * min(spec.max_rows, KEPT_ROWS) * (row_bytes + index_bytes)
         if spec.max_rows > KEPT_ROWS:
             # Of a copied layer the product is held during the next one. A pass is padded to at most half as
@@ -161,13 +161,15 @@ class PrefixAccelerator(KVAccelerator, ABC):
             num_positions = min(spec.max_rows, 3 * spec.num_lanes * spec.block_size // 2)
             kept = max(kept, num_layers * num_positions * index_bytes + spec.max_rows * row_bytes)
         lists = self._slot_bytes() * min(self.config.k, spec.max_slots)
-        shares = workspace_bytes(num_layers, spec.num_lanes, spec.num_kv_heads, spec.max_slots)
+        shares = workspace_bytes(num_layers, spec.num_lanes, spec.heads.num_kv_heads, spec.max_slots)
         return kept + lists + shares
 
     def _slot_bytes(self) -> int:
         """Bytes of one slot in the lists of all lanes, sparse layers and KV heads."""
         spec = self.spec
-        return 4 * max(0, spec.num_layers - self.config.exact_layers) * spec.num_lanes * spec.num_kv_heads
+        return (
+            4 * max(0, spec.num_layers - self.config.exact_layers) * spec.num_lanes * spec.heads.num_kv_heads
+        )
 
     def allocate(self) -> None:
         """Allocate a set per lane."""

@@ -81,20 +81,21 @@ class Quest(KVAccelerator):
         # Slots of a piece.
         self.piece = math.gcd(config.page, spec.page_size)
         # Keys of eight bits are multiplied by a scale, which no narrower dtype can hold.
-        self._dtype = torch.float32 if spec.kv_dtype == FP8 else spec.kv_dtype
+        stored = spec.heads.kv_dtype or spec.heads.dtype
+        self._dtype = torch.float32 if stored == FP8 else stored
         self._num_layers = max(0, spec.num_layers - config.exact_layers)
 
     def page_bytes(self) -> int:
         """Return the bytes of two keys per piece, layer and KV head."""
         spec = self.spec
-        keys = 2 * self._num_layers * spec.num_kv_heads * (spec.page_size // self.piece)
-        return keys * spec.head_dim * self._dtype.itemsize
+        keys = 2 * self._num_layers * spec.heads.num_kv_heads * (spec.page_size // self.piece)
+        return keys * spec.heads.head_dim * self._dtype.itemsize
 
     def allocate_pages(self, num_pages: int) -> None:
         """Allocate the bounds of all pages."""
         spec = self.spec
         num_pieces = num_pages * (spec.page_size // self.piece)
-        shape = (self._num_layers, num_pieces, spec.num_kv_heads, spec.head_dim)
+        shape = (self._num_layers, num_pieces, spec.heads.num_kv_heads, spec.heads.head_dim)
         self.bounds = LayerBounds(shape, self.piece, dtype=self._dtype, device=spec.device)
 
     def begin(self, view: PassView) -> QuestPass:

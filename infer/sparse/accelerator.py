@@ -23,30 +23,27 @@ from torch import Tensor
 
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import fill_lanes
-from idlm.kernels.paged_attention import BeforeBlock
+from idlm.kernels.paged_attention import BeforeBlock, HeadShape
 from idlm.registry import Registry
+from idlm.semantics import Semantics
 
 Side = Literal["kv", "rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
+    """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. `heads`
     are those of one rank, `graphs` is the option of the user, `decoder_options` the decoder's whole Config,
     `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
-    together (`Routing.capacity`), so that each depends on all of them. `edits_blocks`: the model deletes and
-    splits positions (`Semantics.edit_token_ids`). `logit_shift`: a row predicts the next
-    position. `num_slots` of the KV pool, if the user said how many pages it has."""
+    together (`Routing.capacity`), so that each depends on all of them. `num_slots` of the KV pool, if the
+    user said how many pages it has."""
 
     decoder: str
     decoder_options: Mapping[str, Any]
     block_size: int | None
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
+    heads: HeadShape
+    semantics: Semantics
     num_lanes: int
     max_slots: int
     max_rows: int
@@ -56,8 +53,6 @@ class EngineSpec:
     deterministic: bool
     graphs: str
     routes_blocks: bool = False
-    edits_blocks: bool = False
-    logit_shift: bool = False
     num_slots: int | None = None
 
 
@@ -218,7 +213,7 @@ class RowsAccelerator(Accelerator, ABC):
         found = super().problems()
         if self.spec.routes_blocks:
             found.append(f"the rows of a block choose experts together, {allowed}")
-        if self.spec.edits_blocks:
+        if self.spec.semantics.edit_token_ids:
             found.append(f"edits move the positions of a block, whose rows are kept by position, {allowed}")
         return found
 

@@ -24,8 +24,9 @@ from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.backend import memory_bytes
-from idlm.kernels.paged_attention import AttentionRows, plan_attention
+from idlm.kernels.paged_attention import AttentionRows, HeadShape, plan_attention
 from idlm.kernels.row_compaction import find_index
+from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
@@ -38,11 +39,14 @@ SPEC = EngineSpec(
     decoder_options={},
     block_size=SIZE,
     num_layers=NUM_LAYERS,
-    num_heads=NUM_HEADS,
-    num_kv_heads=NUM_KV_HEADS,
-    head_dim=HEAD_DIM,
-    dtype=torch.float64,
-    kv_dtype=torch.float64,
+    heads=HeadShape(
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float64,
+        kv_dtype=torch.float64,
+    ),
+    semantics=Semantics(logit_shift=False),
     num_lanes=NUM_SEQUENCES + 2,
     max_slots=MAX_SLOTS,
     max_rows=NUM_SEQUENCES * MAX_SLOTS,

@@ -15,7 +15,9 @@ from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import ActiveBlocks, BlockDemand, PassRows, StepPlan
 from idlm.infer.state.kv_cache import KVCache
+from idlm.kernels.paged_attention import HeadShape
 from idlm.kernels.row_compaction import find_index
+from idlm.semantics import Semantics
 from tests.focus_reference import (
     BlockState,
     FocusRules,
@@ -225,11 +227,10 @@ def index_of(size: int, num_lanes: int) -> EngineSpec:
         decoder_options={"dual_cache": False},
         block_size=size,
         num_layers=NUM_LAYERS,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
+        heads=HeadShape(
+            num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, dtype=torch.float32, kv_dtype=torch.float32
+        ),
+        semantics=Semantics(logit_shift=False),
         num_lanes=num_lanes,
         max_slots=3 * size,
         max_rows=64,

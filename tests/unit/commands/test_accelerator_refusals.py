@@ -17,6 +17,8 @@ from idlm.infer.settings import EngineSettings, as_options
 from idlm.infer.sparse.accelerator import ACCELERATORS, EngineSpec
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
 from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN
+from idlm.kernels.paged_attention import HeadShape
+from idlm.semantics import Semantics
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
 
@@ -25,11 +27,8 @@ BAD_SETUP = EngineSpec(
     decoder_options={},
     block_size=None,
     num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    dtype=torch.float32,
-    kv_dtype=torch.float32,
+    heads=HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, kv_dtype=torch.float32),
+    semantics=Semantics(logit_shift=False),
     num_lanes=2,
     max_slots=32,
     max_rows=64,
@@ -90,7 +89,7 @@ def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reas
         ),
         ({"alpha": float("nan")}, {}, ["alpha=nan"]),
         ({"alpha": float("inf")}, {}, ["alpha=inf"]),
-        ({"stability": "plain"}, {"logit_shift": True}, ["stability=plain", "neighbour, off"]),
+        ({"stability": "plain"}, {"semantics": Semantics()}, ["stability=plain", "neighbour, off"]),
         ({}, {"num_slots": 4}, ["4 slots", "the 8 rows of a block", "2 pages and more"]),
         ({}, {"block_size": None, "decoder": "ar"}, ["decoder=ar has no blocks"]),
     ],
