@@ -25,7 +25,7 @@ from idlm.infer.parts import EngineParts, WarmUp
 from idlm.infer.runtime.graphs.compile_ahead import compile_ahead, is_plain, step_on_meta
 from idlm.infer.runtime.graphs.cuda_graphs import MAX_CUDA_GRAPHS, StaticStep
 from idlm.infer.runtime.graphs.pass_costs import Captured
-from idlm.infer.runtime.graphs.pass_shape import PassShape
+from idlm.infer.runtime.graphs.pass_shape import PassShape, slots_bucket
 from idlm.infer.runtime.graphs.shapes_ahead import (
     compiled_shapes,
     measured_shapes,
@@ -183,7 +183,9 @@ class _Work:
         if scheduler.costs is None or self.parts.decoder.kv_policy.kind != "append":
             return
         if controller is not None:
-            usual = [shape for shape in self.shapes if shape.decides and not shape.filters]
+            longest = slots_bucket(self.parts.table.max_length)
+            plain = [shape for shape in self.shapes if shape.decides and not shape.filters]
+            usual = [shape for shape in plain if shape.max_known == longest]
             missing = set(usual) - set(self.captured)
             controller.captured = Captured.of(usual, missing, self.step.eager_rows)
         graph_rows = {shape.num_prompt_rows for shape in self.captured if shape.num_prompt_rows}
