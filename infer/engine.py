@@ -78,7 +78,7 @@ class Engine:
         self._unread: dict[Request, None] = {}
         """Requests, in order, with tokens that no event has."""
         self._events: list[StreamEvent] = []
-        """The last events of requests."""
+        """Events that were not taken yet, mostly the last ones of requests."""
         self._inflight: deque[InflightStep] = deque()
         self._last_scheduled: list[Request] = []
         self._num_consecutive_oom = 0
@@ -281,27 +281,36 @@ class Engine:
 
         The list may be empty: a step that only stores prompts emits nothing. Call until `has_work` is False.
         Ctrl-C and SIGTERM wait for the end of the step, a second one does not."""
-        self.run_step()
-        return self.take_events()
+        self._run_and_tell(None)
+        return self._taken(None)
 
     def take_events(self) -> list[StreamEvent]:
         """The events since the last call, without a step, one for each sample: those of calls of `run_step`,
         or of a step that raised."""
-        return self._take(None)
+        self._make_events(None)
+        return self._taken(None)
 
     @uninterrupted()
-    def _take(self, request_ids: Collection[str] | None) -> list[StreamEvent]:
-        """The events of these requests, None: of all; others stay for their own reader. Text is made here, in
-        batches, unless it may end the answer."""
-        unread, events = self._unread, self._events
+    def _run_and_tell(self, request_ids: Collection[str] | None) -> None:
+        self.run_step()
+        self._make_events(request_ids)
+
+    @uninterrupted()
+    def _make_events(self, request_ids: Collection[str] | None) -> None:
+        """Make the events of the tokens that these requests (None: all) have emitted since their last ones.
+        Text is made here, in batches, unless it may end the answer."""
+        for request in [one for one in self._unread if request_ids is None or one.request_id in request_ids]:
+            self._events.append(self._event(request))
+            del self._unread[request]
+
+    def _taken(self, request_ids: Collection[str] | None) -> list[StreamEvent]:
+        """Take the events of these requests, None: of all; others stay for their own reader."""
+        events = self._events
         if request_ids is None:
-            self._unread, self._events = {}, []
-        else:
-            self._unread = {one: None for one in unread if one.request_id not in request_ids}
-            self._events = [event for event in events if event.request_id not in request_ids]
-            unread = {one: None for one in unread if one.request_id in request_ids}
-            events = [event for event in events if event.request_id in request_ids]
-        return [*map(self._event, unread), *events]
+            self._events = []
+            return events
+        self._events = [event for event in events if event.request_id not in request_ids]
+        return [event for event in events if event.request_id in request_ids]
 
     def _event(self, request: Request) -> StreamEvent:
         """The event of the tokens that none has yet."""
@@ -495,8 +504,8 @@ class Engine:
         """Run a step and take the events of these requests; others stay for their own reader.
 
         Raises the error of a request that failed."""
-        self.run_step()
-        own = self._take(request_ids)
+        self._run_and_tell(request_ids)
+        own = self._taken(request_ids)
         error = next((event.error for event in own if event.error is not None), None)
         if error is not None:
             raise error

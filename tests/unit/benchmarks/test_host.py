@@ -9,7 +9,7 @@ from benchmarks.serving.host import Case
 
 @pytest.mark.parametrize(
     ("reader", "decoder", "most"),
-    [("generate", "ar", 12), ("generate", "isd", 18), ("stream", "ar", 20), ("stream", "isd", 27)],
+    [("generate", "ar", 11), ("generate", "isd", 17), ("stream", "ar", 19), ("stream", "isd", 25)],
 )
 def test_the_books_of_a_sequence_take_few_calls(reader: str, decoder: str, most: int) -> None:
     case = Case(reader, decoder, 64, stride=4, num_passes=64)
