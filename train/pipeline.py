@@ -37,7 +37,7 @@ from idlm.train.checkpoint.resume import (
 from idlm.train.checkpoint.run_lock import exclusive_output
 from idlm.train.checkpoint.same_run import needs_resharding
 from idlm.train.checkpoint.writer import USABLE_SHARE, CheckpointWriter
-from idlm.train.config.schema import TrainConfig, settle_accumulation
+from idlm.train.config.schema import TrainConfig, with_accumulation
 from idlm.train.data.checks import held_out_text
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import (
@@ -81,7 +81,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
         require_gpu(config.train.device, key="train.device")
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    config = settle_accumulation(config, world_size=num_processes())
+    config = with_accumulation(config, world_size=num_processes())
     launcher = launcher_pid()
     route_library_output()
     args = training_arguments(config)

@@ -130,9 +130,9 @@ def logits_of_pass(steady: SteadyBlocks, number: int) -> Tensor:
     """Logits of the pass of this number (from 1) over the first blocks, fp32, on keys that all arms have."""
     runner: Any = steady.engine._parts.runner
     # Random draws could differ in a last bit and then in everything that follows: the keys must not.
-    dice = torch.Generator(device=steady.engine.table.device).manual_seed(0)
+    rng = torch.Generator(device=steady.engine.table.device).manual_seed(0)
     for cached in (runner._cache.keys, runner._cache.values):
-        cached.normal_(generator=dice)
+        cached.normal_(generator=rng)
     seen: list[Tensor] = []
     forward = runner.forward
 

@@ -181,7 +181,7 @@ def _add_window(bench: Bench, arm: EvictionArm, found: Window) -> None:
     is_whole, traced = found.traced_share > 1 - MAX_LOST, found.num_tokens / found.num_traced
     bench.add(case, "tokens_per_pass", found.tokens_per_pass, "tokens", baseline=traced, gate_passed=is_whole)
     bench.add(case, "step_ms", found.step_ms, "ms")
-    rows = found.asked if evicts else found.computed
+    rows = found.requested if evicts else found.computed
     for part, num_rows, expected in (
         ("prefix", rows.fed, implied.prefix_per_token),
         ("suffix", rows.kept, implied.suffix_per_token),

@@ -174,7 +174,7 @@ class Window:
     """Sums over the measured rounds of one arm. `num_pairs` (sequence, pass) decided `num_tokens` in the
     passes of the trace (`num_traced`); the others waited or only stored a block. `num_captured` graphs of the
     rounds, `num_settling` of the traffic before them, in which every shape that was padded is captured at the
-    end, as by a server without requests. Rows are `asked` for, and `computed` with padding.
+    end, as by a server without requests. Rows are `requested` for, and `computed` with padding.
     """
 
     batch: int
@@ -187,7 +187,7 @@ class Window:
     num_captured: int = 0
     ahead: WarmUp = WarmUp()
     num_settling: int = 0
-    asked: PassRows = PassRows(fed=0, kept=0, head=0)
+    requested: PassRows = PassRows(fed=0, kept=0, head=0)
     computed: PassRows = PassRows(fed=0, kept=0, head=0)
 
     @property
@@ -212,7 +212,7 @@ class Window:
     @property
     def padding_share(self) -> float:
         """Rows computed behind layer 1 beyond those that were asked for."""
-        return self.computed.kept / max(1, self.asked.kept) - 1
+        return self.computed.kept / max(1, self.requested.kept) - 1
 
     def tokens_per_second(self, traced: float) -> float:
         """Tokens of a mean pass of the whole trace (`traced`) in the time of a median one: so the part of the
@@ -295,7 +295,7 @@ class SteadyTrace(SteadyBlocks):
             now - then for now, then in zip(row_counts_of(self.engine), counts, strict=True)
         )
         found.num_pairs, found.num_waits = pairs, waits
-        found.asked, found.computed = (
+        found.requested, found.computed = (
             PassRows(fed=fed, kept=kept, head=head) for fed, kept, head in (rows[:3], rows[3:])
         )
 
@@ -322,7 +322,7 @@ class SteadyTrace(SteadyBlocks):
 def row_counts_of(engine: Any) -> tuple[int, ...]:
     """The engine's cumulative counts of pairs, waits and rows, as numbers."""
     counts = engine.row_counts
-    rows = ((each.fed, each.kept, each.head) for each in (counts.asked, counts.computed))
+    rows = ((each.fed, each.kept, each.head) for each in (counts.requested, counts.computed))
     return (counts.num_pairs, counts.num_waits, *itertools.chain(*rows))
 
 

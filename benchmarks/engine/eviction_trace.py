@@ -131,21 +131,21 @@ def synthetic_trace(block_size: int, *, num_blocks: int = NUM_BLOCKS) -> UnmaskT
 
 def _drawn(number: int, size: int, *, evicts: bool) -> BlockTrace:
     """One block, by its own stream: both arms draw the same numbers in the same order."""
-    dice, rules, state = random.Random(1_000_003 * SEED + number), rules_of(size, evicts=evicts), BlockState()
+    rng, rules, state = random.Random(1_000_003 * SEED + number), rules_of(size, evicts=evicts), BlockState()
     masks, decodable = list(range(size)), set[int]()
     all_decided, all_deltas = [], []
     while masks:
         count = 1
-        while dice.random() < MORE:
+        while rng.random() < MORE:
             count += 1
         for _ in range(count):
             left = [mask for mask in masks if mask not in decodable]
-            place = dice.randrange(1, REACH + 1) if dice.random() < AHEAD else 0
+            place = rng.randrange(1, REACH + 1) if rng.random() < AHEAD else 0
             if left:
                 decodable.add(left[min(place, len(left) - 1)])
         deltas = {}
         for rank, mask in enumerate(masks):
-            noise = dice.gauss(0.0, 1.0)
+            noise = rng.gauss(0.0, 1.0)
             deltas[mask] = SIGNAL * (mask in decodable) + LEAD * FALL**rank + noise
         selection = _select(state, masks, deltas, rules, evicts=evicts)
         # A pass decides all that are decodable and kept, but one at least.

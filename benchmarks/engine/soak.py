@@ -123,13 +123,13 @@ class Arrivals:
     """Random requests, most of which share a prefix with others."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self._vocab_size = vocab_size
         self.given: list[tuple[list[int], SamplingParams]] = []
         self._beginnings = [self._tokens(length) for length in (0, 9, 24, 40, 70)]
 
     def _tokens(self, length: int) -> list[int]:
-        return [self.dice.randrange(self._vocab_size - 1) for _ in range(length)]
+        return [self.rng.randrange(self._vocab_size - 1) for _ in range(length)]
 
     def request(self) -> tuple[list[int], SamplingParams]:
         self.given.append((self.prompt(), self.params()))
@@ -137,18 +137,18 @@ class Arrivals:
 
     def prompt(self) -> list[int]:
         """A prompt of 1 to `LONGEST_PROMPT` tokens."""
-        start = self.dice.choice(self._beginnings)
-        return start + self._tokens(self.dice.randint(1, LONGEST_PROMPT - len(start)))
+        start = self.rng.choice(self._beginnings)
+        return start + self._tokens(self.rng.randint(1, LONGEST_PROMPT - len(start)))
 
     def params(self) -> SamplingParams:
-        dice = self.dice
+        rng = self.rng
         return SamplingParams(
-            max_tokens=dice.randint(1, LONGEST_ANSWER),
-            temperature=dice.choice((0.0, 0.7, 1.0, 1.3)),
-            top_k=dice.choice((0, 0, 20)),
-            top_p=dice.choice((1.0, 0.9)),
-            seed=dice.randrange(2**62),
-            stop_token_ids=dice.choice(((), (), (2,))),
+            max_tokens=rng.randint(1, LONGEST_ANSWER),
+            temperature=rng.choice((0.0, 0.7, 1.0, 1.3)),
+            top_k=rng.choice((0, 0, 20)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=rng.randrange(2**62),
+            stop_token_ids=rng.choice(((), (), (2,))),
         )
 
 
@@ -162,8 +162,8 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
             request_id = f"q{num_added}"
             engine.add_request(request_id, *arrivals.request())
             num_added, num_open = num_added + 1, num_open + 1
-            if arrivals.dice.random() < MARKED_SHARE:
-                waiting_for_abort[request_id] = num_passes + arrivals.dice.choice((0, 1, 2, 3, 6, 12, 25))
+            if arrivals.rng.random() < MARKED_SHARE:
+                waiting_for_abort[request_id] = num_passes + arrivals.rng.choice((0, 1, 2, 3, 6, 12, 25))
         for request_id in [name for name, when in waiting_for_abort.items() if when <= num_passes]:
             del waiting_for_abort[request_id]
             for completion in engine.abort(request_id):

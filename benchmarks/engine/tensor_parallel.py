@@ -109,10 +109,10 @@ def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int)
         **own,
     )
     try:
-        dice = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(0)
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=0)
         for number in range(concurrency):
-            prompt = torch.randint(0, LARGEST_ID, (context,), generator=dice).tolist()
+            prompt = torch.randint(0, LARGEST_ID, (context,), generator=rng).tolist()
             engine.add_request(str(number), prompt, params)
         started: set[str] = set()
         while len(started) < concurrency:

@@ -210,8 +210,8 @@ def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evalua
     size = engine.semantics.block_size
     assert engine.tokenizer is not None and size is not None
     prompts = [len(encode_prompt(engine.tokenizer, sample.prompt)) for sample in samples]
-    if engine.row_counts.asked.kept:
-        return engine.row_counts.asked.kept - sum(length // size * size for length in prompts)
+    if engine.row_counts.requested.kept:
+        return engine.row_counts.requested.kept - sum(length // size * size for length in prompts)
     answers = [len(done.token_ids) for done in evaluation.completions]
     ends = zip(prompts, answers, strict=True)
     num_blocks = sum(-(-(prompt + answer) // size) - prompt // size for prompt, answer in ends)

@@ -8,7 +8,7 @@ Sets: with exact attention in every pass, how much of each pass's per-block orac
 (`estimation_accuracy`). Answers: of the engine, with `steps` passes a block in every arm: share of the asked
 keys with the right value (`needle_accuracy`), and of answers that are those of exact attention, token by
 token (`agreement_with_exact`). Budgets k are parts of the context. `records` (keys in a context, of which the
-level's `asked` are asked) and `contexts` set the difficulty: exact answers should be 70 to 98 % right, so
+level's `requested` are asked) and `contexts` set the difficulty: exact answers should be 70 to 98 % right, so
 that there is room for mistakes. Exact attention answers at all contexts first; then come the sets, at budgets
 of `sets_parts`; then the arms answer, budget by budget, at the contexts that leave room (the two longest), or
 where none does at the one that is nearest to it. Rows are recorded as soon as they are measured.

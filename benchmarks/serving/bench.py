@@ -28,11 +28,11 @@ def output_rate(figures: dict[str, Any], records: Sequence[Record]) -> float:
     """
     rate = float(figures["mean_output_throughput_tokens_per_s"])
     if not rate:
-        said = next(
+        output = next(
             (record.error for record in records if record.error is not None), "no request has an error"
         )
         raise UserError(
-            "IDLM-0108", f"a load of {len(records)} requests made no token: {said}", fix="see that error"
+            "IDLM-0108", f"a load of {len(records)} requests made no token: {output}", fix="see that error"
         )
     return rate
 

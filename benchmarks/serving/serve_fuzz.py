@@ -90,8 +90,8 @@ def fuzz(url: str, options: dict[str, str]) -> Outcomes:
                     problems.append((kind, problem))
                 if operation.method == "post" and isinstance(body, dict):
                     bodies.setdefault(operation.path, {}).setdefault(kind, []).append(body)
-    dice = random.Random(seed)
-    spliced = [(path, splice(*known.values(), dice=dice)) for path, known in bodies.items()]
+    rng = random.Random(seed)
+    spliced = [(path, splice(*known.values(), rng=rng)) for path, known in bodies.items()]
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         cases = (next(source) for source in _cycle(spliced, num - counts.total()))
         for status, problem in pool.map(Poster(url), cases):
@@ -108,19 +108,19 @@ def _cycle(sources: list[tuple[str, Iterator[Any]]], num: int) -> Iterator[Itera
         yield ((path, body) for body in bodies)
 
 
-def splice(*kinds: list[dict[str, Any]], dice: random.Random) -> Iterator[dict[str, Any]]:
+def splice(*kinds: list[dict[str, Any]], rng: random.Random) -> Iterator[dict[str, Any]]:
     """Bodies without end: one of the first kind with a few fields of others, a tenth of them with values of
     other fields.
     """
     bodies = [body for kind in kinds for body in kind]
     values = [value for body in bodies for value in body.values()]
     while True:
-        made = dict(dice.choice(kinds[0]))
-        for _ in range(dice.randrange(1, 4)):
-            other = dice.choice(bodies if dice.random() < 0.2 else kinds[0])
+        made = dict(rng.choice(kinds[0]))
+        for _ in range(rng.randrange(1, 4)):
+            other = rng.choice(bodies if rng.random() < 0.2 else kinds[0])
             if other:
-                name = dice.choice(list(other))
-                made[name] = dice.choice(values) if dice.random() < 0.1 else other[name]
+                name = rng.choice(list(other))
+                made[name] = rng.choice(values) if rng.random() < 0.1 else other[name]
         yield made
 
 

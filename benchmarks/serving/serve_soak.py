@@ -103,10 +103,10 @@ def clear_kinds(path: str, answer: int) -> list[Stream]:
 
 def leaving(kinds: Sequence[Stream], num: int, share: float, seed: int) -> list[Stream]:
     """`num` requests in random order, a `share` of which is left somewhere between its begin and its end."""
-    dice = random.Random(seed)
-    chosen = [dice.choice(kinds) for _ in range(num)]
+    rng = random.Random(seed)
+    chosen = [rng.choice(kinds) for _ in range(num)]
     return [
-        kind._replace(leaves_after=dice.randrange(kind.answer // 3 + 1)) if dice.random() < share else kind
+        kind._replace(leaves_after=rng.randrange(kind.answer // 3 + 1)) if rng.random() < share else kind
         for kind in chosen
     ]
 

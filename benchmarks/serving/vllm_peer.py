@@ -76,9 +76,11 @@ def run_vllm(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_CHARS))
-            said = log.read().decode(errors="replace")
+            output = log.read().decode(errors="replace")
         if not result.exists():
-            raise UserError("IDLM-0712", f"vLLM gave no result; it said: {said}", fix="correct what it names")
+            raise UserError(
+                "IDLM-0712", f"vLLM gave no result; it said: {output}", fix="correct what it names"
+            )
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 

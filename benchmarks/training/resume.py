@@ -168,10 +168,10 @@ def measure(arguments: list[str]) -> int:
         make_base(base)
         writers = options["writers"].split(",")
         for world_size, writer in itertools.product(filter(None, options["worlds"].split(",")), writers):
-            place = folder / f"world-{world_size}-{writer}"
-            world = World(place, base, int(world_size), **{"train.save": writer})
+            run_folder = folder / f"world-{world_size}-{writer}"
+            world = World(run_folder, base, int(world_size), **{"train.save": writer})
             complaints += prove(report, world, generator)
-            shutil.rmtree(place)
+            shutil.rmtree(run_folder)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     return 1 if complaints else 0

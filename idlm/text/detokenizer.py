@@ -76,7 +76,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the text still held back; an incomplete character becomes U+FFFD."""
-        return self._settle(self._text(self._pending), len(self._pending)) if self._pending else ""
+        return self._take_whole(self._text(self._pending), len(self._pending)) if self._pending else ""
 
     def kept(self, token_ids: Iterable[int]) -> list[int]:
         """Return those of the ids that are text."""
@@ -92,15 +92,15 @@ class Detokenizer:
         text = self._text(self._pending)
         settled = text.rstrip(REPLACEMENT)
         if len(settled) == len(text):
-            return self._settle(text, len(self._pending))
+            return self._take_whole(text, len(self._pending))
         if len(settled) > self._num_emitted:
             return self._emit_beginning(text, settled)
         num_broken = self._num_broken()
         if not num_broken:
             return ""
-        delta = self._settle(self._text(self._pending[:num_broken]), num_broken)
+        delta = self._take_whole(self._text(self._pending[:num_broken]), num_broken)
         rest = self._text(self._pending)
-        return delta if rest.endswith(REPLACEMENT) else delta + self._settle(rest, len(self._pending))
+        return delta if rest.endswith(REPLACEMENT) else delta + self._take_whole(rest, len(self._pending))
 
     def _emit_beginning(self, text: str, settled: str) -> str:
         """Return the newly `settled` start of the pending `text`, whose end is a broken character."""
@@ -122,7 +122,7 @@ class Detokenizer:
         halves = [self._text(self._pending[:cut]) + self._text(self._pending[cut:]) for cut in cuts]
         return min(cuts, key=lambda cut: len(halves[cut - 1]))
 
-    def _settle(self, text: str, num_ids: int) -> str:
+    def _take_whole(self, text: str, num_ids: int) -> str:
         """Return the rest of the `text` of the first `num_ids` pending ids and remove them."""
         delta = text[self._num_emitted :]
         done, self._pending = self._pending[:num_ids], self._pending[num_ids:]

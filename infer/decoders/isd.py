@@ -247,5 +247,5 @@ class IsdDecoder(Decoder):
 
     def replace_drafts(self, chosen: Tensor) -> None:
         """In the lanes; other drafts stay."""
-        lanes_b, places_b, ids_b = chosen.unbind(1)
-        self.drafts_ZJ[lanes_b, places_b] = ids_b
+        lanes_b, index_b, ids_b = chosen.unbind(1)
+        self.drafts_ZJ[lanes_b, index_b] = ids_b

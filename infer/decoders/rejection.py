@@ -268,7 +268,7 @@ class RowLayout:
         masks = []
         for index, parent in enumerate(self.mask_parents):
             group = self.group(index)
-            masks += [(MASK, parent + 1 + place, parent + 1, group[0]) for place in range(self.num_masks)]
+            masks += [(MASK, parent + 1 + offset, parent + 1, group[0]) for offset in range(self.num_masks)]
         return tuple(chain + masks)
 
 

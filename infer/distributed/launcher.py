@@ -174,9 +174,11 @@ class TensorParallelGroup:
             how = _how_it_ended(self._processes[rank - 1]) if self._processes else ""
             self._fail("IDLM-0426", f"rank {rank} of {len(self._connections) + 1} is gone{how}")
         elif "failed" in message:
-            said: dict[str, str] = message["failed"]
+            failure: dict[str, str] = message["failed"]
             self._fail(
-                said.get("code", "IDLM-0426"), f"rank {rank} failed: {said['message']}", said.get("fix")
+                failure.get("code", "IDLM-0426"),
+                f"rank {rank} failed: {failure['message']}",
+                failure.get("fix"),
             )
         else:
             self._answers[rank - 1].append(message)

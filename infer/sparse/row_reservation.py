@@ -59,7 +59,7 @@ class RowCounts:
     num_passes: int = 0
     num_pairs: int = 0
     num_waits: int = 0
-    asked: PassRows = NONE
+    requested: PassRows = NONE
     computed: PassRows = NONE
 
 
@@ -132,7 +132,7 @@ class RowReservation:
         counts.num_passes += 1
         counts.num_pairs += len(decoding)
         counts.num_waits += sum(one.waited for one in decoding)
-        counts.asked = _sum([counts.asked, *(one.rows for one in demands)])
+        counts.requested = _sum([counts.requested, *(one.rows for one in demands)])
         counts.computed = _sum([counts.computed, computed])
         for late, name in ((self._head, "head"), (self._fed, "fed"), (self._kept, "kept")):
             counted = [one for one in decoding if getattr(one.rows, name) or not one.waited]

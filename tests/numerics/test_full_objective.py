@@ -22,7 +22,7 @@ from idlm.train.data.dataset import collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, NO_ROWS, Sample, SampleRows, pack_rows
 from idlm.train.model.attention import document_masks, row_ranges
 from idlm.train.model.flex_mask import flex_predicate
-from idlm.train.objectives.base import Asked, Batch, Head, Terms
+from idlm.train.objectives.base import Batch, Head, TermRequest, Terms
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.full import FullDiffusion
 from idlm.train.objectives.masked import LOWEST_RATE
@@ -55,7 +55,9 @@ def terms_of(
     model: Any, batch: Batch, attention: str = "idlm_sdpa", coefficients: Tensor | None = ONE
 ) -> Terms:
     def compute(head: Head, hidden_BTD: Tensor) -> Terms:
-        return objective_of().terms(head, hidden_BTD, batch, Asked(stage=STAGE, coefficients=coefficients))
+        return objective_of().terms(
+            head, hidden_BTD, batch, TermRequest(stage=STAGE, coefficients=coefficients)
+        )
 
     return HiddenStates(model).terms(model, batch, attention, compute)
 

@@ -309,7 +309,7 @@ def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
     return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)
 
 
-def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
+def with_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
     """Return `config` with the accumulation that gives `train.global_batch` on `world_size` processes.
 
     Raises UserError IDLM-0516 when no whole number of micro-batches does, or `train.accumulation` differs."""

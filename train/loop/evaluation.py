@@ -76,16 +76,16 @@ class Answers:
             best = max((one[key] for one in known if key in one), default=0.0)
             if not key or record[key] >= best - fall:
                 continue
-            told = (
+            note = (
                 f"step {record['step']}: {key} is {record[key]:.3f} after {best:.3f}, and "
                 f"eval.stop_if allows a fall of {fall:g}"
             )
             if is_last:
-                log.warning("%s; it was the last step, and the model is published", told)
+                log.warning("%s; it was the last step, and the model is published", note)
                 continue
             raise UserError(
                 "IDLM-0553",
-                told,
+                note,
                 fix="checkpoints saved before are intact: lower train.learning_rate in a new run, or raise "
                 "eval.stop_if to continue",
             )

@@ -71,7 +71,7 @@ class Progress(TrainerCallback):
     def write(self, record: dict[str, Any]) -> None:
         """Append a record of another kind, with its `step`, to the metrics. On rank 0."""
         self._append(record)
-        self._say(f"step {record['step']}  {describe(record)}")
+        self._report_line(f"step {record['step']}  {describe(record)}")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._window = MetricsWindow(step=state.global_step, start=time.perf_counter())
@@ -116,7 +116,7 @@ class Progress(TrainerCallback):
             self._bar.stop()
             self._bar = None
 
-    def _say(self, line: str) -> None:
+    def _report_line(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def _show(self, record: dict[str, Any], state: TrainerState) -> None:
@@ -130,7 +130,7 @@ class Progress(TrainerCallback):
             self._bar.update(self._task, completed=state.global_step, text=text)
         else:
             left = span(record["step_seconds"] * (state.max_steps - state.global_step))
-            self._say(f"step {record['step']}/{state.max_steps}  {text}  left {left}")
+            self._report_line(f"step {record['step']}/{state.max_steps}  {text}  left {left}")
 
     def _append(self, record: dict[str, Any]) -> None:
         with translate_disk_errors(self.metrics_path), self.metrics_path.open("a") as file:

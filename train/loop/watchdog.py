@@ -66,7 +66,7 @@ class Heartbeat:
     failure_message: str = ""
     is_done: bool = False
 
-    def place(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """Sort key: how far the rank got."""
         return self.step, PHASES.index(self.phase)
 
@@ -209,13 +209,13 @@ class Watchdog(TrainerCallback):
             return None
         seconds = now - min(known.moved_at for known in stuck)
         beats = [known.heartbeat for known in running]
-        least = min(beat.place() for beat in beats)
-        behind = [beat for beat in beats if beat.place() == least]
-        places = "; ".join(beat.where() for beat in beats)
-        if len(behind) == len(beats) > 1:
-            return f"no rank moved for {seconds:.0f} s, and all are in the same place: {places}", behind
-        named = "; ".join(beat.where() for beat in behind)
-        return f"{named} hangs: no progress for {seconds:.0f} s (all: {places})", behind
+        least = min(beat.progress() for beat in beats)
+        last = [beat for beat in beats if beat.progress() == least]
+        states = "; ".join(beat.where() for beat in beats)
+        if len(last) == len(beats) > 1:
+            return f"no rank moved for {seconds:.0f} s, and all are in the same place: {states}", last
+        named = "; ".join(beat.where() for beat in last)
+        return f"{named} hangs: no progress for {seconds:.0f} s (all: {states})", last
 
     def _execute(self, what: str, culprits: list[Heartbeat]) -> None:
         """Agree with the others on the first verdict, print it, and end this process."""

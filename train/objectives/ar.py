@@ -14,7 +14,7 @@ from torch import Tensor
 
 from idlm.semantics import Semantics
 from idlm.train.data.layout import NO_ROWS, Sample, SampleRows, clean_rows
-from idlm.train.objectives.base import OBJECTIVES, Asked, Batch, Count, Head, Objective, Terms, one_term
+from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, TermRequest, Terms, one_term
 from idlm.train.objectives.curriculum import Stage
 
 
@@ -43,5 +43,5 @@ class Autoregressive(Objective):
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         return torch.tensor([batch["clean_index"].numel()])
 
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, asked: Asked) -> Terms:
-        return one_term(head, hidden_BTD, batch, batch["clean_index"], coefficients=asked.coefficients)
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
+        return one_term(head, hidden_BTD, batch, batch["clean_index"], coefficients=request.coefficients)

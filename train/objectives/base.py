@@ -92,7 +92,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TermRequest:
     """What is asked of the losses of a micro-batch at a stage. `coefficients` [num_terms], weights / counts,
     are given where the loss is differentiated. `want_overlap`: this step is logged, so also compute what is
     only reported."""
@@ -160,7 +160,7 @@ class Objective(ABC):
         """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
 
     @abstractmethod
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, asked: Asked) -> Terms:
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
         """Return the losses of a micro-batch from the last hidden states [B, T, D]. Must not wait for the
         device."""
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from idlm.semantics import Semantics
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows
-from idlm.train.objectives.base import OBJECTIVES, Asked, Batch, Count, Head, Objective, Overlap, Terms
+from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Overlap, TermRequest, Terms
 from idlm.train.objectives.curriculum import Stage
 
 PHASES = ("response", "random")
@@ -73,13 +73,13 @@ class IntrospectiveConsistency(Objective):
         sums_clean = stage.clean_weight != 0.0 or want_overlap
         return torch.tensor([batch["noisy_index"].numel(), batch["clean_index"].numel() if sums_clean else 0])
 
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, asked: Asked) -> Terms:
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
         """Noisy and clean row k predict the same token: the overlap of the two is the expected acceptance."""
         noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
-        stage, coefficients = asked.stage, asked.coefficients
+        stage, coefficients = request.stage, request.coefficients
         hidden, labels = hidden_BTD.flatten(0, 1), batch["labels"].flatten()
         overlap = None
-        if asked.want_overlap:
+        if request.want_overlap:
             overlap_M = head.overlap(*(hidden.detach().index_select(0, rows) for rows in (noisy_M, clean_M)))
             overlap = _by_position(overlap_M, noisy_M, batch, num_masks=stage.stride - 1)
         # With s = 0 clean rows need no gradient; their loss is computed only where it is reported.
@@ -103,7 +103,7 @@ class IntrospectiveConsistency(Objective):
                     divergence=self.distill,
                     share=self.distill_share,
                 )
-            if asked.want_overlap and not trains_clean:
+            if request.want_overlap and not trains_clean:
                 clean_nll = head.nll(hidden.detach().index_select(0, clean_M), labels[clean_M])
                 nll = torch.cat([nll, clean_nll])
         sums = torch.stack([half.sum() for half in nll.tensor_split([len(noisy_M)])])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from idlm.train.data.layout import CERTAIN, Sample, target_flags
-from idlm.train.objectives.base import Asked, Batch, Head, Objective, Terms, one_term
+from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms, one_term
 from idlm.train.objectives.curriculum import Stage
 
 LOWEST_RATE = CERTAIN // 1000
@@ -48,9 +48,9 @@ class MaskedDiffusion(Objective):
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         return torch.tensor([batch["noisy_index"].numel() + batch["open_index"].numel()])
 
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, asked: Asked) -> Terms:
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, request: TermRequest) -> Terms:
         index_M = batch["noisy_index"]
         weights_M = CERTAIN / batch["mask_rates"].flatten()[index_M].float()
         return one_term(
-            head, hidden_BTD, batch, index_M, weights_M=weights_M, coefficients=asked.coefficients
+            head, hidden_BTD, batch, index_M, weights_M=weights_M, coefficients=request.coefficients
         )

@@ -25,7 +25,7 @@ from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.check import check_config
 from idlm.train.checkpoint.resume import config_text, named_checkpoint
-from idlm.train.config.schema import TrainConfig, settle_accumulation
+from idlm.train.config.schema import TrainConfig, with_accumulation
 from idlm.train.data.checks import held_out_text, inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
@@ -95,7 +95,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
     found = Findings()
     with found.guarding():
         check_config(config)
-        config = settle_accumulation(config, world_size=num_gpus(config))
+        config = with_accumulation(config, world_size=num_gpus(config))
         found.is_sound = True
     if config.resume not in ("auto", "never"):
         with found.guarding():
@@ -268,15 +268,15 @@ def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
     targets |= set((positions[row["labels"][noisy] != IGNORE_LABEL] + shift).tolist())
     head, tail = HEAD_TOKENS, max(HEAD_TOKENS, len(token_ids) - TAIL_TOKENS)
     text, was_target = Text(), False
-    for place, token_id in enumerate(token_ids):
-        is_target = place in targets
-        if head <= place < tail:
-            if place == head:
+    for location, token_id in enumerate(token_ids):
+        is_target = location in targets
+        if head <= location < tail:
+            if location == head:
                 text.append(f" ... {tail - head} tokens ... ", style="dim")
             continue
         if is_target != was_target:
             text.append("[[" if is_target else "]]", style="dim")
-        token = ("|" if place in opening else "") + _readable(tokenizer, token_id)
+        token = ("|" if location in opening else "") + _readable(tokenizer, token_id)
         text.append(token, style="green" if is_target else "dim")
         was_target = is_target
     return text.append("]]", style="dim") if was_target else text
@@ -341,7 +341,7 @@ def _add_disk(plan: DiskPlan, found: Findings) -> None:
         f"{plan.num_checkpoints} checkpoints (train.save_total_limit, and one being written) of "
         f"{size_text(plan.checkpoint_bytes)}",
         f"{plan.num_exports} published checkpoints of {size_text(plan.export_bytes)}",
-        f"{size_text(plan.needed_bytes)} of {size_text(plan.free_bytes)} free in {plan.place}",
+        f"{size_text(plan.needed_bytes)} of {size_text(plan.free_bytes)} free in {plan.location}",
     )
     if plan.problem is not None:
         found.problems.append(f"{plan.problem}\n    fix: {DISK_FIX}")

@@ -67,8 +67,8 @@ def gpu_name(config: TrainConfig) -> str | None:
     if config.plan.gpu is not None:
         return config.plan.gpu
     has_gpu = torch.cuda.is_available()
-    is_asked_for = config.train.device == "cuda" or config.plan.num_gpus is not None
-    if config.train.device == "cpu" or not (has_gpu or is_asked_for):
+    is_requested = config.train.device == "cuda" or config.plan.num_gpus is not None
+    if config.train.device == "cpu" or not (has_gpu or is_requested):
         return None
     name = torch.cuda.get_device_name(0) if has_gpu else DEFAULT_GPU
     return next((known for known in MATMUL_TFLOPS if known in name), name)

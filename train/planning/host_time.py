@@ -20,7 +20,7 @@ from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import SampleRows, pack_rows
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.load import random_model
-from idlm.train.objectives.base import Asked, Head
+from idlm.train.objectives.base import Head, TermRequest
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import PRODUCT, ModelWork, Passes, TokenCounts, train_passes
 from idlm.train.planning.step_time import PartsOf
@@ -155,10 +155,10 @@ def _short_batch(
     item = curriculum.num_items - stage.num_steps * curriculum.global_batch
     documents: list[SampleRows] = []
     left = num_rows
-    for place, sample in enumerate(dataset.rows.row(item)):
+    for location, sample in enumerate(dataset.rows.row(item)):
         # The end of the sample.
         part = sample.piece(max(0, len(sample) - max(2, left // 2)), len(sample))
-        rows = objective.rows(part, stage, (dataset.seed, item, place))
+        rows = objective.rows(part, stage, (dataset.seed, item, location))
         if documents and len(rows) > left:
             break
         documents.append(rows)
@@ -188,10 +188,10 @@ def _step(
     small = random_model(values | {"num_hidden_layers": num_layers}, attention=attention, dtype=dtype, seed=0)
     prepare_adapter(config, small, None)
     runner, counts = BodyAndHead(small), objective.counts(batch, stage=stage, want_overlap=False)
-    asked = Asked(stage=stage, coefficients=1 / counts.clamp_min(1))
+    request = TermRequest(stage=stage, coefficients=1 / counts.clamp_min(1))
 
     def compute(head: Head, hidden_BTD: torch.Tensor) -> Any:
-        return objective.terms(head, hidden_BTD, batch, asked)
+        return objective.terms(head, hidden_BTD, batch, request)
 
     def run() -> None:
         casts = config.train.bf16 and dtype == torch.float32

@@ -127,7 +127,7 @@ class DiskPlan:
     export_bytes: int
     num_exports: int
     free_bytes: int
-    place: str
+    location: str
     held_bytes: int = 0
 
     @property
@@ -141,7 +141,7 @@ class DiskPlan:
         if missing_bytes <= self.free_bytes:
             return None
         return (
-            f"output_dir needs {size_text(missing_bytes)}, and {self.place} has "
+            f"output_dir needs {size_text(missing_bytes)}, and {self.location} has "
             f"{size_text(self.free_bytes)} free"
         )
 
@@ -157,7 +157,7 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
     if not config.is_gated:
         published = num_parameters(model) - (0 if config.adapter is None else trained)
     output_dir = Path(config.output_dir).absolute()
-    place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    location = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     written = [*output_dir.glob("run/checkpoint-*/**/*"), *output_dir.glob("stages/**/*")]
     return DiskPlan(
         checkpoint_bytes=sum(
@@ -169,8 +169,8 @@ def plan_disk(config: TrainConfig, model: nn.Module, curriculum: Curriculum) -> 
         export_bytes=published * EXPORT_BYTES[export_dtype(config)],
         # One more while the engine answers from the weights of a step.
         num_exports=len(curriculum.stages) + (config.eval.num_prompts > 0),
-        free_bytes=shutil.disk_usage(place).free,
-        place=str(place),
+        free_bytes=shutil.disk_usage(location).free,
+        location=str(location),
         held_bytes=sum(path.stat().st_size for path in written if path.is_file()),
     )
 

@@ -129,8 +129,8 @@ class CanvasEngine:
         )
         self.engine = Engine(parts)
         decisions.watch(decoder, replays=cache is not None)
-        dice = torch.Generator().manual_seed(0)
-        self._prompt = torch.randint(0, model.spec.vocab_size - 1, (load.num_prompt,), generator=dice)
+        rng = torch.Generator().manual_seed(0)
+        self._prompt = torch.randint(0, model.spec.vocab_size - 1, (load.num_prompt,), generator=rng)
         # An id from the mask's on moves up by one, so that no token of the prompt is the mask.
         self._prompt += self._prompt >= (model.semantics.mask_token_id or 0)
 

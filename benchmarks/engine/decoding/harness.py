@@ -146,9 +146,9 @@ class SteadyEngine:
         self.replay = None
         if trace is not None and arm.decoder != "ar":
             self.replay = Replay(trace, load.concurrency + 1, self.engine.table.device)
-        dice = torch.Generator().manual_seed(load.concurrency)
+        rng = torch.Generator().manual_seed(load.concurrency)
         self._prompts = [
-            torch.randint(0, model.spec.vocab_size - 1, (length,), generator=dice).tolist()
+            torch.randint(0, model.spec.vocab_size - 1, (length,), generator=rng).tolist()
             for length in self._lengths()
         ]
         self._num_rounds = 0

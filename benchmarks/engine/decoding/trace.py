@@ -46,11 +46,11 @@ def trace_of(name: str, stride: int) -> Trace:
 
 
 def drawn(probability: float, num_drafts: int) -> Trace:
-    dice = random.Random(1_000_000 * probability + num_drafts)
+    rng = random.Random(1_000_000 * probability + num_drafts)
     accepted = []
     for _ in range(DRAWN_TESTS):
         count = 0
-        while count < num_drafts and dice.random() < probability:
+        while count < num_drafts and rng.random() < probability:
             count += 1
         accepted.append(count)
     return Trace(name=f"p{probability:.2f}", num_drafts=num_drafts, accepted=tuple(accepted))

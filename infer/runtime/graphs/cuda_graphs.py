@@ -68,7 +68,7 @@ class StaticStep:
         """Such passes until the shape has a graph."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
         # One stream for all, because the allocator keeps what each stream has freed for that stream.
-        self._beside = torch.cuda.Stream(self._device) if captures else None
+        self._side_stream = torch.cuda.Stream(self._device) if captures else None
 
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass; the result is overwritten by the next pass of the same shape."""
@@ -247,19 +247,19 @@ class StaticStep:
     def _capture(self, shape: PassShape, *, frees_memory: bool) -> _Graph:
         """Run the shape without a sequence, so that kernels are compiled, then capture it."""
         columns_3B = self._no_sequences(shape)
-        here, beside = torch.cuda.current_stream(), self._beside
-        assert beside is not None
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        here, side_stream = torch.cuda.current_stream(), self._side_stream
+        assert side_stream is not None
+        side_stream.wait_stream(here)
+        with torch.cuda.stream(side_stream):
             self._step(self._batch(shape, columns_3B))
-        here.wait_stream(beside)
+        here.wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         result = fed = None
         torch.cuda.synchronize()
         # `torch.cuda.graph` would do so each time. While it captures, torch frees nothing for an allocation.
         if frees_memory:
             torch.cuda.empty_cache()
-        with _without_garbage_collection(), torch.cuda.stream(beside):
+        with _without_garbage_collection(), torch.cuda.stream(side_stream):
             graph.capture_begin(self._memory)
             try:
                 if shape.decides:

@@ -19,7 +19,7 @@ from idlm.kernels.linear_cross_entropy import (
     linear_overlap,
     token_nll,
 )
-from idlm.train.objectives.base import Asked
+from idlm.train.objectives.base import TermRequest
 from idlm.train.step import BodyAndHead, LossGuard
 from tests.kernels.references.linear_cross_entropy import (
     linear_cross_entropy_reference,
@@ -121,12 +121,12 @@ def _no_waiting():
 
 
 def one_step(model, objective, batch, stage, guard):
-    asked = Asked(stage=stage, coefficients=torch.ones(2, device="cuda") * 0.5, want_overlap=True)
+    request = TermRequest(stage=stage, coefficients=torch.ones(2, device="cuda") * 0.5, want_overlap=True)
     terms = BodyAndHead(model).terms(
         model,
         batch,
         "idlm_sdpa",
-        lambda head, hidden: objective.terms(head, hidden, batch, asked),
+        lambda head, hidden: objective.terms(head, hidden, batch, request),
     )
     guard.begin(1, num_micro_batches=1)
     guard.note(terms.loss, batch)

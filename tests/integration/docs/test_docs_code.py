@@ -32,7 +32,7 @@ from idlm.tasks.base import split_of_skeleton
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.objectives.base import OBJECTIVES, Asked, Head
+from idlm.train.objectives.base import OBJECTIVES, Head, TermRequest
 from tests.tiny_training import VOCAB, batch_of, random_sample, stage_of
 from tests.toy import write_toy_checkpoint
 
@@ -144,8 +144,8 @@ def test_the_objective(install: Install) -> None:
     torch.manual_seed(0)
     batch, head = batch_of([sample], plain, stage), Head(weight_VD=torch.randn(VOCAB, 16))
     hidden_BTD = torch.randn(1, len(sample), 16)
-    asked = Asked(stage=stage, coefficients=torch.ones(1))
-    found, expected = (each.terms(head, hidden_BTD, batch, asked) for each in (made, plain))
+    request = TermRequest(stage=stage, coefficients=torch.ones(1))
+    found, expected = (each.terms(head, hidden_BTD, batch, request) for each in (made, plain))
     assert expected.sums.item() * 1.003 < found.sums.item() < expected.sums.item() * 1.013
     assert found.loss.item() == pytest.approx(found.sums.item(), rel=1e-5)
 

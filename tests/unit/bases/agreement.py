@@ -17,7 +17,7 @@ from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train.check import check_config
-from idlm.train.config.schema import TrainConfig, settle_accumulation
+from idlm.train.config.schema import TrainConfig, with_accumulation
 from idlm.train.planning.dry_run import dry_run
 from idlm.train.prepare import prepare
 
@@ -78,7 +78,7 @@ def of_the_run(config: TrainConfig) -> UserError | None:
     """What ends the run before its first step; other exceptions pass."""
     try:
         check_config(config)
-        prepare(settle_accumulation(config, world_size=1), world_size=1, device=torch.device("cpu"))
+        prepare(with_accumulation(config, world_size=1), world_size=1, device=torch.device("cpu"))
     except UserError as error:
         return error
     return None

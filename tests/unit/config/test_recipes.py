@@ -10,7 +10,7 @@ import pytest
 from idlm.config.compose import compose
 from idlm.errors import UserError
 from idlm.train.check import check_config
-from idlm.train.config.schema import TrainConfig, make_curriculum, settle_accumulation
+from idlm.train.config.schema import TrainConfig, make_curriculum, with_accumulation
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_without_paths_the_error_names_the_missing_options(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_8b_lora", "small", "llama3_8b"])
 def test_its_global_batch_is_the_papers(name: str, world_size: int, paths: list[str]) -> None:
     given = compose("train", TrainConfig, [f"recipe={name}", *paths])
-    config = settle_accumulation(given, world_size=world_size)
+    config = with_accumulation(given, world_size=world_size)
     curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=3200)
     assert curriculum.global_batch == PAPER_BATCH
     assert curriculum.num_steps == 200
@@ -84,7 +84,7 @@ def test_extensions_and_controls_train_what_they_say(
     name: str, stride: int, weight: float | None, paths: list[str]
 ) -> None:
     config = compose("train", TrainConfig, [f"recipe=qwen3_8b_{name}", *paths])
-    curriculum = make_curriculum(settle_accumulation(config, world_size=8), world_size=8, rows_per_epoch=3200)
+    curriculum = make_curriculum(with_accumulation(config, world_size=8), world_size=8, rows_per_epoch=3200)
     assert [(stage.stride, stage.clean_weight) for stage in curriculum.stages] == [(stride, weight)]
     assert curriculum.global_batch == PAPER_BATCH
     whole = compose("train", TrainConfig, ["recipe=qwen3_8b", *paths])

@@ -197,7 +197,7 @@ def test_a_gated_adapter_keeps_what_is_planned(
     name = "inputs of layers" if is_checkpointed else "layers"
     [planned] = [t.num_bytes for t in memory_plan(shape, run).terms if t.name.endswith(name)]
     last_norm = mask_rows * (4 + 2) * shape.width
-    found = sum(size for place, size in kept.items() if place not in weights)
+    found = sum(size for location, size in kept.items() if location not in weights)
     assert found == pytest.approx(planned + last_norm, rel=0.04)
 
 
@@ -268,7 +268,7 @@ def test_dense_masks_grow_with_the_square_of_a_row() -> None:
 
 def test_disk_and_spans_of_time() -> None:
     disk = DiskPlan(
-        checkpoint_bytes=100, num_checkpoints=3, export_bytes=10, num_exports=2, free_bytes=320, place="/x"
+        checkpoint_bytes=100, num_checkpoints=3, export_bytes=10, num_exports=2, free_bytes=320, location="/x"
     )
     assert disk.needed_bytes == 320 and disk.problem is None
     assert "/x" in str(replace(disk, free_bytes=319).problem)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Sample, SampleRows, pack_rows
-from idlm.train.objectives.base import Asked, Batch, Head, Terms
+from idlm.train.objectives.base import Batch, Head, TermRequest, Terms
 from idlm.train.objectives.block import BlockDiffusion
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.objectives.masked import LOWEST_RATE
@@ -54,7 +54,7 @@ def terms_of(
     objective, stage = objective_of(), stage_of(4)
 
     def compute(head: Head, hidden_BTD: Tensor) -> Terms:
-        return objective.terms(head, hidden_BTD, batch, Asked(stage=stage, coefficients=coefficients))
+        return objective.terms(head, hidden_BTD, batch, TermRequest(stage=stage, coefficients=coefficients))
 
     return HiddenStates(model).terms(model, batch, attention, compute)
 

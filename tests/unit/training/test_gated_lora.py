@@ -27,7 +27,7 @@ from idlm.train.model.gated_lora import (
     peft_tensors,
 )
 from idlm.train.model.load import decoder_layers
-from idlm.train.objectives.base import Asked
+from idlm.train.objectives.base import TermRequest
 from tests.kernels.references.trunk import gated_lora_reference
 from tests.tiny_training import (
     FAMILIES,
@@ -183,8 +183,8 @@ def test_a_draft_learns_the_bases_distribution(divergence: str, share: float) ->
     noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
 
     def compute(head, hidden_BTD):
-        asked = Asked(stage=stage, coefficients=torch.tensor([0.5, 0.0]), want_overlap=True)
-        return objective.terms(head, hidden_BTD, batch, asked)
+        request = TermRequest(stage=stage, coefficients=torch.tensor([0.5, 0.0]), want_overlap=True)
+        return objective.terms(head, hidden_BTD, batch, request)
 
     terms = runner.terms(model, batch, "idlm_sdpa", compute)
     assert terms.loss is not None and terms.overlap is not None

@@ -16,7 +16,7 @@ from idlm.train.model.checks import check_window, prepare_mask_row
 from idlm.train.model.load import random_model
 from idlm.train.objectives import base
 from idlm.train.objectives.ar import Autoregressive
-from idlm.train.objectives.base import Asked
+from idlm.train.objectives.base import TermRequest
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -140,9 +140,9 @@ def test_every_attention_has_the_gradients_of_dense_sdpa(family: str, attention:
 
 def terms_of(model, batch, objective, stage, coefficients=None, *, want_overlap=False, attention="idlm_sdpa"):
     """`objective.terms` inside the model's own forward pass, as the trainer runs it."""
-    asked = Asked(stage=stage, coefficients=coefficients, want_overlap=want_overlap)
+    request = TermRequest(stage=stage, coefficients=coefficients, want_overlap=want_overlap)
     return HiddenStates(model).terms(
-        model, batch, attention, lambda head, hidden: objective.terms(head, hidden, batch, asked)
+        model, batch, attention, lambda head, hidden: objective.terms(head, hidden, batch, request)
     )
 
 

@@ -28,7 +28,7 @@ from idlm.train.checkpoint.resume import (
     store_config,
 )
 from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape, needs_resharding
-from idlm.train.config.schema import TrainConfig, settle_accumulation
+from idlm.train.config.schema import TrainConfig, with_accumulation
 from idlm.train.loop.metrics import read_metrics
 from idlm.train.loop.trainer import StopRequests
 from idlm.train.prepare import remember_base
@@ -304,16 +304,16 @@ def test_the_rows_of_a_step_settle_the_accumulation(
     tmp_path: Path, world_size: int, batch_size: int, accumulation: int
 ) -> None:
     config = config_of(tmp_path, **{"train.global_batch": 32, "train.batch_size": batch_size})
-    settled = settle_accumulation(config, world_size=world_size)
+    settled = with_accumulation(config, world_size=world_size)
     assert settled.train.accumulation == accumulation
-    assert settle_accumulation(settled, world_size=world_size) == settled
+    assert with_accumulation(settled, world_size=world_size) == settled
 
 
 def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, **{"train.global_batch": 32})
     for world_size in (5, 64):
         with pytest.raises(UserError, match="IDLM-0516") as caught:
-            settle_accumulation(config, world_size=world_size)
+            with_accumulation(config, world_size=world_size)
         assert f"{world_size} processes" in caught.value.message
         assert "1, 2, 4, 8, 16, 32 processes" in caught.value.fix
     assert "train.global_batch=30" in _fix(config, 5)
@@ -330,7 +330,7 @@ def test_one_process_gets_an_error_with_settings_that_fit(tmp_path: Path) -> Non
 
 def _fix(config: TrainConfig, world_size: int) -> str:
     with pytest.raises(UserError, match="IDLM-0516") as caught:
-        settle_accumulation(config, world_size=world_size)
+        with_accumulation(config, world_size=world_size)
     return caught.value.fix
 
 

@@ -39,9 +39,9 @@ def test_passes_compute_the_rows_that_the_trace_implies(commit: str, graphs: boo
     arm = EvictionArm(name="focus", stride=8, alpha=1.5, commit=commit, graphs=graphs)
     found, implied = steady(arm).window(1, 40), implied_rows(synthetic_trace(8), arm)
     assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)
-    assert found.asked.fed / found.num_tokens == pytest.approx(implied.prefix_per_token, rel=0.12)
-    assert found.asked.kept / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.12)
-    assert found.asked.head / found.num_tokens == pytest.approx(implied.head / implied.tokens, rel=0.15)
+    assert found.requested.fed / found.num_tokens == pytest.approx(implied.prefix_per_token, rel=0.12)
+    assert found.requested.kept / found.num_tokens == pytest.approx(implied.suffix_per_token, rel=0.12)
+    assert found.requested.head / found.num_tokens == pytest.approx(implied.head / implied.tokens, rel=0.15)
 
 
 def test_an_arm_that_leaves_the_trace_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
