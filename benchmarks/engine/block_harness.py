@@ -63,8 +63,8 @@ class UnmaskReplay:
         self._decided = [1 + count for count in trace.accepted]
         num_lanes, length = len(table.num_known_Z), table.max_length + 2 * decoder.shape.size
         decided_S = torch.tensor(self._decided)
-        lane_Z1, place_P = torch.arange(num_lanes)[:, None], torch.arange(length)
-        self._decided_ZP = decided_S[self._place(lane_Z1, place_P)].to(table.device)
+        lane_Z1, index_P = torch.arange(num_lanes)[:, None], torch.arange(length)
+        self._decided_ZP = decided_S[self._index(lane_Z1, index_P)].to(table.device)
         self.rows: set[int] = set()
         decoder._quota = self.quota  # type: ignore[method-assign]
 
@@ -74,15 +74,15 @@ class UnmaskReplay:
         self.rows.add(len(plan.token_ids_R))
         return self._decided_ZP[plan.lanes_B, plan.active.starts_B + plan.active.num_passes_B]
 
-    def _place(self, lane: Any, place: Any) -> Any:
-        """Index into the trace, of tensors or integers; `place`: the block's first slot plus the pass."""
-        return (STEP_BETWEEN_LANES * lane + place) % len(self._decided)
+    def _index(self, lane: Any, index: Any) -> Any:
+        """Index into the trace, of tensors or integers; `index`: the block's first slot plus the pass."""
+        return (STEP_BETWEEN_LANES * lane + index) % len(self._decided)
 
     def passes_of(self, lane: int, start: int, num_open: int) -> int:
         """Number of denoising passes that the trace needs for a block with `num_open` masks."""
         num_passes = 0
         while num_open > 0:
-            num_open -= self._decided[self._place(lane, start + num_passes)]
+            num_open -= self._decided[self._index(lane, start + num_passes)]
             num_passes += 1
         return num_passes
 

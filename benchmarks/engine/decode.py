@@ -112,7 +112,7 @@ def _answers(
 def _differing(ours: Completion, theirs: Completion) -> int:
     lengths = (len(ours.token_ids), len(theirs.token_ids))
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
-    return max(lengths) - next((place for place, (a, b) in pairs if a != b), min(lengths))
+    return max(lengths) - next((index for index, (a, b) in pairs if a != b), min(lengths))
 
 
 if __name__ == "__main__":

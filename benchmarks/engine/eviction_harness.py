@@ -85,9 +85,9 @@ class UnmaskingReplay:
     def select(self, original: Any, focus: FocusPass, first_BPW: Tensor, second_BPW: Tensor) -> Any:
         """`FocusPass._select` by the trace's deltas."""
         view = focus.view
-        place_B = self._place(view.plan.lanes_B, view.active)
+        index_B = self._index(view.plan.lanes_B, view.active)
         first_BPW.zero_()
-        second_BPW.zero_()[:, 0] = self._deltas_XW[place_B].to(second_BPW.dtype)
+        second_BPW.zero_()[:, 0] = self._deltas_XW[index_B].to(second_BPW.dtype)
         return original(focus, first_BPW, second_BPW)
 
     def propose(
@@ -95,10 +95,10 @@ class UnmaskingReplay:
     ) -> Any:
         """`BlockDecoder._propose` with the trace's places as those that pass the threshold."""
         proposed, *others = original(decoder, table, batch, plan, *more)
-        confidence_BW = self._decided_XW[self._place(plan.lanes_B, plan.active)]
+        confidence_BW = self._decided_XW[self._index(plan.lanes_B, plan.active)]
         return (proposed._replace(confidence_BW=confidence_BW.to(proposed.confidence_BW.dtype)), *others)
 
-    def _place(self, lanes_B: Tensor, active: Any) -> Tensor:
+    def _index(self, lanes_B: Tensor, active: Any) -> Tensor:
         """Index of each sequence's pass among all passes of the trace."""
         passes_B = active.num_passes_B.clamp(max=self._num_passes - 1)
         return self.block(lanes_B, active.starts_B) * self._num_passes + passes_B
@@ -270,7 +270,7 @@ class SteadyTrace(SteadyBlocks):
         found = Window(batch=self.load.concurrency)
         with self.toggled():
             self.reach_steady_state(num_passes)
-            before, counts = self._places(), row_counts_of(self.engine)
+            before, counts = self._positions(), row_counts_of(self.engine)
             captured = self.num_captured()
             found.num_settling = captured + self._num_missed
             found.ahead = self.engine._parts.ahead
@@ -285,7 +285,7 @@ class SteadyTrace(SteadyBlocks):
 
     def _note(self, found: Window, before: dict[int, tuple[int, int, int]], counts: tuple[Any, ...]) -> None:
         """What the rounds decided and computed."""
-        for lane, (start, passes, tokens) in self._places().items():
+        for lane, (start, passes, tokens) in self._positions().items():
             first_start, first_passes, first_tokens = before[lane]
             found.num_tokens += tokens - first_tokens
             found.num_traced += self.replay_of_blocks.passes_between(
@@ -299,7 +299,7 @@ class SteadyTrace(SteadyBlocks):
             PassRows(fed=fed, kept=kept, head=head) for fed, kept, head in (rows[:3], rows[3:])
         )
 
-    def _places(self) -> dict[int, tuple[int, int, int]]:
+    def _positions(self) -> dict[int, tuple[int, int, int]]:
         """By lane: where its block begins, the passes over it so far, and all tokens decided so far. What has
         been decided in the block must be what the trace says (a near tie of deltas may send a lane astray).
         """

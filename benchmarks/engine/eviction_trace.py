@@ -47,9 +47,9 @@ class BlockTrace:
     def masks(self, size: int) -> list[list[int]]:
         """The masks that each pass begins with."""
         left, found = list(range(size)), []
-        for places in self.decided:
+        for indices in self.decided:
             found.append(left)
-            left = [place for place in left if place not in places]
+            left = [index for index in left if index not in indices]
         return found
 
 
@@ -140,9 +140,9 @@ def _drawn(number: int, size: int, *, evicts: bool) -> BlockTrace:
             count += 1
         for _ in range(count):
             left = [mask for mask in masks if mask not in decodable]
-            place = rng.randrange(1, REACH + 1) if rng.random() < AHEAD else 0
+            index = rng.randrange(1, REACH + 1) if rng.random() < AHEAD else 0
             if left:
-                decodable.add(left[min(place, len(left) - 1)])
+                decodable.add(left[min(index, len(left) - 1)])
         deltas = {}
         for rank, mask in enumerate(masks):
             noise = rng.gauss(0.0, 1.0)

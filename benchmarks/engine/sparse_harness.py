@@ -71,7 +71,7 @@ class SparseArm(BlockArm):
 
 def trace_of_passes(num_passes: int, size: int) -> Trace:
     """Any `num_passes` passes in a row decide `size` positions."""
-    ends = [size * (place + 1) // num_passes for place in range(num_passes)]
+    ends = [size * (index + 1) // num_passes for index in range(num_passes)]
     decided = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     return Trace(
         name=f"{num_passes} passes", num_drafts=size - 1, accepted=tuple(count - 1 for count in decided)

@@ -227,14 +227,14 @@ def error_of(step: Step, attend: Attend, sequences: range) -> float:
     rows, group, outputs, worst, own = step.rows, step.shape.group, attend()[0], 0.0, 0.0
     for b in sequences:
         fed = slice(b * rows.max_rows, (b + 1) * rows.max_rows)
-        limits, starts, places = (
+        limits, starts, indices = (
             row[fed, None] for row in (rows.limits_R, rows.branch_starts_R, rows.own_slots_R)
         )
         for head in range(step.shape.num_kv_heads):
             slots = torch.arange(rows.max_slots, device="cuda")
             if step.lists_LBKC is not None:
                 slots = torch.cat((step.lists_LBKC[0, b, head].long(), slots[-rows.max_rows :]))
-            sees = (slots < limits) | ((slots >= starts) & (slots <= places))
+            sees = (slots < limits) | ((slots >= starts) & (slots <= indices))
             physical = rows.block_table[b, slots // rows.page_size] * rows.page_size + slots % rows.page_size
             heads = slice(head * group, (head + 1) * group)
             q, k, v = step.q_RNH[fed, heads], step.keys[0][physical, head], step.values[0][physical, head]

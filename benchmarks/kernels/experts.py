@@ -113,10 +113,10 @@ class Layer:
         ours_RD, loop_RD = self.ours(x_RD), plain_experts(x_RD, *given)
         few = slice(0, 64)
         used = chosen[few].unique().long()
-        place = torch.zeros(NUM_EXPERTS, dtype=torch.long, device="cuda")
-        place[used] = torch.arange(len(used), device="cuda")
+        index = torch.zeros(NUM_EXPERTS, dtype=torch.long, device="cuda")
+        index[used] = torch.arange(len(used), device="cuda")
         wide = (self.gate_up[used].double(), self.down[used].double())
-        true_RD = plain_experts(x_RD[few].double(), wide, (place[chosen[few].long()], weights[few].double()))
+        true_RD = plain_experts(x_RD[few].double(), wide, (index[chosen[few].long()], weights[few].double()))
         ours, loop = (float((one[few].double() - true_RD).norm()) for one in (ours_RD, loop_RD))
         return ours <= 1.5 * loop
 

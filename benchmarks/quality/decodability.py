@@ -61,8 +61,8 @@ def selecting(name: str, k: int) -> Iterator[None]:
         evicts_B = self._started.mine_B & (is_mask_BW.sum(dim=1) > k)
         context_BW = with_context(chosen_BW, is_mask_BW, fed_BW, processed_BW)
         kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
-        place_W = torch.arange(size, device=kept_BW.device)
-        ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
+        index_W = torch.arange(size, device=kept_BW.device)
+        ends_B = torch.where(kept_BW | processed_BW, index_W + 1, 0).amax(dim=1)
         return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
 
     with patch.object(FocusPass, "_select", select):

@@ -200,8 +200,8 @@ def needles_found(samples: Sequence[TaskSample], evaluation: Evaluation) -> floa
     num_right = num = 0
     for sample, done in zip(samples, evaluation.completions, strict=True):
         words = done.text.removeprefix(":").removesuffix(".").split()
-        for place, pair in enumerate(asked_pairs(sample.prompt)):
-            num, num_right = num + 1, num_right + (tuple(words[2 * place : 2 * place + 2]) == pair)
+        for index, pair in enumerate(asked_pairs(sample.prompt)):
+            num, num_right = num + 1, num_right + (tuple(words[2 * index : 2 * index + 2]) == pair)
     return num_right / num
 
 

@@ -64,11 +64,11 @@ class Probe:
         core = self.model.model
         hidden_RD = core.embed_tokens(torch.tensor(ids, device=self.device))
         start = len(self._before[0][0]) if self._before else 0
-        places_R = start + torch.arange(len(ids), device=self.device)
-        cos, sin = core.rotary_emb(hidden_RD[None], places_R[None])
+        index_R = start + torch.arange(len(ids), device=self.device)
+        cos, sin = core.rotary_emb(hidden_RD[None], index_R[None])
         tables = (cos[0][:, None], sin[0][:, None])
-        places_P = torch.arange(start + len(ids), device=self.device)
-        sees_RP = places_P[None] // self.size <= places_R[:, None] // self.size
+        index_P = torch.arange(start + len(ids), device=self.device)
+        sees_RP = index_P[None] // self.size <= index_R[:, None] // self.size
         found = []
         for number, layer in enumerate(core.layers):
             before = self._before[number] if self._before else None
@@ -122,10 +122,10 @@ def denoise(probe: Probe, block: Sequence[int], mask: int, steps: int) -> list[l
         logits_WV, _ = probe.look(now)
         logits_WV[:, mask] = -math.inf
         confidence_W, tokens_W = logits_WV.softmax(dim=-1).max(dim=-1)
-        masked = [place for place, token in enumerate(now) if token == mask]
+        masked = [index for index, token in enumerate(now) if token == mask]
         sure = confidence_W.tolist()
-        for place in sorted(masked, key=lambda place: -sure[place])[:quota]:
-            now[place] = int(tokens_W[place])
+        for index in sorted(masked, key=lambda index: -sure[index])[:quota]:
+            now[index] = int(tokens_W[index])
     return read
 
 
@@ -139,8 +139,8 @@ def shares(looks: Looks) -> Tensor:
 
 def largest(scores: Tensor, num: int) -> Tensor:
     """Bool, true at the `num` largest of the last dimension."""
-    places = scores.topk(min(num, scores.shape[-1]), dim=-1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, True)
+    indices = scores.topk(min(num, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True)
 
 
 def quest_set(looks: Looks, k: int) -> Tensor:

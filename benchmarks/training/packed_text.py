@@ -45,9 +45,9 @@ class TextSource:
         """Sample `index`; a pure function of it and the seed."""
         rng = np.random.default_rng([self.seed, index])
         length = round(np.exp(rng.uniform(np.log(self.shortest), np.log(self.length))))
-        places = (int(rng.integers(len(self.token_ids))) + np.arange(length)) % len(self.token_ids)
+        indices = (int(rng.integers(len(self.token_ids))) + np.arange(length)) % len(self.token_ids)
         return Sample(
-            token_ids=self.token_ids[places],
+            token_ids=self.token_ids[indices],
             supervised=np.ones(length, dtype=bool),
             origin=f"text window {index}",
         )

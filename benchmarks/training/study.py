@@ -312,7 +312,7 @@ def decoded(options: dict[str, str], name: str, checkpoint: Path) -> Iterator[di
             if cell.decoder == "ar" and cell.temperature == 0:
                 greedy[chain] = answers
             known = greedy.get(chain) if cell.temperature == 0 else None
-            marks = sum(verdict.correct << place for place, verdict in enumerate(result.verdicts))
+            marks = sum(verdict.correct << index for index, verdict in enumerate(result.verdicts))
             same = [mine == other for mine, other in zip(answers, known or (), strict=known is not None)]
             yield {
                 "task": chain,

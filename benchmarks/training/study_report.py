@@ -46,7 +46,7 @@ class Measured:
         """`cells`: what a record says by seed, with the `base` of the record."""
         self.key, self.cells, self.num = key, cells, num
         self.marks = {
-            seed: [bool(int(cell["marks"], 16) >> place & 1) for place in range(num)]
+            seed: [bool(int(cell["marks"], 16) >> index & 1) for index in range(num)]
             for seed, cell in cells.items()
         }
 
@@ -185,8 +185,8 @@ def _quality(measured: dict[Key, Measured]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")
-    for place, (temperature, chain) in enumerate(((t, c) for c in CHAINS for t in (0.0, 1.0)), start=1):
-        axes = figure.add_subplot(2, 2, place)
+    for index, (temperature, chain) in enumerate(((t, c) for c in CHAINS for t in (0.0, 1.0)), start=1):
+        axes = figure.add_subplot(2, 2, index)
         cells = {}
         for key, cell in measured.items():
             # The converted model's own strategy counts where it has AR too.

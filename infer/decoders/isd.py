@@ -228,13 +228,13 @@ class IsdDecoder(Decoder):
         """Candidates [M, J, C] for the drafts of sequences with grammars: the draft, then further independent
         draws, or for one that takes the likeliest tokens these in falling order; -1 where there is no row."""
         grammars, num_masks = batch.grammars, self.num_masks
-        places_M = grammars.index_M
-        rows_MJ, uniforms_MQ = rows_BJ[places_M], uniforms_BD[places_M, 2 * num_masks + 1 :]
+        index_M = grammars.index_M
+        rows_MJ, uniforms_MQ = rows_BJ[index_M], uniforms_BD[index_M, 2 * num_masks + 1 :]
         num_candidates = min(NUM_CANDIDATES, logits_XV.shape[1])
         uniforms_MJC = uniforms_MQ.reshape(*rows_MJ.shape, num_candidates - 1)
         rows_MJC = rows_MJ[:, :, None].expand_as(uniforms_MJC)
         others_MJC = draw(probs, rows_MJC.flatten(), uniforms_MJC.flatten()).view_as(rows_MJC)
-        firsts_MJ = self.drafts_ZJ[batch.lanes_B[places_M]]
+        firsts_MJ = self.drafts_ZJ[batch.lanes_B[index_M]]
         ids_MJC = torch.cat((firsts_MJ[:, :, None], others_MJC), dim=2)
         is_published = self.config.acceptance == "published"
         best = range(len(ids_MJC)) if is_published else grammars.greedy

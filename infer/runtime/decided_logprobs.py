@@ -83,10 +83,10 @@ class DecidedScores:
     def _emitted(self, before: Before, lanes_B: Tensor, *, num_top: int) -> Logprobs:
         """Those of the tokens after the fixed ones, [B, W]."""
         size = self._shape.size
-        place_W = torch.arange(size, device=lanes_B.device)
-        places_BW = (place_W + before.num_fixed_B[:, None]).clamp(max=size - 1)
-        chosen_BW = self._kept.chosen[lanes_B].gather(1, places_BW)
-        places_BW1 = places_BW[..., None]
-        ids_BWK = torch.take_along_dim(self._kept.top_ids[lanes_B], places_BW1, dim=1)
-        top_BWK = torch.take_along_dim(self._kept.top[lanes_B], places_BW1, dim=1)
+        index_W = torch.arange(size, device=lanes_B.device)
+        positions_BW = (index_W + before.num_fixed_B[:, None]).clamp(max=size - 1)
+        chosen_BW = self._kept.chosen[lanes_B].gather(1, positions_BW)
+        positions_BW1 = positions_BW[..., None]
+        ids_BWK = torch.take_along_dim(self._kept.top_ids[lanes_B], positions_BW1, dim=1)
+        top_BWK = torch.take_along_dim(self._kept.top[lanes_B], positions_BW1, dim=1)
         return Logprobs(chosen_BW, ids_BWK[..., :num_top], top_BWK[..., :num_top])

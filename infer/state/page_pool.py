@@ -181,8 +181,8 @@ class PagePool:
         if first_slots_B is None:
             return table_ZP[lanes_B, :num_pages]
         first_B1 = -(-first_slots_B[:, None] // self.page_size)
-        places_BP = first_B1 + torch.arange(num_pages, device=table_ZP.device)
-        return table_ZP[lanes_B[:, None], places_BP.clamp(max=table_ZP.shape[1] - 1)]
+        index_BP = first_B1 + torch.arange(num_pages, device=table_ZP.device)
+        return table_ZP[lanes_B[:, None], index_BP.clamp(max=table_ZP.shape[1] - 1)]
 
     @property
     def unwritten(self) -> list[tuple[int, int, int]]:

@@ -47,10 +47,10 @@ def forward_kernel(
 ):
     """Output and base-2 log-sum-exp of one tile of queries of one head."""
     head = tl.program_id(0) % N
-    place = tl.program_id(0) // N
-    flat = tl.load(order + place // SPLITS)
+    index = tl.program_id(0) // N
+    flat = tl.load(order + index // SPLITS)
     b = flat // num_tiles
-    row = ((flat % num_tiles) * SPLITS + place % SPLITS) * BLOCK_Q
+    row = ((flat % num_tiles) * SPLITS + index % SPLITS) * BLOCK_Q
     num_rows = tl.load(num_rows_B + b)
     low_a, high_a, full_low_a, full_high_a = _limits(tiles_BI8 + flat * 8)
     low_o, high_o, full_low_o, full_high_o = _limits(tiles_BI8 + flat * 8 + 4)
@@ -167,12 +167,12 @@ def backward_kernel(
     """dk and dv of one tile of keys, summed over its share of the query heads of one KV head; adds to dq."""
     K: tl.constexpr = N // G
     HEADS: tl.constexpr = G // PARTS
-    place = tl.program_id(0) % (K * PARTS)
-    kv_head, part = place // PARTS, place % PARTS
-    tile_place = tl.program_id(0) // (K * PARTS)
-    flat = tl.load(order + tile_place // SPLITS)
+    index = tl.program_id(0) % (K * PARTS)
+    kv_head, part = index // PARTS, index % PARTS
+    tile_index = tl.program_id(0) // (K * PARTS)
+    flat = tl.load(order + tile_index // SPLITS)
     b = flat // num_tiles
-    row = ((flat % num_tiles) * SPLITS + tile_place % SPLITS) * BLOCK_K
+    row = ((flat % num_tiles) * SPLITS + tile_index % SPLITS) * BLOCK_K
     num_rows = tl.load(num_rows_B + b)
     low_a, high_a, full_low_a, full_high_a = _limits(tiles_BI8 + flat * 8)
     low_o, high_o, full_low_o, full_high_o = _limits(tiles_BI8 + flat * 8 + 4)
@@ -272,10 +272,10 @@ def query_gradient_kernel(
     """dq of one tile of queries of one head from the keys across, which need no gradient: three products for
     a tile of scores, and no additions in memory. Adds what `dq_BTNH` has of the own half."""
     head = tl.program_id(0) % N
-    place = tl.program_id(0) // N
-    flat = tl.load(order + place // SPLITS)
+    index = tl.program_id(0) // N
+    flat = tl.load(order + index // SPLITS)
     b = flat // num_tiles
-    row = ((flat % num_tiles) * SPLITS + place % SPLITS) * BLOCK_Q
+    row = ((flat % num_tiles) * SPLITS + index % SPLITS) * BLOCK_Q
     num_rows = tl.load(num_rows_B + b)
     low, high, full_low, full_high = _limits(tiles_BI8 + flat * 8)
 

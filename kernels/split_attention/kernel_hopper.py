@@ -32,7 +32,7 @@ def _add_to_global(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def _place(i, walk, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr):
+def _index(i, walk, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Step i: whether it is in the own half, its head, its nominal and its actual first query."""
     _, num_across, low_a, low_o, num_rows, _, head0 = walk
     step = i // HEADS
@@ -44,7 +44,7 @@ def _place(i, walk, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr):
 @gluon.jit
 def _fetch(i, walk, descriptors, q_smem, do_smem, bars, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Start the copies of step i, if there is one."""
-    _is_own, head, _nominal, first = _place(i, walk, HEADS, BLOCK_Q)
+    _is_own, head, _nominal, first = _index(i, walk, HEADS, BLOCK_Q)
     slot = i % q_smem.shape[0]
     is_there = i < walk[0]
     at = [walk[5], head, first, 0]
@@ -68,7 +68,7 @@ def _statistics(
     rows: gl.constexpr,
 ):
     """Log-sum-exp and delta of the queries of step i; `rows` is their layout."""
-    _is_own, head, _nominal, first = _place(i, walk, HEADS, BLOCK_Q)
+    _is_own, head, _nominal, first = _index(i, walk, HEADS, BLOCK_Q)
     queries = first + gl.arange(0, BLOCK_Q, layout=rows)
     at = (walk[5] * N + head).to(gl.int64) * T + queries
     mask = (queries >= 0) & (i < walk[0])
@@ -79,8 +79,8 @@ def _statistics(
 def _barriers(NUM: gl.constexpr):
     """One barrier for each place of a tile."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(NUM):
-        mbarrier.init(bars.index(place), count=1)
+    for index in gl.static_range(NUM):
+        mbarrier.init(bars.index(index), count=1)
     return bars
 
 
@@ -176,9 +176,9 @@ def backward_kernel(
     s_smem: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
     flat_smem: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    place = gl.program_id(0) % (K * PARTS)
-    kv_head = place // PARTS
-    part = place % PARTS
+    index = gl.program_id(0) % (K * PARTS)
+    kv_head = index // PARTS
+    part = index % PARTS
     head0 = kv_head * G + part * HEADS
     tile_place = gl.program_id(0) // (K * PARTS)
     flat = gl.load(order + tile_place // SPLITS)
@@ -234,7 +234,7 @@ def backward_kernel(
         ds_smem = ds_smems.index(nil)
         slot = i % STAGES
         phase = (i // STAGES) & 1
-        is_own, head, nominal, first = _place(i, walk, HEADS, BLOCK_Q)
+        is_own, head, nominal, first = _index(i, walk, HEADS, BLOCK_Q)
         q = q_smem.index(slot)
         do = do_smem.index(slot)
         mbarrier.wait(bars[0].index(slot), phase)

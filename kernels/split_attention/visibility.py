@@ -162,10 +162,10 @@ def _reached(
     if reach_BT is None:
         return rows + 1, rows
     behind_all = 1 << 60
-    place = torch.where(is_real_BT, half_BT + positions_BT, behind_all).contiguous()
+    index = torch.where(is_real_BT, half_BT + positions_BT, behind_all).contiguous()
     reached = torch.where(is_real_BT, half_BT + reach_BT, behind_all).contiguous()
-    until = torch.where(is_real_BT, torch.searchsorted(place, reached, right=True), rows + 1)
-    return until, torch.where(is_real_BT, torch.searchsorted(reached, place), rows)
+    until = torch.where(is_real_BT, torch.searchsorted(index, reached, right=True), rows + 1)
+    return until, torch.where(is_real_BT, torch.searchsorted(reached, index), rows)
 
 
 def _tiles(start_BT: torch.Tensor, end_BT: torch.Tensor, is_real_BT: torch.Tensor) -> torch.Tensor:

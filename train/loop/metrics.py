@@ -162,7 +162,7 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
     stored = folder / ID_FILE
     run_id = stored.read_text().strip() if stored.is_file() else secrets.token_hex(8)
     replace_text(stored, run_id + "\n")
-    sent = {_place(record) for record in read_metrics(folder / "metrics.jsonl")}
+    sent = {_index(record) for record in read_metrics(folder / "metrics.jsonl")}
     try:
         import wandb
 
@@ -202,7 +202,7 @@ class WandbTracker:
     def log(self, record: dict[str, Any]) -> None:
         """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`. A
         resumed run repeats steps, whose records are the same."""
-        if _place(record) not in self._sent:
+        if _index(record) not in self._sent:
             self._send(lambda run: run.log(curves(record), step=record["step"]))
 
     def close(self, *, failed: bool) -> None:
@@ -221,7 +221,7 @@ class WandbTracker:
             self._run = None
 
 
-def _place(record: dict[str, Any]) -> tuple[int, bool]:
+def _index(record: dict[str, Any]) -> tuple[int, bool]:
     return record["step"], EVALUATION in record
 
 
@@ -235,5 +235,5 @@ def curves(record: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, int | float):
             flat[prefix + name] = value
         elif isinstance(value, list):
-            flat |= {f"{prefix}{name}/{place}": one for place, one in enumerate(value, start=1)}
+            flat |= {f"{prefix}{name}/{index}": one for index, one in enumerate(value, start=1)}
     return flat

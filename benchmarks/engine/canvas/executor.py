@@ -71,9 +71,9 @@ class ExecutorArm:
             self._runner = canvas_runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity)
 
     def propose(self, given: Canvas) -> Proposals:
-        ids_R, places_X = given.ids_BL[0], given.places_M
-        wanted = self._runner.forward(self._step_plan(ids_R, places_X))
-        best = wanted.best(self._mask_id_S, torch.ones_like(places_X, dtype=torch.bool))
+        ids_R, positions_X = given.ids_BL[0], given.index_M
+        wanted = self._runner.forward(self._step_plan(ids_R, positions_X))
+        best = wanted.best(self._mask_id_S, torch.ones_like(positions_X, dtype=torch.bool))
         if best is not None:
             return best.token_X, best.own_X
 
@@ -100,7 +100,7 @@ class ExecutorArm:
         """Return the ids [1, L] after one step; UserError IDLM-0466 if the canvas does not fit."""
         return decided(given, self.propose(given))
 
-    def _step_plan(self, ids_R: Tensor, places_X: Tensor) -> StepPlan:
+    def _step_plan(self, ids_R: Tensor, positions_X: Tensor) -> StepPlan:
         num_rows, device = len(ids_R), ids_R.device
         rows_R = torch.arange(num_rows, device=device)
         limits_R, zero_B = torch.full_like(rows_R, num_rows), rows_R[:1]
@@ -115,7 +115,7 @@ class ExecutorArm:
             limits_R=limits_R,
             branch_starts_R=limits_R,
             is_mask_R=None,
-            logit_rows_X=(places_X - self._shift).clamp(min=0),
+            logit_rows_X=(positions_X - self._shift).clamp(min=0),
             first_logit_B=zero_B,
             num_feed_B=limits_R[:1],
             samples_B=is_true_B,
@@ -126,7 +126,7 @@ class ExecutorArm:
         )
 
     def plan(self, given: Canvas) -> ArenaPlan:
-        num_rows, num_wanted = given.ids_BL.shape[1], len(given.places_M)
+        num_rows, num_wanted = given.ids_BL.shape[1], len(given.index_M)
         found: ArenaPlan = self._runner.plan_of(num_rows, num_wanted, takes_best=True)
         return found
 

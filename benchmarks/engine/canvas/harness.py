@@ -65,12 +65,12 @@ class Decisions:
         ) -> tuple[Tensor, ...]:
             ids_X, *others = propose(table, batch, plan, wanted, uniforms_BW)
             active = active_canvases(plan)
-            place = (self._rows(decoder, table, plan)[active.sequence_X], active.index_X)
+            index = (self._rows(decoder, table, plan)[active.sequence_X], active.index_X)
             if not replays:
-                self.tokens_SW[place] = ids_X
+                self.tokens_SW[index] = ids_X
                 return ids_X, *others
             is_open_X = active.is_maskable_BW[active.sequence_X, active.index_X]
-            recorded_X, counts_X = self.tokens_SW[place], self.chosen_SW[place] & is_open_X
+            recorded_X, counts_X = self.tokens_SW[index], self.chosen_SW[index] & is_open_X
             self.num_equal += (counts_X & (recorded_X == ids_X)).sum()
             self.num_replayed += counts_X.sum()
             return recorded_X, *others

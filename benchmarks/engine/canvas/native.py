@@ -197,7 +197,7 @@ class Canvas:
     """Token ids [1, L] and the places of the masks [M], on the device of the model."""
 
     ids_BL: Tensor
-    places_M: Tensor
+    index_M: Tensor
 
 
 def random_canvas(
@@ -209,9 +209,9 @@ def random_canvas(
     ids_BL = torch.randint(vocab - 1, (1, length), generator=generator, device=device)
     # An id from the mask's on moves up by one, so that no token of the prompt is the mask.
     ids_BL += ids_BL >= mask_id
-    places_M = torch.arange(length - masks, length, device=device)
-    ids_BL[:, places_M] = mask_id
-    return Canvas(ids_BL=ids_BL, places_M=places_M)
+    index_M = torch.arange(length - masks, length, device=device)
+    ids_BL[:, index_M] = mask_id
+    return Canvas(ids_BL=ids_BL, index_M=index_M)
 
 
 Proposals = tuple[Tensor, Tensor]
@@ -223,12 +223,12 @@ def decided(canvas: Canvas, proposals: Proposals) -> Tensor:
     """The ids [1, L] after the mask of the highest confidence is decided."""
     tokens_M, confidence_M = proposals
     best, ids_BL = confidence_M.argmax(), canvas.ids_BL.clone()
-    ids_BL[0, canvas.places_M[best]] = tokens_M[best]
+    ids_BL[0, canvas.index_M[best]] = tokens_M[best]
     return ids_BL
 
 
 def proposals_of_all(
-    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool, dtype: torch.dtype | None
+    model: NativeModel, ids_BL: Tensor, index_M: Tensor, *, is_shifted: bool, dtype: torch.dtype | None
 ) -> Proposals:
     """Tokens and confidences by a softmax of the logits of all places, in `dtype` (None: the model's)."""
     logits_BLV = model(ids_BL)
@@ -237,23 +237,23 @@ def proposals_of_all(
     tokens_BL = logits_BLV.argmax(-1)
     probs_BLV = torch.softmax(logits_BLV if dtype is None else logits_BLV.to(dtype), dim=-1)
     confidence_BL = probs_BLV.gather(-1, tokens_BL[..., None])[..., 0]
-    return tokens_BL[0, places_M], confidence_BL[0, places_M]
+    return tokens_BL[0, index_M], confidence_BL[0, index_M]
 
 
-def masked_logits(model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool) -> Tensor:
+def masked_logits(model: NativeModel, ids_BL: Tensor, index_M: Tensor, *, is_shifted: bool) -> Tensor:
     """Logits [M, V] of the rows that predict the masks."""
-    rows_M = (places_M - 1).clamp(min=0) if is_shifted else places_M
+    rows_M = (index_M - 1).clamp(min=0) if is_shifted else index_M
     logits_MV: Tensor = model.head(model.hidden(ids_BL)[0, rows_M])
     return logits_MV
 
 
 def proposals_of_masks(
-    model: NativeModel, ids_BL: Tensor, places_M: Tensor, *, is_shifted: bool, is_chunked: bool
+    model: NativeModel, ids_BL: Tensor, index_M: Tensor, *, is_shifted: bool, is_chunked: bool
 ) -> Proposals:
     """Tokens and confidences of the masks. `is_chunked`: by chunks of rows, without a second tensor of
     logits; a compiler fuses the fp32 copy into the reductions.
     """
-    logits_MV = masked_logits(model, ids_BL, places_M, is_shifted=is_shifted)
+    logits_MV = masked_logits(model, ids_BL, index_M, is_shifted=is_shifted)
     chunk_rows = max(1, CHUNK_BYTES // (4 * logits_MV.shape[1]))
     tokens, confidences = [], []
     for part_MV in logits_MV.split(chunk_rows) if is_chunked else [logits_MV]:
@@ -283,8 +283,8 @@ class NativeArm:
         if self.is_compiled:
             # Both sizes vary from call to call. `maybe`: int32 indices may add a bound, which is no error.
             torch._dynamo.maybe_mark_dynamic(canvas.ids_BL, 1)
-            torch._dynamo.maybe_mark_dynamic(canvas.places_M, 0)
-        return self._propose(canvas.ids_BL, canvas.places_M)
+            torch._dynamo.maybe_mark_dynamic(canvas.index_M, 0)
+        return self._propose(canvas.ids_BL, canvas.index_M)
 
     @torch.inference_mode()
     def step(self, canvas: Canvas) -> Tensor:

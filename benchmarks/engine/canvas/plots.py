@@ -32,15 +32,15 @@ def draw(results: Path, folder: Path) -> None:
     figure = Figure(figsize=(7, 3.5))
     axes, best = figure.add_subplot(), _best_l_max(results)
     axes.barh(list(best), list(best.values()))
-    for place, value in enumerate(best.values()):
-        axes.annotate(f" {value:,.0f}", (value, place), va="center", fontsize=8)
+    for index, value in enumerate(best.values()):
+        axes.annotate(f" {value:,.0f}", (value, index), va="center", fontsize=8)
     title = f"{MODEL}, {CAP_GIB} GiB, prompt share {SHARE}"
     axes.set(xscale="log", xlabel="longest canvas, tokens", title=title)
     save_svg(figure, folder / f"memory_l_max_{MODEL}_{CAP_GIB}gib.svg")
     timelines = json.loads((results / TIMELINES).read_text("utf-8"))
     figure = Figure(figsize=(7, 2 * len(timelines)))
-    for place, (arm, line) in enumerate(timelines.items(), start=1):
-        axes = figure.add_subplot(len(timelines), 1, place)
+    for index, (arm, line) in enumerate(timelines.items(), start=1):
+        axes = figure.add_subplot(len(timelines), 1, index)
         times, sizes = zip(*line["points"], strict=True)
         share = [100 * (time - times[0]) / max(1e-9, times[-1] - times[0]) for time in times]
         axes.fill_between(share, [size / MIB for size in sizes], step="post")

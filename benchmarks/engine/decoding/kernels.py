@@ -39,10 +39,10 @@ def overwrite_kernel(
         first = tl.load(p_first + i_sequence).to(tl.int64)
         layout = tl.load(p_layout + lane).to(tl.int64)
         num_drafts = tl.load(p_num_drafts + layout).to(tl.int64)
-        place = tl.load(p_tests + lane)
+        index = tl.load(p_tests + lane)
         # Of drafts that `tree` drew from a rejected pass the trace knows nothing: all are rejected.
-        traced = tl.where(layout > num_masks, 0, tl.load(p_accepted + place % num_accepted))
-        tl.store(p_tests + lane, place + (num_drafts > 0).to(tl.int64))
+        traced = tl.where(layout > num_masks, 0, tl.load(p_accepted + index % num_accepted))
+        tl.store(p_tests + lane, index + (num_drafts > 0).to(tl.int64))
         accepted = tl.minimum(traced, num_drafts)
         rejected = (accepted < num_drafts).to(tl.int64)
         p_out = p_verdict + i_sequence

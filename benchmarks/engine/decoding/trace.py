@@ -30,7 +30,7 @@ class Trace:
 
     def acceptance(self) -> list[float]:
         """Acceptance per position, given that all previous drafts were accepted."""
-        reached = [sum(count >= place for count in self.accepted) for place in range(self.num_drafts + 1)]
+        reached = [sum(count >= index for count in self.accepted) for index in range(self.num_drafts + 1)]
         return [after / max(1, before) for before, after in zip(reached, reached[1:])]
 
 

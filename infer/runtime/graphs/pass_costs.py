@@ -33,22 +33,22 @@ class PassCosts:
 
     def time(self, num_sequences: int, num_slots: int, num_prompt_rows: int = 0) -> float:
         """The time of a pass over such sequences, which have so many slots in all."""
-        place = bisect_left(self.graph_rows, num_prompt_rows)
-        has_graph = not num_prompt_rows or place < len(self.graph_rows)
+        index = bisect_left(self.graph_rows, num_prompt_rows)
+        has_graph = not num_prompt_rows or index < len(self.graph_rows)
         if num_prompt_rows and has_graph:
-            num_prompt_rows = self.graph_rows[place]
+            num_prompt_rows = self.graph_rows[index]
         taken = self._computing(num_sequences * self.sequence_rows + num_prompt_rows)
         taken += self.slot_rows * num_slots
         return taken if has_graph else max(taken, self.launch_rows)
 
     def _computing(self, num_rows: int) -> float:
-        place = bisect_left(self.by_rows, (num_rows,))
-        if place == 0:
+        index = bisect_left(self.by_rows, (num_rows,))
+        if index == 0:
             return self.by_rows[0][1]
-        before, low = self.by_rows[place - 1]
-        if place == len(self.by_rows):
+        before, low = self.by_rows[index - 1]
+        if index == len(self.by_rows):
             return low + num_rows - before
-        after, high = self.by_rows[place]
+        after, high = self.by_rows[index]
         return low + (num_rows - before) / (after - before) * (high - low)
 
     def measured(self, seconds: dict[int, float], launch_seconds: float) -> PassCosts:

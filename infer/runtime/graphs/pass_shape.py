@@ -29,8 +29,8 @@ DOUBLED_SLOTS = 1 << 15
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:
     """The smallest bucket that holds `size`; beyond the largest one, the next multiple of it."""
-    place = bisect.bisect_left(buckets, size)
-    return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
+    index = bisect.bisect_left(buckets, size)
+    return buckets[index] if index < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
 
 
 def padded_sequences(num_sequences: int) -> int:
