@@ -95,10 +95,10 @@ def raised_in(tree: ast.Module, helpers: dict[str, str]) -> Iterator[Told]:
         if fix is None and len(node.args) > 2:
             fix = node.args[2]
         message = node.args[1] if len(node.args) > 1 else None
-        said = text_of(message, local)
-        if said == GAP and not (isinstance(node.func, ast.Name) and node.func.id == "UserError"):
-            said = "cannot open ..."
-        yield Told(text_of(node.args[0], {}), said, text_of(fix, local))
+        text = text_of(message, local)
+        if text == GAP and not (isinstance(node.func, ast.Name) and node.func.id == "UserError"):
+            text = "cannot open ..."
+        yield Told(text_of(node.args[0], {}), text, text_of(fix, local))
 
 
 def is_code(node: ast.expr) -> bool:

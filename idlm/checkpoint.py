@@ -155,8 +155,8 @@ def check_file(path: str | Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if found.st_size > MAX_WHOLE_FILE:
-        most = f"at most {MAX_WHOLE_FILE} are read"
-        raise OSError(errno.EINVAL, f"it has {found.st_size} bytes, {most}", str(path))
+        maximum = f"at most {MAX_WHOLE_FILE} are read"
+        raise OSError(errno.EINVAL, f"it has {found.st_size} bytes, {maximum}", str(path))
 
 
 def read_file(path: Path) -> bytes:

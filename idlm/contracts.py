@@ -144,7 +144,7 @@ class SamplingParams:
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Each field, whether its value is allowed, and what is allowed."""
         has_seed, options, scores = self.seed is not None, self.decoder_options, self.prompt_logprobs
-        least_tokens = 1 if scores is None else 0
+        min_tokens = 1 if scores is None else 0
         return (
             ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
             ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
@@ -153,8 +153,8 @@ class SamplingParams:
             ("seed", not has_seed or _is_int(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
             (
                 "max_tokens",
-                self.max_tokens is None or _is_int(self.max_tokens, least_tokens),
-                f"an integer >= {least_tokens}",
+                self.max_tokens is None or _is_int(self.max_tokens, min_tokens),
+                f"an integer >= {min_tokens}",
             ),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
             ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
@@ -183,13 +183,13 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else value
 
 
-def is_number(value: object, least: float = -LARGEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
+def is_number(value: object, minimum: float = -LARGEST_NUMBER, maximum: float = LARGEST_NUMBER) -> bool:
     """Whether `value` is an int or float, not a bool, in [least, most]; the default is all of fp64."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-def _is_int(value: object, least: int, most: float = LARGEST_NUMBER) -> bool:
-    return isinstance(value, int) and is_number(value, least, most)
+def _is_int(value: object, minimum: int, maximum: float = LARGEST_NUMBER) -> bool:
+    return isinstance(value, int) and is_number(value, minimum, maximum)
 
 
 def _is_count(num_top: object) -> bool:

@@ -98,14 +98,14 @@ def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _S
     assert settings.max_length is not None
     num_rows, num_canvases = max_rows(decoder, settings.max_length), decoder.num_canvases(SamplingParams())
     num_slots, page_size = decoder.kv_policy.num_slots(settings.max_length, num_rows), settings.slots_per_page
-    most_rows = num_canvases * num_rows
+    row_limit = num_canvases * num_rows
     return _Sizes(
         num_lanes=settings.max_sequences + 1,
         max_length=settings.max_length,
         num_canvases=num_canvases,
-        max_rows=most_rows,
+        max_rows=row_limit,
         decoding_rows=decoder.kv_policy.max_rows(
-            settings.max_sequences, most_rows, budget=settings.row_budget
+            settings.max_sequences, row_limit, budget=settings.row_budget
         ),
         max_slots=(decoder.max_canvases - 1) * -(-num_slots // page_size) * page_size + num_slots,
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype,
@@ -264,13 +264,13 @@ def _stride_controller(
 
 def _with_loads(settings: EngineSettings, device: torch.device, policy: KVWritePolicy) -> EngineSettings:
     """Settings with numbers of sequences and of prompt rows, by the device's memory."""
-    most, rows = OTHER_LOAD
+    maximum, rows = OTHER_LOAD
     if device.type == "cuda" and policy.kind == "append" and settings.warms_up:
         total = memory_bytes(device)[1]
-        most, rows = next(load[1:] for load in LOADS if total >= load[0])
+        maximum, rows = next(load[1:] for load in LOADS if total >= load[0])
     return dataclasses.replace(
         settings,
-        max_num_seqs=settings.max_num_seqs or most,
+        max_num_seqs=settings.max_num_seqs or maximum,
         max_num_batched_tokens=settings.max_num_batched_tokens or rows,
     )
 
@@ -450,7 +450,7 @@ def _pool(
     # KV of a block that a page splits depends on tokens after the page; `_page_size` warns of that.
     has_cache = settings.prefix_cache and policy.kind != "none" and page_size % policy.block_size == 0
     pool = PagePool(
-        num_pages=settings.num_pages or shards.least(planned.num_pages),
+        num_pages=settings.num_pages or shards.minimum(planned.num_pages),
         page_size=page_size,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,

@@ -361,8 +361,8 @@ class Engine:
     def _num_ahead(self) -> int:
         """Steps that may be under way when results are read. One before a step of queued kernels: CUDA holds
         1,024 launches, and a host that waits to add to them reads no results meanwhile."""
-        most = self.settings.num_inflight_steps or 0
-        return min(most, 1) if self._inflight[-1].is_queued else most
+        maximum = self.settings.num_inflight_steps or 0
+        return min(maximum, 1) if self._inflight[-1].is_queued else maximum
 
     def _launch(self) -> bool:
         """Launch the next step without waiting for its results; False if no request can run."""

@@ -372,13 +372,13 @@ class Waiting:
 
 def _starved(level: Any, prefix: Any, counts: dict[Any, Counter[Any]]) -> Request | None:
     """The first request below a name that no running request has, if another name has several."""
-    beside = counts.get(prefix)
-    if beside is None or isinstance(level, deque):
+    siblings = counts.get(prefix)
+    if siblings is None or isinstance(level, deque):
         return None
     depth = len(prefix)
-    if max(beside.values()) > 1 and depth != PRIORITY_LEVEL:
+    if max(siblings.values()) > 1 and depth != PRIORITY_LEVEL:
         for name, below in level.items():
-            if name not in beside:
+            if name not in siblings:
                 return _first(below, depth + 1)
     names = [min(level)] if depth == PRIORITY_LEVEL else list(level)
     found = (_starved(level[name], (*prefix, name), counts) for name in names)

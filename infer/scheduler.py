@@ -198,7 +198,7 @@ class Scheduler:
                     num_sequences=len(requests),
                     num_slots=sum(request.num_known for request in requests),
                     num_waiting=num_waiting,
-                    most=self._row_budget,
+                    maximum=self._row_budget,
                     max_slowdown=self._max_slowdown if decodes else math.inf,
                 )
                 if num_rows < num_waiting:
@@ -302,18 +302,18 @@ class Scheduler:
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if cache is None:
             return self.pool.reserve(lane, num_slots)
-        most = self._kv_policy.num_reusable(request.num_known)
+        maximum = self._kv_policy.num_reusable(request.num_known)
         if request.num_unscored:
             # Only rows that are computed have log-probabilities of their next tokens.
-            most = min(most, len(request.prompt_logprobs))
-        shared = cache.chain(self._page_keys(request, most // size)[: most // size])
+            maximum = min(maximum, len(request.prompt_logprobs))
+        shared = cache.chain(self._page_keys(request, maximum // size)[: maximum // size])
         if not self.pool.reserve(lane, num_slots, shared):
             return False
         request.num_computed = len(shared) * size
         if request.num_forwards == 0:
             request.num_cached_tokens = request.num_computed
         cache.counts.num_lookups += 1
-        cache.counts.num_tokens += most
+        cache.counts.num_tokens += maximum
         cache.counts.num_hit_tokens += request.num_computed
         return True
 

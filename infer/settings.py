@@ -154,12 +154,12 @@ class EngineSettings:
 def below_min(settings: object, *bounds: tuple[str, float]) -> list[str]:
     """A sentence for each setting, by name, that is not null and below its least value or not finite. A list
     is checked item by item."""
-    given = [(name, getattr(settings, name), least) for name, least in bounds]
+    given = [(name, getattr(settings, name), minimum) for name, minimum in bounds]
     return [
-        f"{name}={value} must be >= {least:g}"
-        for name, values, least in given
+        f"{name}={value} must be >= {minimum:g}"
+        for name, values, minimum in given
         for value in (values if isinstance(values, list) else [values])
-        if value is not None and not least <= value <= LARGEST_NUMBER
+        if value is not None and not minimum <= value <= LARGEST_NUMBER
     ]
 
 

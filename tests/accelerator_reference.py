@@ -54,8 +54,8 @@ def queries_of(q_WNH: Tensor, k_PKH: Tensor, head: int) -> Tensor:
 
 def bound_of(q_QH: Tensor, page_FH: Tensor) -> float:
     """Quest's upper bound of a query's product with any key of a page, on average."""
-    least_H, largest_H = page_FH.min(dim=0).values, page_FH.max(dim=0).values
-    return float(torch.maximum(q_QH * least_H, q_QH * largest_H).sum(dim=1).mean())
+    min_H, largest_H = page_FH.min(dim=0).values, page_FH.max(dim=0).values
+    return float(torch.maximum(q_QH * min_H, q_QH * largest_H).sum(dim=1).mean())
 
 
 def top(scores: list[float], num: int, dtype: torch.dtype = torch.float32) -> list[int]:

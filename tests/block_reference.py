@@ -137,8 +137,8 @@ class SlowBlocks:
             edits: dict[int, int | None] = {}
             if rules.edit is not None:
                 others = rows.keys() - masked.keys() - set(prompt_offsets)
-                said = {index: self._edit(rows[index], work[index], sampling) for index in others}
-                edits = {index: token for index, token in said.items() if token != work[index]}
+                output = {index: self._edit(rows[index], work[index], sampling) for index in others}
+                edits = {index: token for index, token in output.items() if token != work[index]}
             began_clean = None not in work
             decided = {} if began_clean else self._decide(masked, sampling, number, num_passes)
             for index, token in decided.items():

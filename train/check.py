@@ -318,9 +318,9 @@ def _loop_problems(config: TrainConfig) -> list[str]:
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
     if loop.max_length == 1:
         problems.append("train.max_length=1 leaves no token to predict")
-    least = max(1, len(loop.stages))
-    if loop.steps is not None and loop.steps < least:
-        problems.append(f"train.steps={loop.steps} is too few: give {least} or more, one for every stage")
+    minimum = max(1, len(loop.stages))
+    if loop.steps is not None and loop.steps < minimum:
+        problems.append(f"train.steps={loop.steps} is too few: give {minimum} or more, one for every stage")
     if attention == "idlm_sdpa" and config.is_gated and loop.batch_size > 1:
         problems.append(
             f"model.attention=idlm_sdpa with a gated adapter has one mask over the rows of all "

@@ -82,8 +82,8 @@ def _add(
     report.add(case, "step_ms", 1e3 * median(block_passes), "ms", floor=floor, exactness="lossy")
     report.add(case, "refresh_ms", 1e3 * median(refreshes), "ms", baseline=step_none, exactness="lossy")
     share = len(refreshes) / (len(refreshes) + len(block_passes))
-    least = 1 / (share + (1 - share) * floor / step_none)
-    report.add(case, "speedup_over_none", total_none / total, "x", floor=least, exactness="lossy")
+    minimum = 1 / (share + (1 - share) * floor / step_none)
+    report.add(case, "speedup_over_none", total_none / total, "x", floor=minimum, exactness="lossy")
     agreement = measured.num_equal / measured.num_replayed
     report.add(case, "agreement_with_none", agreement, "share", exactness="lossy")
 

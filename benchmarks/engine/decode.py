@@ -72,7 +72,7 @@ def measure(arguments: list[str]) -> int:
         traces=traces,
         rounds=int(options["rounds"]),
         num_tokens=int(options["tokens"]),
-        least_tokens=int(options["least"]),
+        min_tokens=int(options["least"]),
         report=report,
     )
     for part in parts:
@@ -102,11 +102,13 @@ def _answers(
         settings["base"] = options["base"]
     settings |= {"device": options["device"], "dtype": options["dtype"], "deterministic": True}
     engine = Engine.from_pretrained(options["mismatches"], decoder, **settings)
-    most = engine.settings.max_length
-    assert most is not None
+    maximum = engine.settings.max_length
+    assert maximum is not None
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     longest = max(map(len, engine.encode(prompts)))
-    return engine.generate(prompts, [replace(params, max_tokens=min(length, most - longest))] * len(prompts))
+    return engine.generate(
+        prompts, [replace(params, max_tokens=min(length, maximum - longest))] * len(prompts)
+    )
 
 
 def _differing(ours: Completion, theirs: Completion) -> int:

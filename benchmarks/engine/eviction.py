@@ -108,8 +108,8 @@ class Bench(models.Bench):
         rows, size = implied_rows(self.trace, arm), self.trace.block_size
         decided = rows.tokens * self.number("rounds") * self.passes(batch)
         slots = self.context + WARM_UP_BLOCKS * size + decided / 2 + size
-        least = limit_ms(self.model, rows, batch=batch, slots=slots, rates=self.rates)
-        return 1e3 * batch * rows.tokens / least
+        minimum = limit_ms(self.model, rows, batch=batch, slots=slots, rates=self.rates)
+        return 1e3 * batch * rows.tokens / minimum
 
     def case(self, batch: int, **more: Any) -> dict[str, Any]:
         size = self.trace.block_size

@@ -228,9 +228,9 @@ class SteadyTrace(SteadyBlocks):
         blocks = trace.blocks[arm.replayed]
         self.replay_of_blocks = UnmaskingReplay(blocks, trace.block_size, model.device)
         settles = arm.graphs and (arm.alpha is not None or load.concurrency <= FEW_SEQUENCES)
-        most = load.context // 2 // arm.stride * arm.stride
+        maximum = load.context // 2 // arm.stride * arm.stride
         tokens = SETTLING_TOKENS if arm.warmup == "off" else WARM_SETTLING_TOKENS
-        self._num_settling = min(tokens, most) if settles else 0
+        self._num_settling = min(tokens, maximum) if settles else 0
         load = replace(load, context=load.context - self._num_settling)
         self._num_missed = 0
         SteadyEngine.__init__(self, model, arm, load, None)

@@ -91,7 +91,7 @@ class SteadyContexts(SteadyBlocks):
             # Nothing has stored the context's keys, so nothing has summarised them: ties would be listed.
             bounds = runner._stack.kv.bounds
             bounds.largest.normal_().abs_()
-            bounds.least.normal_().abs_().neg_()
+            bounds.minimum.normal_().abs_().neg_()
         self.start_requests()
         self.run_passes(self.arm.num_passes + WARM_UP_PASSES)
         self.drain()

@@ -133,7 +133,7 @@ def check(problem: Problem) -> bool:
     ranking, lists_LZKC = problem.ranking, problem.slots_LZKC
     problem.rank()
     chosen = random.Random(0)
-    most = lists_LZKC.shape[-1]
+    maximum = lists_LZKC.shape[-1]
     is_right, largest, moved = True, 0.0, 0
     for _ in range(NUM_CHECKED):
         layer, sequence = chosen.randrange(len(lists_LZKC)), chosen.randrange(len(problem.lanes_B))
@@ -143,9 +143,9 @@ def check(problem: Problem) -> bool:
             error = float(((shares_KS[kv_head] - expected_S) / expected_S).abs().max())
             largest = max(largest, error)
             found_C = lists_LZKC[layer, sequence, kv_head].long()
-            own_C = shares_KS[kv_head].sort(descending=True, stable=True).indices[:most].sort().values
+            own_C = shares_KS[kv_head].sort(descending=True, stable=True).indices[:maximum].sort().values
             is_right &= error <= SHARE_TOLERANCE and torch.equal(found_C, own_C)
-            border = expected_S.topk(most).values[-1]
+            border = expected_S.topk(maximum).values[-1]
             is_right &= bool((expected_S[found_C] >= border * (1 - 2 * SHARE_TOLERANCE)).all())
             moved += int((expected_S[found_C] < border).sum())
     print(

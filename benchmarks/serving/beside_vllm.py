@@ -56,11 +56,11 @@ class Peer:
 
 def measure_vllm(bench: Bench) -> Peer:
     """Put the loads of the highest concurrency on vLLM, and add its rows."""
-    most, prompt_rows = max(bench.concurrency), PROMPT_ROWS // bench.scale
+    maximum, prompt_rows = max(bench.concurrency), PROMPT_ROWS // bench.scale
     if "steady" in bench.parts and bench.settings.get("max_num_batched_tokens") != prompt_rows:
         fix = f"add settings=max_num_batched_tokens={prompt_rows}: then prompts cancel in both engines"
         raise UserError("IDLM-0107", "steady decoding beside vLLM needs its prompt rows a pass", fix=fix)
-    mixed, steady = bench.mixed_load(most), bench.steady_loads(most)
+    mixed, steady = bench.mixed_load(maximum), bench.steady_loads(maximum)
     jobs: dict[str, list[Job]] = {}
     if "mixed" in bench.parts:
         jobs["mixed"] = mixed.jobs
@@ -80,7 +80,7 @@ def measure_vllm(bench: Bench) -> Peer:
         requests,
         greedy=[GREEDY],
         dtype=bench.options["dtype"],
-        max_num_seqs=most,
+        max_num_seqs=maximum,
         max_model_len=MAX_LENGTH // bench.scale,
         max_num_batched_tokens=prompt_rows,
     )
@@ -93,7 +93,7 @@ def measure_vllm(bench: Bench) -> Peer:
     bench.add(case, "ready_s", found["load_s"], "s")
     rates = _rates(loads, bench.steady_tokens)
     for name, rate in rates.items():
-        own = {**case, "load": name, "concurrency": most}
+        own = {**case, "load": name, "concurrency": maximum}
         bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
     prefill = dict[int, float]()
     for number in bench.concurrency if "prefill" in bench.parts else ():

@@ -182,13 +182,13 @@ def _prefill(bench: Bench, decoder: str, engine: Engine, num_prompts: int, besid
     load = bench.steady_loads(num_prompts)[0]
     turns = [run_on_engine(engine, load, streams=False) for _ in range(PREFILL_TURNS)]
     seconds = {max(each.end for each in records) - records[0].start: records for records in turns}
-    least = min(seconds)
+    minimum = min(seconds)
     case = {"engine": "idlm", "decoder": decoder, **bench.prefill_case(num_prompts)}
-    bench.add(case, "prefill_s", least, "s")
-    ttft = aggregate(seconds[least], load)["stats"]["ttft"]
+    bench.add(case, "prefill_s", minimum, "s")
+    ttft = aggregate(seconds[minimum], load)["stats"]["ttft"]
     bench.add(case, "ttft_ms", 1e3 * ttft["p50"], "ms")
     if beside is not None:
-        bench.add(case, "prefill_over_vllm", least / beside, "x")
+        bench.add(case, "prefill_over_vllm", minimum / beside, "x")
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def fuzz(url: str, options: dict[str, str]) -> Outcomes:
     bodies: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for operation, share in zip(operations, shares, strict=True):
         for kind, mode in modes.items():
-            most = -(-float(options["drawn"]) * num * share // (len(modes) * sum(shares)))
-            for body, status, problem in _answers(url, operation, mode, int(most), seed):
+            maximum = -(-float(options["drawn"]) * num * share // (len(modes) * sum(shares)))
+            for body, status, problem in _answers(url, operation, mode, int(maximum), seed):
                 counts[kind, status] += 1
                 if problem is not None:
                     problems.append((kind, problem))

@@ -61,9 +61,9 @@ class Config:
     seed: int = 0
 
     def rules(self) -> dict[str, bool]:
-        least = _FRAME_TOKENS + _RECORD_TOKENS * self.min_records + _QUESTION_TOKENS * self.asked
+        minimum = _FRAME_TOKENS + _RECORD_TOKENS * self.min_records + _QUESTION_TOKENS * self.asked
         return {
-            f"{least} (for min_records and asked) <= min_context <= max_context": least
+            f"{minimum} (for min_records and asked) <= min_context <= max_context": minimum
             <= self.min_context
             <= self.max_context,
             f"1 <= min_records <= max_records <= {len(KEYS)}": 1
@@ -118,8 +118,8 @@ class Recall(GeneratedTask[Records]):
         config, random = self.config, rng.random
         context = int(_between(config.min_context, config.max_context, random()))
         capacity = (context - _FRAME_TOKENS - _QUESTION_TOKENS * config.asked) // _RECORD_TOKENS
-        most = min(config.max_records, capacity)
-        num = config.min_records + int(random() * (most - config.min_records + 1))
+        maximum = min(config.max_records, capacity)
+        num = config.min_records + int(random() * (maximum - config.min_records + 1))
         values = tuple(VALUES[int(random() * len(VALUES))] for _ in range(num))
         numbers = list(range(num))
         asked = tuple(numbers.pop(int(random() * len(numbers))) for _ in range(min(num, config.asked)))

@@ -164,7 +164,9 @@ def _marked(
     tokenizer = template.tokenizer
     whole, opened = template.draw(messages), template.draw(messages, is_open=True)
     thoughts = ((thought_of(messages[turn]), messages[turn].get("content")) for turn in targets)
-    if split_prefill(opened)[1] or any(each and not each.is_in(whole, str(said)) for each, said in thoughts):
+    if split_prefill(opened)[1] or any(
+        each and not each.is_in(whole, str(shown)) for each, shown in thoughts
+    ):
         return None
     opener = encode_text(tokenizer, opened[len(whole) :])
     marked = template.tokens(messages)
@@ -174,11 +176,11 @@ def _marked(
         if flags[start] and ids[start : start + len(opener)] == opener:
             flags[start : start + len(opener)] = [False] * len(opener)
     runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
-    said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    shown = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     blocks = [group for key, group in runs if key]
-    if len(blocks) == len(said):
-        blocks = [block for turn, block in zip(said, blocks, strict=True) if turn in targets]
-    elif targets != said:
+    if len(blocks) == len(shown):
+        blocks = [block for turn, block in zip(shown, blocks, strict=True) if turn in targets]
+    elif targets != shown:
         return None
     supervised = [False] * len(ids)
     for run in blocks:

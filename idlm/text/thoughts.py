@@ -28,8 +28,8 @@ class Thought(NamedTuple):
 
     def is_in(self, body: str, content: str) -> bool:
         """Return whether a turn's text has the thought, besides what it says in `content`."""
-        said = content.rpartition(CLOSE)[2].strip()
-        return Rendering(body.replace(said, "", 1)).has(self.text)
+        rest = content.rpartition(CLOSE)[2].strip()
+        return Rendering(body.replace(rest, "", 1)).has(self.text)
 
     @property
     def block(self) -> str:

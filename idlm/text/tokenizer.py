@@ -241,11 +241,11 @@ def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
         )
 
 
-def _has_more_tokens(tokenizer: Any, text: str, most: int) -> bool:
+def _has_more_tokens(tokenizer: Any, text: str, maximum: int) -> bool:
     """Return whether the pieces of a text have more tokens; reads no further than that."""
     for start in range(0, len(text), PIECE_CHARS):
-        most -= len(_encode_each(tokenizer, [text[start : start + PIECE_CHARS]])[0]) - 2
-        if most < 0:
+        maximum -= len(_encode_each(tokenizer, [text[start : start + PIECE_CHARS]])[0]) - 2
+        if maximum < 0:
             return True
     return False
 

@@ -49,13 +49,13 @@ class LayerBounds:
         self.size = size
         num_layers, num_pieces, *key = shape
         # One more piece takes what is to be dropped.
-        least, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
-        self._least, self._largest = least, largest
-        self.least, self.largest = least[:, :-1], largest[:, :-1]
+        minimum, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
+        self._min, self._largest = minimum, largest
+        self.minimum, self.largest = minimum[:, :-1], largest[:, :-1]
 
     def layer(self, index: int) -> Bounds:
         """The bounds of one sparse layer."""
-        return Bounds(least_CKH=self._least[index], largest_CKH=self._largest[index], size=self.size)
+        return Bounds(min_CKH=self._min[index], largest_CKH=self._largest[index], size=self.size)
 
 
 @ACCELERATORS.register("quest")

@@ -288,8 +288,8 @@ class AnswerRun:
 
     def _fill(self) -> bool:
         """Queue more lines; returns whether an answer is missing."""
-        most = QUEUE_FACTOR * self._engine.settings.max_sequences
-        while not self._is_read and len(self._order) - len(self._done) < most:
+        maximum = QUEUE_FACTOR * self._engine.settings.max_sequences
+        while not self._is_read and len(self._order) - len(self._done) < maximum:
             try:
                 line = next(self._lines, None)
                 if line is None:

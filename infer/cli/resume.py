@@ -117,10 +117,10 @@ def find_resume_state(
 
 def _check_record(source: Path, record: dict[str, Any], line: _Expected | None, *, has_failed: bool) -> None:
     if line is None or _hash(record["prompt"]) != line.prompt_hash:
-        said = json.dumps([record["request_id"], record["index"], record["prompt"]])
+        shown = json.dumps([record["request_id"], record["index"], record["prompt"]])
         raise UserError(
             "IDLM-0444",
-            f"{str(source)!r} has an answer that belongs to no line of the input: {said:.80}",
+            f"{str(source)!r} has an answer that belongs to no line of the input: {shown:.80}",
             fix="continue with the same input= and system=, or keep that file under another name",
         )
     # A failed answer is generated again, so its settings do not matter.

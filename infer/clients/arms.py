@@ -170,10 +170,10 @@ def launched(program: Sequence[str], ready: str, *, seconds: float = READY_SECON
             while not _is_ready(f"{url}{ready}"):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_CHARS))
-                    said = log.read().decode(errors="replace").strip()
+                    output = log.read().decode(errors="replace").strip()
                     raise UserError(
                         "IDLM-0712",
-                        f"{Path(program[0]).name} is not ready (status {process.poll()}); it said: {said}",
+                        f"{Path(program[0]).name} is not ready (status {process.poll()}); it said: {output}",
                         fix="correct what it names",
                     )
                 time.sleep(POLL_SECONDS)

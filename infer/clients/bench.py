@@ -97,10 +97,10 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
         already_open: Any = nullcontext
         return [ArmPlan(arm.name, partial(already_open, arm)) for arm in running]
     if config.max_num_seqs is None and config.concurrency and not config.rate:
-        most = max(config.concurrency)
-        config = dataclasses.replace(config, max_num_seqs=most)
-        arguments = dataclasses.replace(arguments, settings={**arguments.settings, "max_num_seqs": most})
-        words = [*words, f"max_num_seqs={most}"]
+        maximum = max(config.concurrency)
+        config = dataclasses.replace(config, max_num_seqs=maximum)
+        arguments = dataclasses.replace(arguments, settings={**arguments.settings, "max_num_seqs": maximum})
+        words = [*words, f"max_num_seqs={maximum}"]
     plans = []
     for name, each in decoder_arms(config, arguments):
         opened: Any = partial(arms.engine_arm, name, each)
@@ -125,7 +125,7 @@ def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[
     baseline = choose_baseline(AUTO, semantics)
     if baseline is None:
         return [(decoder, chosen)]
-    baseline = baseline.beside(decoder, arguments.options)
+    baseline = baseline.with_decoder(decoder, arguments.options)
     plain = dataclasses.replace(
         arguments,
         decoder=baseline.decoder,

@@ -59,8 +59,8 @@ class Load(NamedTuple):
 
 def mixed_lengths(num: int, *, scale: int = 1, rng: random.Random) -> list[tuple[int, int]]:
     """Tokens of prompts (log-normal) and answers (uniform), divided by `scale`."""
-    (least, most), (shortest, longest) = MIXED_PROMPT, MIXED_ANSWER
-    prompts = [max(least, min(most, int(rng.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
+    (minimum, maximum), (shortest, longest) = MIXED_PROMPT, MIXED_ANSWER
+    prompts = [max(minimum, min(maximum, int(rng.lognormvariate(5.9, 0.8)))) // scale for _ in range(num)]
     answers = [rng.randrange(shortest, longest + 1) // scale for _ in range(num)]
     return [(max(prompt, 1), max(answer, 1)) for prompt, answer in zip(prompts, answers)]
 

@@ -136,9 +136,9 @@ class BlockDecoder(Decoder):
         self._scores = DecidedScores(self.blocks, self.shape, vocab_size)
         self.options = LaneOptions.empty(num_lanes, device)
         if self._edit_token_ids:
-            ids, most = self._edit_token_ids, self.config.max_edit_passes
+            ids, maximum = self._edit_token_ids, self.config.max_edit_passes
             self._resizing = Resizing.empty(
-                ids, most, num_lanes=num_lanes, size=self.shape.size, device=device
+                ids, maximum, num_lanes=num_lanes, size=self.shape.size, device=device
             )
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:

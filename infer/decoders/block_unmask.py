@@ -76,8 +76,8 @@ class Dynamic(Static):
     def choose(self, masks: Masks) -> Tensor:
         """The most confident ones where fewer than the quota are above it."""
         passes_BW = masks.is_maskable_BW & (masks.confidence_BW > masks.threshold_B[:, None])
-        least_B = torch.minimum(masks.quota_B, masks.is_maskable_BW.sum(-1))
-        return torch.where((passes_BW.sum(-1) >= least_B)[:, None], passes_BW, super().choose(masks))
+        min_B = torch.minimum(masks.quota_B, masks.is_maskable_BW.sum(-1))
+        return torch.where((passes_BW.sum(-1) >= min_B)[:, None], passes_BW, super().choose(masks))
 
 
 @UNMASKINGS.register("entropy_bounded")

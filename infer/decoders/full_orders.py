@@ -102,8 +102,8 @@ class LowConfidence(Order):
 
     def quota(self, quota: Quota) -> Tensor:
         """The same number in every pass; the first passes decide what is left over by the division."""
-        least_B = quota.size_B // quota.num_passes_B
-        return least_B + (quota.pass_B < quota.size_B % quota.num_passes_B).long()
+        min_B = quota.size_B // quota.num_passes_B
+        return min_B + (quota.pass_B < quota.size_B % quota.num_passes_B).long()
 
 
 @ORDERS.register("random")

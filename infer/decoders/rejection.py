@@ -95,8 +95,8 @@ class Alternate(RejectionStrategy):
         return (1.0 + tokens_per_forward_branch(acceptance_J)) / 2
 
 
-def _num_chained(draft_buffer: DraftBuffer, most: int) -> int:
-    return 0 if draft_buffer.from_verify_rows else min(draft_buffer.num_drafts, most)
+def _num_chained(draft_buffer: DraftBuffer, maximum: int) -> int:
+    return 0 if draft_buffer.from_verify_rows else min(draft_buffer.num_drafts, maximum)
 
 
 def _one_group(num_drafts: int, num_masks: int) -> RowLayout:

@@ -28,7 +28,7 @@ class Arm(NamedTuple):
     decoder: str
     options: dict[str, Any]
 
-    def beside(self, decoder: str, options: dict[str, Any]) -> Arm:
+    def with_decoder(self, decoder: str, options: dict[str, Any]) -> Arm:
         """Itself, with the options of the compared decoder that it keeps as a baseline."""
         from idlm.infer.decoders.base import DECODERS
 
@@ -109,7 +109,7 @@ def run_arms(
         return engine_name(engine), chosen, work(engine, config.sampling)
 
     name, base, own = with_engine(arguments, first)
-    base = None if base is None else base.beside(name, arguments.options)
+    base = None if base is None else base.with_decoder(name, arguments.options)
     if base is not None and base.is_decoder(name, arguments.options):
         print(f"baseline={base.name} is the decoder itself, so there is no comparison", file=sys.stderr)
         base = None

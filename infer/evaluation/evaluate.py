@@ -104,11 +104,13 @@ def check_samples(config: EvaluateConfig, task: Task | FileTask) -> list[TaskSam
         DECODERS.get(config.baseline)
     read_arms(config.compare)
     records = getattr(task, "records", None)
-    most = DEFAULT_NUM if records is None else len(records)
-    num = most if config.num is None else config.num
-    if num < 1 or (records is not None and num > most):
+    maximum = DEFAULT_NUM if records is None else len(records)
+    num = maximum if config.num is None else config.num
+    if num < 1 or (records is not None and num > maximum):
         raise UserError(
-            "IDLM-0443", f"num={num} prompts", fix=f"give num in [1, {most}]" if records else "give num >= 1"
+            "IDLM-0443",
+            f"num={num} prompts",
+            fix=f"give num in [1, {maximum}]" if records else "give num >= 1",
         )
     return task_samples(task, config.split, num)
 

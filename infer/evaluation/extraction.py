@@ -64,13 +64,13 @@ def python_blocks(text: str) -> list[str]:
         if opened is None:
             continue
         is_alone = bool(_LOCATION.fullmatch(opened["before"]))
-        if _says_python(opened) or (is_alone and not opened["info"]):
+        if _is_python(opened) or (is_alone and not opened["info"]):
             code, index = _block(lines, index, opened["fence"], opened["before"] if is_alone else "")
             blocks.append(code)
         elif is_alone:
             index = _end(lines, index, opened["fence"])
         # What ends a block may begin the next one.
-        if index < len(lines) and not _says_python(_OPEN.fullmatch(lines[index])):
+        if index < len(lines) and not _is_python(_OPEN.fullmatch(lines[index])):
             index += 1
     return blocks
 
@@ -94,12 +94,12 @@ def _end(lines: list[str], start: int, fence: str) -> int:
     """The next line that is a fence alone or begins Python."""
     for index in range(start, len(lines)):
         line = lines[index].strip("> \t")
-        if (line.startswith(fence) and not line.strip(fence[0])) or _says_python(_OPEN.fullmatch(line)):
+        if (line.startswith(fence) and not line.strip(fence[0])) or _is_python(_OPEN.fullmatch(line)):
             return index
     return len(lines)
 
 
-def _says_python(opened: re.Match[str] | None) -> bool:
+def _is_python(opened: re.Match[str] | None) -> bool:
     return opened is not None and bool(_PYTHON.match(opened["info"]))
 
 

@@ -127,8 +127,8 @@ def drop_privileges(limits: Mapping[str, int]) -> None:
         os.setresuid(SANDBOX_ID, SANDBOX_ID, SANDBOX_ID)
     # After the change of users, which resets it.
     die_with_parent()
-    for name, most in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    for name, maximum in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (maximum, maximum))
     header, none = struct.pack("II", 0x20080522, 0), bytes(24)
     _call("capset", _libc.syscall(SYS_CAPSET, header, none))
     _call("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))

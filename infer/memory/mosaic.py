@@ -27,8 +27,8 @@ class Mosaic:
         assert demand.canvas is not None, "this manager plans canvases only"
         forward, size = trunk_forward(demand.canvas), demand.page_size
         capacity = workspace_bytes(demand.canvas, demand.device)
-        most = demand.max_pages * size
-        if isinstance(search(forward, length=most, wanted=most, capacity=capacity), ArenaPlan):
+        maximum = demand.max_pages * size
+        if isinstance(search(forward, length=maximum, wanted=maximum, capacity=capacity), ArenaPlan):
             return MemoryPlan(num_pages=demand.max_pages, workspace_bytes=capacity)
         num_rows = max_length(forward, capacity=capacity, wanted_share=1.0)
         if num_rows < size:

@@ -70,7 +70,7 @@ def check_adapter(empty: DenseTrunk, adapter: Adapter, names: TensorNames) -> No
     Raises UserError IDLM-0613 with every tensor that does not fit, and targets that the base does not have.
     """
     targets = _targets(empty, adapter, names)
-    problems = weights.misfits(targets, adapter.files, (), said_by=ADAPTER_CONFIG)
+    problems = weights.misfits(targets, adapter.files, (), source=ADAPTER_CONFIG)
     layers = [layer.projections(names) for layer in empty.layers if isinstance(layer, DenseLayer)]
     modules = {_last(module) for one in layers for paths, *_ in one.values() for module in paths}
     unknown = [name for name in adapter.spec.targets if name not in modules]

@@ -143,13 +143,13 @@ class Shards:
         dist.all_gather(parts, padded_XV, group=self.group)
         return torch.cat(parts, dim=1)[:, :num_columns]
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """The minimum of `number` over the hosts of all ranks."""
         if self.size == 1:
             return number
-        least = torch.tensor(number)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.control)
-        return int(least)
+        minimum = torch.tensor(number)
+        dist.all_reduce(minimum, op=dist.ReduceOp.MIN, group=self.control)
+        return int(minimum)
 
 
 ALONE = Shards()

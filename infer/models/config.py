@@ -60,15 +60,15 @@ class ConfigReader:
         return default if value is None else value
 
     def integer(
-        self, name: str, default: int | None = None, *, least: int = 1, most: float = MAX_SIZE
+        self, name: str, default: int | None = None, *, minimum: int = 1, maximum: float = MAX_SIZE
     ) -> int:
-        """The field, or `default` if it is absent or null; `least` (and a problem) if it is unusable."""
+        """The field, or `default` if it is absent or null; `minimum` (and a problem) if it is unusable."""
         value = self._value(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
             return value
-        bound = f", and at most {most}" if isinstance(value, int) and value > most else ""
-        self.problems.append(f"{name}={value!r} (must be an integer >= {least}{bound})")
-        return least
+        bound = f", and at most {maximum}" if isinstance(value, int) and value > maximum else ""
+        self.problems.append(f"{name}={value!r} (must be an integer >= {minimum}{bound})")
+        return minimum
 
     def require(self, *names: str) -> None:
         """Refuse a config without these fields: the defaults of its classes fit no trained weights."""
@@ -130,7 +130,7 @@ def dense_spec(
     width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     head_dim = reader.integer("head_dim", default_head_dim or max(1, width // num_heads))
-    num_layers = reader.integer("num_hidden_layers", most=MAX_COUNT)
+    num_layers = reader.integer("num_hidden_layers", maximum=MAX_COUNT)
     if num_heads % num_kv_heads:
         reader.problems.append(
             f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
@@ -138,7 +138,7 @@ def dense_spec(
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
-    max_positions = reader.integer("max_position_embeddings", most=math.inf)
+    max_positions = reader.integer("max_position_embeddings", maximum=math.inf)
     inv_freq, rope_scaling, longest = _rope(
         reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim
     )
@@ -149,7 +149,7 @@ def dense_spec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=reader.integer("vocab_size", most=MAX_COUNT),
+        vocab_size=reader.integer("vocab_size", maximum=MAX_COUNT),
         norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
         rope_inv_freq=inv_freq,
         rope_scaling=rope_scaling,

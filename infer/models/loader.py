@@ -267,11 +267,11 @@ def _semantics(
     given: Semantics | None,
 ) -> Semantics:
     """What the directory says, or `given` in its place, or the family; with the mask token of the user."""
-    is_said = (directory / SEMANTICS_FILE).is_file()
-    if given is None and not is_said and family.unknown_semantics is not None:
+    has_file = (directory / SEMANTICS_FILE).is_file()
+    if given is None and not has_file and family.unknown_semantics is not None:
         raise _unknown_semantics(directory, family.unknown_semantics)
     if given is None:
-        given = Semantics.load(directory) if is_said else family.semantics(config)
+        given = Semantics.load(directory) if has_file else family.semantics(config)
     own = config.get("mask_token_id") if given.mask_token_id is None else given.mask_token_id
     if None not in (mask_token_id, own) and mask_token_id != own:
         warnings.warn(

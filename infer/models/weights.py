@@ -80,7 +80,7 @@ def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignore
     """Compare names, shapes and types; reads headers only, so targets may be on the meta device.
 
     Raises UserError IDLM-0603 with all missing, unused, wrong-shaped and integer tensors."""
-    problems = misfits(targets, files, ignored, said_by="config.json")
+    problems = misfits(targets, files, ignored, source="config.json")
     if problems:
         raise UserError(
             "IDLM-0603",
@@ -90,9 +90,9 @@ def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignore
 
 
 def misfits(
-    targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str], *, said_by: str
+    targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str], *, source: str
 ) -> list[str]:
-    """Messages about names, shapes and types that do not fit; `said_by` is the file with the shapes.
+    """Messages about names, shapes and types that do not fit; `source` is the file with the shapes.
 
     Integer tensors are refused: they are codes of quantised weights, which need scales."""
     wrong_shapes, wrong_types = [], []
@@ -104,9 +104,7 @@ def misfits(
                 if not dtype.startswith(FLOATS):
                     wrong_types.append(f"{name} holds {dtype}")
                 if shape != targets[name].shape:
-                    wrong_shapes.append(
-                        f"{name} is {list(shape)}, {said_by} says {list(targets[name].shape)}"
-                    )
+                    wrong_shapes.append(f"{name} is {list(shape)}, {source} says {list(targets[name].shape)}")
     missing = sorted(targets.keys() - files.keys())
     unused = sorted(files.keys() - targets.keys() - set(ignored))
     return [

@@ -330,12 +330,12 @@ class CanvasRows(WantedRows):
         """Apply `propose` to consecutive slices, as the base does: to parts of the planned chunks for which
         `propose` allocates at most PROPOSAL_BYTES (and to one group of rows at least)."""
         run, found = self._run, []
-        most = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
+        maximum = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
 
         def choose(run: CanvasPass, step: OpCall) -> None:
             logits_mV = run.rows(step, LOGITS, run.trunk.spec.vocab_size)
-            for start in range(step.start, step.stop, most):
-                rows = slice(start, min(step.stop, start + most))
+            for start in range(step.start, step.stop, maximum):
+                rows = slice(start, min(step.stop, start + maximum))
                 found.append(propose(logits_mV[rows.start - step.start : rows.stop - step.start], rows))
 
         for step in self._steps:

@@ -112,9 +112,9 @@ def search(
     # With guidance a pass may want more rows than it has: a sequence without it pairs a row with itself.
     assert wanted >= 0 and length > 0 and min_rows > 0, f"{length=} {wanted=} {min_rows=}"
     sizes = Sizes(length=length, wanted=wanted, group=group)
-    most = _max_chunks(forward, sizes, min_rows)
+    maximum = _max_chunks(forward, sizes, min_rows)
     for name in forward.chunk_counts:
-        count = _fewest_chunks(forward, sizes, name, most[name], capacity)
+        count = _fewest_chunks(forward, sizes, name, maximum[name], capacity)
         sizes = _with_chunks(sizes, name, count)
     while True:
         plan = plan_template(forward.template(sizes.chunks), sizes)
@@ -123,7 +123,7 @@ def search(
         op = plan.template.ops[plan.peak_op]
         knob = "" if op.loop is None else op.loop.chunks
         count = sizes.chunks.get(knob, 1)
-        if count >= most.get(knob, 1):
+        if count >= maximum.get(knob, 1):
             return Misfit(op.name, plan.peak_bytes)
         sizes = _with_chunks(sizes, knob, count + 1)
 
@@ -163,20 +163,20 @@ def max_length(
 def _max_chunks(forward: Forward, sizes: Sizes, min_rows: int) -> dict[str, int]:
     """The largest value of each chunk count: that of the smallest chunks."""
     template = forward.query or forward.whole
-    most = dict.fromkeys(forward.chunk_counts, 1)
+    maximum = dict.fromkeys(forward.chunk_counts, 1)
     for op in template.ops:
-        if op.loop is not None and op.loop.chunks in most:
+        if op.loop is not None and op.loop.chunks in maximum:
             count = ceil_div(sizes.num_rows(op.loop.rows), min_rows)
-            most[op.loop.chunks] = max(most[op.loop.chunks], count)
-    return most
+            maximum[op.loop.chunks] = max(maximum[op.loop.chunks], count)
+    return maximum
 
 
 def _with_chunks(sizes: Sizes, name: str, count: int) -> Sizes:
     return replace(sizes, chunks={**sizes.chunks, name: count})
 
 
-def _fewest_chunks(forward: Forward, sizes: Sizes, name: str, most: int, capacity: int) -> int:
-    """The smallest value of one chunk count with which the ops of its loops fit; `most` if none does."""
+def _fewest_chunks(forward: Forward, sizes: Sizes, name: str, maximum: int, capacity: int) -> int:
+    """The smallest value of one chunk count with which the ops of its loops fit; `maximum` if none does."""
 
     def fits(count: int) -> bool:
         tried = _with_chunks(sizes, name, count)
@@ -189,6 +189,6 @@ def _fewest_chunks(forward: Forward, sizes: Sizes, name: str, most: int, capacit
             if op.loop is not None and op.loop.chunks == name
         )
 
-    if most == 1 or fits(1):
+    if maximum == 1 or fits(1):
         return 1
-    return 2 + bisect_left(range(2, most), True, key=fits)
+    return 2 + bisect_left(range(2, maximum), True, key=fits)

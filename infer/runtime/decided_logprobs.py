@@ -38,11 +38,11 @@ class DecidedScores:
 
     def __init__(self, blocks: BlockLanes, shape: BlockShape, vocab_size: int) -> None:
         self._blocks, self._shape = blocks, shape
-        sizes, most = (*blocks.tokens_ZW.shape,), min(MAX_TOP, vocab_size)
+        sizes, maximum = (*blocks.tokens_ZW.shape,), min(MAX_TOP, vocab_size)
         self._kept = Logprobs(
             blocks.tokens_ZW.new_zeros(sizes, dtype=torch.float64),
-            blocks.tokens_ZW.new_zeros((*sizes, most)),
-            blocks.tokens_ZW.new_zeros((*sizes, most), dtype=torch.float64),
+            blocks.tokens_ZW.new_zeros((*sizes, maximum)),
+            blocks.tokens_ZW.new_zeros((*sizes, maximum), dtype=torch.float64),
         )
 
     def before(self, table: SequenceState, plan: StepPlan, is_read_BW: Tensor) -> Before:

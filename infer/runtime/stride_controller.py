@@ -67,11 +67,11 @@ class StepTimes:
 
     @cached_property
     def _by_rows(self) -> list[Point]:
-        least: dict[int, float] = {}
+        minimum: dict[int, float] = {}
         for (mode, num_sequences), seconds in self.measured.items():
             num_rows = num_sequences * self.widths[mode]
-            least[num_rows] = min(seconds, least.get(num_rows, seconds))
-        return [(float(num_rows), seconds) for num_rows, seconds in sorted(least.items())]
+            minimum[num_rows] = min(seconds, minimum.get(num_rows, seconds))
+        return [(float(num_rows), seconds) for num_rows, seconds in sorted(minimum.items())]
 
     def _rows(self, num_rows: float) -> float:
         """Seconds of a pass by its rows alone; proportional to them beyond the measured ones."""
@@ -193,7 +193,7 @@ class _Timing:
     correction: float = 1.0
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_TIMES))
 
-    def least(self) -> float:
+    def minimum(self) -> float:
         """The shortest of the kept times."""
         return min(self.ratios)
 
@@ -318,9 +318,9 @@ class StrideController:
         run for a while; else to the mode."""
         leads = self._leaders.setdefault(size, mode) == mode
         if leads or timing.num_seen > 2 * NUM_KEPT_TIMES:
-            self._drifts[size] = timing.least() / timing.correction
+            self._drifts[size] = timing.minimum() / timing.correction
         else:
-            timing.correction = timing.least() / self._drift(size)
+            timing.correction = timing.minimum() / self._drift(size)
 
     def observe_drafts(self, num_accepted: int, num_tested: int, *, from_masks: bool = True) -> None:
         """Record drafts of one sequence; see `DraftAcceptance.observe`."""
@@ -359,7 +359,7 @@ class StrideController:
         timing = self._timings.get((load.size, number))
         is_old = timing is None or self._num_timed - timing.last_timed > MAX_TIME_AGE
         if timing is not None and timing.ratios and not (is_old and self.times is not None):
-            return timing.least() * self._unit(number, load)
+            return timing.minimum() * self._unit(number, load)
         if self.times is None:
             return self._estimated(load.size, load.size * self._widths[number])
         correction = 1.0 if timing is None else timing.correction
@@ -392,7 +392,7 @@ class StrideController:
         Like a roofline this is optimistic; a mode that looks best is then tried and timed."""
         timed = [key for key in self._timings if self._is_timed(*key)]
         own = [key for key in timed if key[0] == size]
-        known = sorted((key[0] * self._widths[key[1]], self._timings[key].least()) for key in own or timed)
+        known = sorted((key[0] * self._widths[key[1]], self._timings[key].minimum()) for key in own or timed)
         if not known:
             return float(max(FREE_ROWS, num_rows))
         fewer = [point for point in known if point[0] <= num_rows]

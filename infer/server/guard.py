@@ -69,9 +69,9 @@ class Guard:
             finally:
                 if self._logs:
                     host, path = (scope["client"] or ("?",))[0], scope["raw_path"].decode("ascii", "replace")
-                    said = (*statuses, "no answer")[0]
+                    outcome = (*statuses, "no answer")[0]
                     seconds = time.perf_counter() - start
-                    LOG.info("%s %s %s: %s in %.2f s", host, scope["method"], path, said, seconds)
+                    LOG.info("%s %s %s: %s in %.2f s", host, scope["method"], path, outcome, seconds)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

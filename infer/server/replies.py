@@ -176,7 +176,7 @@ class Reply(ABC):
         end = b"}\n\n" if usage is None else b',"usage":' + dump(usage) + b"}\n\n"
         return self._chunk_head + dump(choices) + end
 
-    def _says(self, event: AnswerEvent) -> bool:
+    def _has_news(self, event: AnswerEvent) -> bool:
         """Whether a chunk of the event has more than text."""
         return bool(event.logprobs or event.figures or (self._has_token_ids and event.token_ids))
 
@@ -246,7 +246,7 @@ class ChatReply(Reply):
     def deltas(self, index: int, event: AnswerEvent, *, is_first: bool) -> list[dict[str, Any]]:
         pieces = self._parsers[index].push(event.text, is_last=event.figures is not None)
         deltas = [delta for piece in pieces for delta in self._deltas_of(index, piece)]
-        if not deltas and (is_first or self._says(event)):
+        if not deltas and (is_first or self._has_news(event)):
             deltas = [{"content": ""}]
         if is_first:
             deltas[0] = {"role": "assistant"} | deltas[0]
@@ -318,7 +318,7 @@ class CompletionReply(Reply):
         if is_first and self._body.echo:
             event = self._echoed(index, event)
         self._num_chars[index] += len(event.text)
-        if not (is_first or event.text or self._says(event)):
+        if not (is_first or event.text or self._has_news(event)):
             return []
         return [{"index": index, "text": event.text, **self._rest(index, event)}]
 

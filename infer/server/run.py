@@ -75,7 +75,7 @@ class FrontEnd(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         LOG.info("%s is served at http://%s:%d when its engine is ready", self.service.model_name, host, port)
         address = f"http://{host}:{port}"
-        engine, ready = asyncio.create_task(self.service.run()), asyncio.create_task(self._say_ready(address))
+        engine, ready = asyncio.create_task(self.service.run()), asyncio.create_task(self._announce(address))
         # An engine that cannot be built ends the server.
         engine.add_done_callback(lambda _: self.stop())
         try:
@@ -88,7 +88,7 @@ class FrontEnd(uvicorn.Server):
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
 
-    async def _say_ready(self, address: str) -> None:
+    async def _announce(self, address: str) -> None:
         start = time.monotonic()
         while self.service.status != "ready":
             await asyncio.sleep(READY_POLL_SECONDS)

@@ -155,8 +155,8 @@ class Service:
         context = self.info.max_length
         limit = context - max(map(len, prompts))
         if params.max_tokens is not None and params.max_tokens > limit:
-            said = f"max_tokens={params.max_tokens}, but the context of {context} tokens has room for {limit}"
-            generation.notes = [*generation.notes, said]
+            note = f"max_tokens={params.max_tokens}, but the context of {context} tokens has room for {limit}"
+            generation.notes = [*generation.notes, note]
         return generation
 
     def answer_parser(self, body: ChatRequest, prompt_ids: list[int]) -> AnswerParser:
@@ -203,20 +203,23 @@ class Service:
     ) -> SamplingParams:
         """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
         config, params = self.config, body.params(self.config.sampling)
-        for field, num, most in (("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)):
-            if num > most:
-                raise FieldError(field, f"{num} of them, at most {most} are allowed")
+        for field, num, maximum in (
+            ("n", params.n, config.max_n),
+            ("prompt", num_prompts, config.max_prompts),
+        ):
+            if num > maximum:
+                raise FieldError(field, f"{num} of them, at most {maximum} are allowed")
         if self.status != "ready":
             raise engine_unavailable(f"the engine is {self.status}")
         num_lanes: int = self.info.settings["max_num_seqs"]
-        most = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
-        share = max(1, most // max(1, self.num_keys))
+        maximum = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
+        share = max(1, maximum // max(1, self.num_keys))
         num_answers = params.n * num_prompts
         if num_answers > share:
             rule = f"the request has {num_answers} answers, at most {share} may be under way"
             raise FieldError("n" if params.n > 1 else "prompt", rule)
         num_own = self.client.num_open_of(client) + self._encoding[client]
-        if self.num_open + num_answers > most or num_own + num_answers > share:
+        if self.num_open + num_answers > maximum or num_own + num_answers > share:
             message = f"{share} answers may be under way, and this one would be more; try again later"
             raise ApiError(429, message, code="queue_full")
         return params

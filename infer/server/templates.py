@@ -204,8 +204,8 @@ def _confine() -> None:
         with open("/proc/self/statm") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()
         limits[resource.RLIMIT_AS] = in_use + MEMORY_BYTES
-    for kind, most in limits.items():
-        resource.setrlimit(kind, (most, most))
+    for kind, maximum in limits.items():
+        resource.setrlimit(kind, (maximum, maximum))
 
 
 if __name__ == "__main__":

@@ -174,9 +174,9 @@ def row_capacity(
     what is scheduled, and behind it a clean block and the next one, so that some sequence always decodes."""
     if wanted is None:
         return None
-    least = num_scheduled + 2 * block_size
-    fed = min(num_rows, _rounded_up(max(wanted.fed, least), FED_STEPS))
-    kept = min(fed, _rounded_up(max(wanted.kept, least), 1))
+    minimum = num_scheduled + 2 * block_size
+    fed = min(num_rows, _rounded_up(max(wanted.fed, minimum), FED_STEPS))
+    kept = min(fed, _rounded_up(max(wanted.kept, minimum), 1))
     num_positions = num_sequences * block_size
     head = num_positions
     if num_positions > MIN_POSITIONS:

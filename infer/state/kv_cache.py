@@ -95,14 +95,14 @@ class KVWritePolicy:
         pass. `num_passes`: decoding passes since it last emitted a token; None: the host cannot know."""
         if self.reuse is None or num_passes is None or self.reuse.refreshes(num_passes):
             return num_rows
-        num_left, most = num_rows - num_known, self.reuse.num_rows
-        return self.reuse.num_before + (num_left if most is None else min(num_left, most))
+        num_left, maximum = num_rows - num_known, self.reuse.num_rows
+        return self.reuse.num_before + (num_left if maximum is None else min(num_left, maximum))
 
     def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
         """Decoding rows of a pass at most, if a sequence has at most `num_rows`. A canvas is fed whole as
         soon as some of the `budget` is left."""
-        most = num_sequences * num_rows
-        return min(most, budget + num_rows) if self.kind == "none" else most
+        maximum = num_sequences * num_rows
+        return min(maximum, budget + num_rows) if self.kind == "none" else maximum
 
     def check(self, params: SamplingParams) -> None:
         """Raise UserError IDLM-0455 for `tau` without drafts, and IDLM-0449 for logprobs that a decoder

@@ -144,7 +144,7 @@ class Follower:
             self.only += taken if is_certain else [-1] * num_taken
         return num_taken
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Follow the drafts again. A matcher never leaves an error."""
         if self.ahead.matcher.is_error():
             self.ahead = self._restart()
@@ -191,7 +191,7 @@ def choose_drafts(followers: Sequence[Follower]) -> None:
         ]
     for follower in followers:
         if follower.ahead.matcher.is_error():
-            follower.go_on()
+            follower.advance()
 
 
 def _first_that_fits(bits_bW: Any, ids_bC: Any) -> list[tuple[int, bool]]:

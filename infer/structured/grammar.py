@@ -313,11 +313,11 @@ class GrammarCompiler:
         """llguidance's matcher. Raises ValueError."""
         llguidance, vocabulary = _llguidance(), self._vocabulary
         start, source = time.perf_counter(), _source(constraint, vocabulary, llguidance)
-        fewest, most = STEP_ITEMS
+        fewest, maximum = STEP_ITEMS
         first_work, step_work = LEXER_WORK
         limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
-            step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), most),
+            step_max_items=min(max(ITEMS_BY_LENGTH // len(source), fewest), maximum),
             initial_lexer_fuel=first_work,
             step_lexer_fuel=step_work,
         )

@@ -65,7 +65,7 @@ class PassGrammars:
         rows = [(each, each.drafts[: num_rows - 1], m * num_rows) for m, each in open_]
         compute_masks(rows, bits_MAW.view(-1, shape[2]))
         for _, each in open_:
-            each.go_on()
+            each.advance()
         return bits_MAW
 
     @torch.inference_mode()

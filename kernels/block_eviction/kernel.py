@@ -85,7 +85,7 @@ def importance_kernel(
     right = keys_of_rank(keys, column, w + 1, at, strides, last_slot, PAGE, HEAD_DIM, BLOCK_W, BLOCK_H)
     if keys.scale_K is not None:
         scale = scale * tl.load(keys.scale_K + kv_head)
-    least = -3.4028234663852886e38
+    minimum = -3.4028234663852886e38
     is_column = w < count
     found = tl.zeros([BLOCK_W], tl.float32)
     for g in range(GROUP):
@@ -96,8 +96,8 @@ def importance_kernel(
             other=0.0,
         )
         score = scores_of(q, k, scale)
-        score_left = tl.where((w > 0)[None, :], scores_of(q, left, scale), least)
-        score_right = tl.where((w + 1 < count)[None, :], scores_of(q, right, scale), least)
+        score_left = tl.where((w > 0)[None, :], scores_of(q, left, scale), minimum)
+        score_right = tl.where((w + 1 < count)[None, :], scores_of(q, right, scale), minimum)
         pooled = tl.maximum(tl.maximum(score_left, score), score_right)
         pooled = tl.where(is_column[None, :], pooled, float("-inf"))
         weight = tl.exp(pooled - tl.max(pooled, 1)[:, None])

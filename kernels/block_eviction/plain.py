@@ -24,9 +24,9 @@ def block_importance(
     k_BWKH = torch.where(is_key_BW[:, :, None, None], _read(keys, order_BW).to(wide), 0.0)
     k_BWNH = k_BWKH.repeat_interleave(q_BWNH.shape[2] // k_BWKH.shape[2], dim=2)
     scores_BNWW = q_BWNH.transpose(1, 2) @ k_BWNH.permute(0, 2, 3, 1) * scale
-    least = torch.finfo(torch.float32).min
-    scores_BNWW = scores_BNWW.masked_fill(~is_key_BW[:, None, None], least)
-    padded = F.pad(scores_BNWW, (1, 1), value=least)
+    minimum = torch.finfo(torch.float32).min
+    scores_BNWW = scores_BNWW.masked_fill(~is_key_BW[:, None, None], minimum)
+    padded = F.pad(scores_BNWW, (1, 1), value=minimum)
     pooled_BNWW = torch.maximum(torch.maximum(padded[..., :-2], scores_BNWW), padded[..., 2:])
     pooled_BNWW = pooled_BNWW.masked_fill(~is_key_BW[:, None, None], float("-inf"))
     # The softmax of a sequence without keys is NaN.

@@ -191,8 +191,8 @@ def chosen_positions(is_open, confidence, entropy, quota, threshold, bound, w, R
     if RULE == 1:
         return best
     passes = is_open & (confidence > threshold)
-    least = tl.minimum(quota, tl.sum(is_open.to(tl.int32), 0))
-    has_enough = tl.sum(passes.to(tl.int32), 0) >= least
+    minimum = tl.minimum(quota, tl.sum(is_open.to(tl.int32), 0))
+    has_enough = tl.sum(passes.to(tl.int32), 0) >= minimum
     return (passes & has_enough) | (best & (has_enough == 0))
 
 

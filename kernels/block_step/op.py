@@ -68,8 +68,8 @@ def pack_blocks(
         num_rows, num_wanted = torch.stack((rows.cu_rows_B1[-1], rows.is_due_BW.sum())).tolist()
         num_rows, num_wanted = max(1, num_rows), max(1, num_wanted)
     else:
-        num_positions, least = num_sequences * shape.size, num_sequences + shape.size
-        num_wanted = num_positions if num_wanted is None else min(num_positions, max(num_wanted, least))
+        num_positions, minimum = num_sequences * shape.size, num_sequences + shape.size
+        num_wanted = num_positions if num_wanted is None else min(num_positions, max(num_wanted, minimum))
     if not runs_kernels(lanes_B):
         assert rows is not None
         return pack_plainly(

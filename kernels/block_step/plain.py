@@ -174,11 +174,11 @@ def _is_settled(
 ) -> Tensor:
     """Whether no more edits are due, bool [B], as in the last pass; counts passes that began without a
     mask."""
-    lanes_B, most = given.lanes_B, limits.max_clean_passes
-    assert most is not None
+    lanes_B, maximum = given.lanes_B, limits.max_clean_passes
+    assert maximum is not None
     began_clean_B = given.samples_B & ~active.masks_BW.any(-1)
     num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B
-    is_last_B = ~edited_BW.any(-1) | (num_clean_B >= most)
+    is_last_B = ~edited_BW.any(-1) | (num_clean_B >= maximum)
     has_none_B = limits.edit_threshold_Z[lanes_B] >= NO_EDITS
     is_settled_B = has_none_B | (began_clean_B & is_last_B) | (given.samples_B & last_B)
     blocks.num_clean_passes_Z[lanes_B] = torch.where(is_settled_B, 0, num_clean_B)

@@ -74,8 +74,8 @@ class Resizing:
     @torch.inference_mode()
     def forbid(self, logits_XV: Tensor, is_forbidden_X: Tensor) -> None:
         """Take both tokens out of some rows' predictions, in place."""
-        least = torch.finfo(logits_XV.dtype).min
-        kept_XS = logits_XV.index_select(1, self.never_S).masked_fill(is_forbidden_X[:, None], least)
+        minimum = torch.finfo(logits_XV.dtype).min
+        kept_XS = logits_XV.index_select(1, self.never_S).masked_fill(is_forbidden_X[:, None], minimum)
         logits_XV.index_copy_(1, self.never_S, kept_XS)
 
     def apply(self, held: Held, written_BW: Tensor, proposed_BW: Tensor) -> Held:

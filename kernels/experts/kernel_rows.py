@@ -16,12 +16,12 @@ NEVER: tl.constexpr = tl.constexpr(-float("inf"))
 
 
 @triton.jit
-def _largest(quality, is_taken, number, MOST: tl.constexpr):
+def _largest(quality, is_taken, number, MAX: tl.constexpr):
     """Number of the largest quality that is not taken; of equal ones the lowest number."""
     open_quality = tl.where(is_taken, NEVER, quality)
     best = tl.max(tl.max(open_quality, axis=1), axis=0)
     is_best = (open_quality == best) & (is_taken == 0)
-    return tl.min(tl.min(tl.where(is_best, number, MOST), axis=1), axis=0)
+    return tl.min(tl.min(tl.where(is_best, number, MAX), axis=1), axis=0)
 
 
 @triton.jit

@@ -141,8 +141,8 @@ def few_rows_launch(
     if not gated and FEW_PROGRAMS < tiles <= 2 * FEW_PROGRAMS:
         # Tiles of 64 would leave the second round of programs half empty.
         return LinearLaunch(block_e=128, block_r=block_r, block_d=64)
-    most = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
-    splits = 1 << max(0, most.bit_length() - 1)
+    maximum = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
+    splits = 1 << max(0, maximum.bit_length() - 1)
     # With three stages, four programs of 16 rows fit a multiprocessor, or three of 32: then all run at once.
     at_once = 2 * FEW_PROGRAMS if block_r == 16 else 3 * FEW_PROGRAMS // 2
     stages = 3 if gated and FEW_PROGRAMS < tiles <= at_once else 4

@@ -114,12 +114,12 @@ def linear_overlap(
 
 def chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
     """Rows per chunk: as few, about equal chunks as `max_bytes` allows, in whole tiles of a product."""
-    most = max(1, max_bytes // row_bytes)
-    if most >= ROW_MULTIPLE:
-        most -= most % ROW_MULTIPLE
-    num_chunks = max(1, -(-num_rows // most))
+    maximum = max(1, max_bytes // row_bytes)
+    if maximum >= ROW_MULTIPLE:
+        maximum -= maximum % ROW_MULTIPLE
+    num_chunks = max(1, -(-num_rows // maximum))
     even = -(-num_rows // num_chunks)
-    return max(1, min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
+    return max(1, min(maximum, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
 
 
 class _Teacher(NamedTuple):

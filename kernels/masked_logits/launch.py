@@ -51,21 +51,21 @@ def choose(num_rows: int, dtype: torch.dtype) -> LogitsLaunch:
     return FEW_ROWS if num_rows <= FEW_ROWS.block_x else MANY_ROWS
 
 
-def most_splits(num_rows: int, num_fields: int) -> int:
+def max_splits(num_rows: int, num_fields: int) -> int:
     """Most ranges: one whatever the rows are, and as many more as the constant bytes allow."""
     return min(MAX_SPLITS, 1 + WORKSPACE_BYTES // (4 * num_fields * num_rows))
 
 
 @functools.lru_cache(maxsize=1024)
-def range_tiles(row_tiles: int, token_tiles: int, most_splits: int, num_programs: int) -> int:
+def range_tiles(row_tiles: int, token_tiles: int, max_splits: int, num_programs: int) -> int:
     """Tiles of a range of the vocabulary, so that the last round of programs leaves few multiprocessors idle:
     the longest ranges of all that take at most 1 % more rounds of tiles than the best."""
     rounds = {}
-    for tiles in range(-(-token_tiles // most_splits), token_tiles + 1):
+    for tiles in range(-(-token_tiles // max_splits), token_tiles + 1):
         programs = row_tiles * -(-token_tiles // tiles)
         rounds[tiles] = -(-programs // num_programs) * tiles
-    least = min(rounds.values())
-    return max(tiles for tiles, needed in rounds.items() if needed <= 1.01 * least)
+    minimum = min(rounds.values())
+    return max(tiles for tiles, needed in rounds.items() if needed <= 1.01 * minimum)
 
 
 def run(
@@ -86,9 +86,9 @@ def run(
     launch = choose(num_rows, hidden_RD.dtype) if launch is None else launch
     num_fields = 4 if entropy else 3
     row_tiles, token_tiles = triton.cdiv(num_rows, launch.block_x), triton.cdiv(num_tokens, int(TILE_TOKENS))
-    most = most_splits(num_rows, num_fields)
+    maximum = max_splits(num_rows, num_fields)
     # One program per multiprocessor runs at the same time.
-    tiles = range_tiles(row_tiles, token_tiles, most, num_multiprocessors(hidden_RD.device))
+    tiles = range_tiles(row_tiles, token_tiles, maximum, num_multiprocessors(hidden_RD.device))
     splits = triton.cdiv(token_tiles, tiles)
     shape = (num_fields, num_rows, splits)
     if workspace is None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["stride_table"])
 def bounds_kernel(
-    keys_SKH, k_scale_K, least_CKH, largest_CKH, sequences_I, slots_I, is_piece_I, ends_B, block_table,
+    keys_SKH, k_scale_K, min_CKH, largest_CKH, sequences_I, slots_I, is_piece_I, ends_B, block_table,
     stride_slot, stride_head, stride_piece, stride_table,
     H: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -33,15 +33,15 @@ def bounds_kernel(
     if SCALED:
         b_key = b_key * tl.load(k_scale_K + kv_head)
     at_bound = physical // SIZE * stride_piece + kv_head * H + o_column
-    b_least = tl.min(tl.where(m_final, b_key, float("inf")), 0)
+    b_min = tl.min(tl.where(m_final, b_key, float("inf")), 0)
     b_largest = tl.max(tl.where(m_final, b_key, float("-inf")), 0)
-    tl.store(least_CKH + at_bound, b_least.to(least_CKH.dtype.element_ty), mask=o_column < H)
+    tl.store(min_CKH + at_bound, b_min.to(min_CKH.dtype.element_ty), mask=o_column < H)
     tl.store(largest_CKH + at_bound, b_largest.to(largest_CKH.dtype.element_ty), mask=o_column < H)
 
 
 @triton.jit(do_not_specialize=["num_pages", "stride_table"])
 def score_kernel(
-    q_RNH, rows_BW, least_CKH, largest_CKH, starts_B, block_table, scores_BKP,
+    q_RNH, rows_BW, min_CKH, largest_CKH, starts_B, block_table, scores_BKP,
     num_pages, stride_row, stride_head, stride_piece, stride_table,
     W: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -70,7 +70,7 @@ def score_kernel(
     b_down = b_down / num_queries
     for tile in range(TILES):
         o_page = first_page + tile * BLOCK_P + tl.arange(0, BLOCK_P)
-        b_least = tl.full([BLOCK_P, BLOCK_H], float("inf"), tl.float32)
+        b_min = tl.full([BLOCK_P, BLOCK_H], float("inf"), tl.float32)
         b_largest = tl.full([BLOCK_P, BLOCK_H], float("-inf"), tl.float32)
         for piece in tl.static_range(PIECES):
             slot = (o_page * PIECES + piece) * SIZE
@@ -79,12 +79,12 @@ def score_kernel(
             physical = b_page.to(tl.int64) * (PAGE // SIZE) + slot % PAGE // SIZE
             at = physical[:, None] * stride_piece + kv_head * H + o_column[None, :]
             m_bound = m_stored[:, None] & (o_column < H)[None, :]
-            b_one = tl.load(least_CKH + at, mask=m_bound, other=float("inf")).to(tl.float32)
-            b_least = tl.minimum(b_least, b_one)
+            b_one = tl.load(min_CKH + at, mask=m_bound, other=float("inf")).to(tl.float32)
+            b_min = tl.minimum(b_min, b_one)
             b_one = tl.load(largest_CKH + at, mask=m_bound, other=float("-inf")).to(tl.float32)
             b_largest = tl.maximum(b_largest, b_one)
         m_page = ((o_page * PIECES * SIZE < start)[:, None]) & (o_column < H)[None, :]
-        b_bound = b_up[None, :] * b_largest + b_down[None, :] * b_least
+        b_bound = b_up[None, :] * b_largest + b_down[None, :] * b_min
         b_score = tl.sum(tl.where(m_page, b_bound, 0.0), 1)
         at_score = (sequence * K + kv_head) * num_pages + o_page
         tl.store(scores_BKP + at_score, b_score, mask=o_page < num_pages)

@@ -28,7 +28,7 @@ def write_bounds(
 ) -> None:
     """Write the bounds of pieces over their slots below `ends_B`; those whose first stored slot is not below
     it are left alone. fp8 keys are multiplied by `k_scale_K`. Nothing waits for the device."""
-    if not (runs_kernels(keys_SKH) and bounds.least_CKH.dtype in KERNEL_DTYPES):
+    if not (runs_kernels(keys_SKH) and bounds.min_CKH.dtype in KERNEL_DTYPES):
         ends_I1 = ends_B[pieces.sequences_I, None]
         first_I1 = (pieces.slots_I // bounds.size * bounds.size)[:, None]
         slots_IF = first_I1 + torch.arange(bounds.size, device=keys_SKH.device)
@@ -38,12 +38,12 @@ def write_bounds(
         if k_scale_K is not None:
             k_IFKH = k_IFKH * k_scale_K[:, None]
         is_written_I = pieces.is_piece_I & (pieces.slots_I < ends_I1[:, 0])
-        nowhere = len(bounds.least_CKH) - 1
+        nowhere = len(bounds.min_CKH) - 1
         physical_I = slots.physical(first_I1, pieces.sequences_I)[:, 0] // bounds.size
         physical_I = torch.where(is_written_I, physical_I, nowhere)
-        least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
+        min_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
         largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
-        bounds.least_CKH[physical_I] = least_IKH.to(bounds.least_CKH.dtype)
+        bounds.min_CKH[physical_I] = min_IKH.to(bounds.min_CKH.dtype)
         bounds.largest_CKH[physical_I] = largest_IKH.to(bounds.largest_CKH.dtype)
         return
     import triton
@@ -51,11 +51,11 @@ def write_bounds(
     from idlm.kernels.page_bounds.kernel import bounds_kernel
 
     num_kv_heads, head_dim = keys_SKH.shape[1:]
-    assert keys_SKH.stride(2) == 1 and bounds.least_CKH[0].is_contiguous(), f"{keys_SKH.stride()=}"
+    assert keys_SKH.stride(2) == 1 and bounds.min_CKH[0].is_contiguous(), f"{keys_SKH.stride()=}"
     bounds_kernel[(len(pieces.slots_I), num_kv_heads)](
-        *(keys_SKH, k_scale_K, bounds.least_CKH, bounds.largest_CKH),
+        *(keys_SKH, k_scale_K, bounds.min_CKH, bounds.largest_CKH),
         *(pieces.sequences_I, pieces.slots_I, pieces.is_piece_I, ends_B, slots.block_table_BP),
-        *(*keys_SKH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
+        *(*keys_SKH.stride()[:2], bounds.min_CKH.stride(0), slots.block_table_BP.stride(0)),
         H=head_dim,
         PAGE=slots.page_size,
         SIZE=bounds.size,
@@ -90,15 +90,15 @@ def page_scores(
     from idlm.kernels.page_bounds.kernel import score_kernel
 
     (num_sequences, num_positions), (num_heads, head_dim) = rows_BW.shape, q_RNH.shape[1:]
-    num_kv_heads = bounds.least_CKH.shape[1]
+    num_kv_heads = bounds.min_CKH.shape[1]
     assert q_RNH.stride(2) == 1 and rows_BW.is_contiguous(), f"{q_RNH.stride()=} {rows_BW.stride()=}"
     assert slots.page_size % bounds.size == page % bounds.size == 0, (
         f"{slots.page_size=} {page=} {bounds.size=}"
     )
     scores_BKP = q_RNH.new_empty(num_sequences, num_kv_heads, num_pages, dtype=torch.float32)
     score_kernel[(triton.cdiv(num_pages, BLOCK_P * TILES), num_sequences, num_kv_heads)](
-        *(q_RNH, rows_BW, bounds.least_CKH, bounds.largest_CKH, starts_B, slots.block_table_BP, scores_BKP),
-        *(num_pages, *q_RNH.stride()[:2], bounds.least_CKH.stride(0), slots.block_table_BP.stride(0)),
+        *(q_RNH, rows_BW, bounds.min_CKH, bounds.largest_CKH, starts_B, slots.block_table_BP, scores_BKP),
+        *(num_pages, *q_RNH.stride()[:2], bounds.min_CKH.stride(0), slots.block_table_BP.stride(0)),
         W=num_positions,
         K=num_kv_heads,
         G=num_heads // num_kv_heads,
@@ -126,7 +126,7 @@ def _plain_scores(
     num_pages: int,
 ) -> Tensor:
     wide = torch.float64 if q_RNH.dtype == torch.float64 else torch.float32
-    num_kv_heads = bounds.least_CKH.shape[1]
+    num_kv_heads = bounds.min_CKH.shape[1]
     is_fed_BW = rows_BW >= 0
     q_BWNH = torch.where(is_fed_BW[:, :, None, None], q_RNH[rows_BW.clamp(min=0)].to(wide), 0)
     q_BWKGH = q_BWNH.unflatten(2, (num_kv_heads, -1))
@@ -139,11 +139,11 @@ def _plain_scores(
     is_stored_BC11 = (slots_BC < starts_B[:, None])[:, :, None, None]
     pieces_BC = slots.physical(slots_BC, sequences_B) // bounds.size
     # Pieces that hold nothing yet have the bounds of an earlier owner.
-    least_BCKH = torch.where(is_stored_BC11, bounds.least_CKH[pieces_BC].to(wide), math.inf)
+    min_BCKH = torch.where(is_stored_BC11, bounds.min_CKH[pieces_BC].to(wide), math.inf)
     largest_BCKH = torch.where(is_stored_BC11, bounds.largest_CKH[pieces_BC].to(wide), -math.inf)
     is_any_BP11 = is_stored_BC11.unflatten(1, (num_pages, -1)).any(2)
-    least_BPKH = torch.where(is_any_BP11, least_BCKH.unflatten(1, (num_pages, -1)).amin(2), 0)
+    min_BPKH = torch.where(is_any_BP11, min_BCKH.unflatten(1, (num_pages, -1)).amin(2), 0)
     largest_BPKH = torch.where(is_any_BP11, largest_BCKH.unflatten(1, (num_pages, -1)).amax(2), 0)
     return torch.einsum("bkh,bpkh->bkp", up_BKH, largest_BPKH) + torch.einsum(
-        "bkh,bpkh->bkp", down_BKH, least_BPKH
+        "bkh,bpkh->bkp", down_BKH, min_BPKH
     )

@@ -29,7 +29,7 @@ class Bounds:
     """Least and largest key per channel [C + 1, K, H] of pieces of `size` slots, which divides the pages of
     the engine. The last piece takes what is to be dropped."""
 
-    least_CKH: Tensor
+    min_CKH: Tensor
     largest_CKH: Tensor
     size: int
 

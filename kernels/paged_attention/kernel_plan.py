@@ -28,7 +28,7 @@ def _rows_before_block(starts_B, own_slots_R, sequences, is_listed, starts, leng
     return low
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_steps", "least_rows", "most_rows"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_steps", "min_rows", "max_rows"])
 def tile_kernel(
     cu_rows,
     limits_R,
@@ -40,8 +40,8 @@ def tile_kernel(
     num_sequences,
     num_rows,
     num_steps,
-    least_rows,
-    most_rows,
+    min_rows,
+    max_rows,
     NUM_LISTED: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     RECORD: tl.constexpr,
@@ -53,7 +53,7 @@ def tile_kernel(
 ):
     """Tile `program_id`: its sequence, its rows and their visible blocks of BLOCK_N slots.
 
-    Sequences with fewer than `least_rows` or more than `most_rows` rows have no tile here; the padding has
+    Sequences with fewer than `min_rows` or more than `max_rows` rows have no tile here; the padding has
     tiles where there is no maximum.
     FIXED: the walk skips no block, so that the position of a block in it does not depend on the rows.
     NUM_LISTED: width of the lists, 0: none; `num_steps` halve the rows of any sequence to one."""
@@ -63,8 +63,8 @@ def tile_kernel(
     ends = tl.load(cu_rows + sequences + 1, mask=sequences < num_sequences, other=0)
     ends = tl.where(sequences == num_sequences, num_rows, ends)
     lengths = tl.where(sequences <= num_sequences, ends - starts, 0).to(tl.int32)
-    has_tiles = (lengths >= least_rows) & (lengths <= most_rows)
-    has_tiles = tl.where(sequences == num_sequences, most_rows >= num_rows, has_tiles)
+    has_tiles = (lengths >= min_rows) & (lengths <= max_rows)
+    has_tiles = tl.where(sequences == num_sequences, max_rows >= num_rows, has_tiles)
     lengths = tl.where(has_tiles, lengths, 0)
     before = tl.zeros_like(lengths)
     if NUM_LISTED:

@@ -103,9 +103,9 @@ def _groups(rows: AttentionRows, sequence_R: torch.Tensor) -> tuple[tuple[_Group
         parts = _split(rows, sequence_R)
     base_B = torch.empty_like(rows.cu_rows[1:])
     offset = 0
-    for sequences_b, most_rows, _ in parts:
-        base_B[sequences_b] = offset + most_rows * torch.arange(sequences_b.numel(), device=device)
-        offset += most_rows * sequences_b.numel()
+    for sequences_b, max_rows, _ in parts:
+        base_B[sequences_b] = offset + max_rows * torch.arange(sequences_b.numel(), device=device)
+        offset += max_rows * sequences_b.numel()
     unpad_R = base_B[sequence_R] + torch.arange(num_rows, device=device) - rows.cu_rows[sequence_R]
     return tuple(_rectangle(rows, *part, packed=False) for part in parts), unpad_R
 
@@ -148,8 +148,8 @@ def _split(rows: AttentionRows, sequence_R: torch.Tensor) -> list[tuple[torch.Te
         step = max(1, MAX_GATHERED_SLOTS // max(sizes[sequence][1] for sequence in members))
         for start in range(0, len(members), step):
             part = members[start : start + step]
-            most_rows, most_slots = (max(sizes[sequence][axis] for sequence in part) for axis in (0, 1))
-            parts.append((torch.tensor(part, device=counts_B.device), most_rows, most_slots))
+            max_rows, max_slots = (max(sizes[sequence][axis] for sequence in part) for axis in (0, 1))
+            parts.append((torch.tensor(part, device=counts_B.device), max_rows, max_slots))
     return parts
 
 

@@ -68,11 +68,11 @@ def plan(
     if launch is not None:
         assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
         return _plan(rows, shape, launch)
-    launch, narrow, most_rows = choose_launches(rows, shape, deterministic=deterministic)
+    launch, narrow, max_rows = choose_launches(rows, shape, deterministic=deterministic)
     if narrow is None:
         return _plan(rows, shape, launch)
-    others = _plan(rows, shape, launch, least_rows=most_rows + 1)
-    return replace(_plan(rows, shape, narrow, most_rows=most_rows), others=others)
+    others = _plan(rows, shape, launch, min_rows=max_rows + 1)
+    return replace(_plan(rows, shape, narrow, max_rows=max_rows), others=others)
 
 
 def choose_launches(
@@ -96,14 +96,14 @@ def choose_launches(
         return launch, None, 0
     # As in a pass that has no other sequences, so that its kernels are compiled once.
     narrow = replace(choose(max_rows=few, num_rows=few * num_sequences), pdl=launch.pdl)
-    most_rows = max(few, narrow.block_m // shape.group)
-    if most_rows >= min(rows.max_rows, num_rows) or not walks_apart(shape, narrow, launch, **sizes):
+    max_rows = max(few, narrow.block_m // shape.group)
+    if max_rows >= min(rows.max_rows, num_rows) or not walks_apart(shape, narrow, launch, **sizes):
         return launch, None, 0
-    return launch, narrow, most_rows
+    return launch, narrow, max_rows
 
 
 def _plan(
-    rows: AttentionRows, shape: HeadShape, launch: Launch, *, least_rows: int = 0, most_rows: int = ANY_ROWS
+    rows: AttentionRows, shape: HeadShape, launch: Launch, *, min_rows: int = 0, max_rows: int = ANY_ROWS
 ) -> TritonPlan:
     """The plan of the sequences with so many rows; without a maximum also that of the padding."""
     assert not (launch.split_slots and launch.half_parts), f"{launch=}: what is summed depends on the items"
@@ -111,11 +111,11 @@ def _plan(
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
     device, tile_rows, max_slots = rows.cu_rows.device, launch.block_m // shape.group, rows.max_slots
-    if most_rows < ANY_ROWS:
-        num_tiles = max(1, min(num_rows, num_sequences * triton.cdiv(most_rows, tile_rows)))
+    if max_rows < ANY_ROWS:
+        num_tiles = max(1, min(num_rows, num_sequences * triton.cdiv(max_rows, tile_rows)))
     else:
-        most_sequences = num_sequences if least_rows == 0 else min(num_sequences, num_rows // least_rows)
-        num_tiles = tile_bound(num_rows, most_sequences, rows.max_rows, tile_rows)
+        max_sequences = num_sequences if min_rows == 0 else min(num_sequences, num_rows // min_rows)
+        num_tiles = tile_bound(num_rows, max_sequences, rows.max_rows, tile_rows)
     if rows.listed_B is not None:
         # Tiles break where a block begins, and a walk ends in two incomplete blocks of slots.
         num_tiles, max_slots = max(1, min(num_rows, num_tiles + num_sequences)), max_slots + launch.block_n
@@ -142,7 +142,7 @@ def _plan(
         else torch.empty(packed * 2, dtype=torch.float32, device=device),
     )
     if num_rows:
-        _write_tiles(result, tile_rows, least_rows, most_rows)
+        _write_tiles(result, tile_rows, min_rows, max_rows)
         _write_items(result, num_programs, num_parts)
         # A kernel without dependent launch: the next one starts when the lists are complete (README.md).
         torch.zeros(1, dtype=torch.int32, device=device)
@@ -156,7 +156,7 @@ def _programs(rows: AttentionRows, launch: Launch, multiprocessors: int, num_kv_
     return 1 if is_whole else num_programs
 
 
-def _write_tiles(plan: TritonPlan, tile_rows: int, least_rows: int, most_rows: int) -> None:
+def _write_tiles(plan: TritonPlan, tile_rows: int, min_rows: int, max_rows: int) -> None:
     rows, launch = plan.rows, plan.launch
     num_sequences = rows.block_table.shape[0]
     tile_kernel[(plan.num_tiles,)](
@@ -170,8 +170,8 @@ def _write_tiles(plan: TritonPlan, tile_rows: int, least_rows: int, most_rows: i
         num_sequences,
         rows.own_slots_R.shape[0],
         rows.max_rows.bit_length(),
-        least_rows,
-        most_rows,
+        min_rows,
+        max_rows,
         NUM_LISTED=0 if rows.listed_B is None else rows.num_listed,
         HAS_STARTS=rows.starts_B is not None,
         RECORD=RECORD,
@@ -217,17 +217,17 @@ def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: in
     """Maximum number of items of the tiles, the number of parts to allocate, and the maximum number of tiles
     with several items: each has two shares of the programs, which are rounded down."""
     if launch.split_slots:
-        most_splits = num_tiles * max(1, most_fixed_splits(launch, max_slots))
+        max_splits = num_tiles * max(1, max_fixed_splits(launch, max_slots))
     else:
-        most_splits = num_tiles * max(1, triton.cdiv(max_slots, launch.min_blocks * launch.block_n))
-    num_items, num_split = min(num_tiles + num_programs, most_splits), min(num_tiles, num_programs // 2)
+        max_splits = num_tiles * max(1, triton.cdiv(max_slots, launch.min_blocks * launch.block_n))
+    num_items, num_split = min(num_tiles + num_programs, max_splits), min(num_tiles, num_programs // 2)
     if num_items == num_tiles or num_split == 0:
         return num_tiles, 0, 0
-    num_parts = min(most_splits, launch.max_parts) if launch.split_slots else num_programs
+    num_parts = min(max_splits, launch.max_parts) if launch.split_slots else num_programs
     return num_items, num_parts, num_split
 
 
-def most_fixed_splits(launch: Launch, num_slots: int) -> int:
+def max_fixed_splits(launch: Launch, num_slots: int) -> int:
     """Number of splits of a walk of `num_slots` slots."""
     units, octave = triton.cdiv(num_slots, launch.split_slots), 0
     while units > launch.octave << (octave + 1):

@@ -70,9 +70,9 @@ def _candidates(scores, ids, tile, num, group_bits, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_taken(target, most, o_value, b_key, m_valid, interval, need, counts):
+def _store_taken(target, maximum, o_value, b_key, m_valid, interval, need, counts):
     """Store the values whose keys are above the interval, and the first `need` of those in it, behind those
-    stored before; the first `most` of all. `counts`: how many of both there were before; returns them with
+    stored before; the first `maximum` of all. `counts`: how many of both there were before; returns them with
     those of this tile."""
     low, high = interval
     num_above, num_in = counts
@@ -85,7 +85,7 @@ def _store_taken(target, most, o_value, b_key, m_valid, interval, need, counts):
     b_above = num_above + (b_before & LOW_BITS)
     b_in = num_in + (b_before >> MANY_BITS)
     o_target = b_above + tl.minimum(b_in, need)
-    m_taken = (m_above | (m_in & (b_in < need))) & (o_target < most)
+    m_taken = (m_above | (m_in & (b_in < need))) & (o_target < maximum)
     tl.store(target + o_target, o_value, mask=m_taken)
     total = tl.sum(b_both, 0)
     return num_above + (total & LOW_BITS), num_in + (total >> MANY_BITS)
@@ -111,12 +111,12 @@ def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _largest_groups(maxima, ids, num_groups, most, low, high, TILE: tl.constexpr):
-    """List the groups that may have one of the `most` largest scores, ascending; returns their number, and
+def _largest_groups(maxima, ids, num_groups, maximum, low, high, TILE: tl.constexpr):
+    """List the groups that may have one of the `maximum` largest scores, ascending; returns their number, and
     the least key that one of these scores can have."""
-    interval_low, interval_high, need, num = low, high, most, num_groups
+    interval_low, interval_high, need, num = low, high, maximum, num_groups
     # A lower bound is enough: it may be met by an eighth more groups than are needed.
-    while (num - need > most // 8) & (interval_low < interval_high):
+    while (num - need > maximum // 8) & (interval_low < interval_high):
         bits = _width(interval_high - interval_low)
         b_histogram = tl.zeros([BINS], tl.int32)
         for tile in range(tl.cdiv(num_groups, TILE)):
@@ -138,9 +138,9 @@ def _largest_groups(maxima, ids, num_groups, most, low, high, TILE: tl.constexpr
 
 
 @triton.jit
-def _interval(scores, ids, num, group_bits, count, most, low, high, TILE: tl.constexpr):
+def _interval(scores, ids, num, group_bits, count, maximum, low, high, TILE: tl.constexpr):
     """The interval of keys of which as many are listed as are needed, in place of all; and this number."""
-    need, size = most, count
+    need, size = maximum, count
     while (size > need) & (low < high):
         bits = _width(high - low)
         b_histogram = tl.zeros([BINS], tl.int32)
@@ -182,24 +182,24 @@ def select_kernel(
     row = tl.program_id(0).to(tl.int64)
     scores, scratch = scores_LBKS + row * num_scores, scratch + row * 2 * max_groups
 
-    most = tl.minimum(num_listed, count)
-    for first in range(most // TILE * TILE, num_listed, TILE):
+    maximum = tl.minimum(num_listed, count)
+    for first in range(maximum // TILE * TILE, num_listed, TILE):
         o_empty = first + tl.arange(0, TILE)
-        tl.store(listed + o_empty, -1, mask=(o_empty >= most) & (o_empty < num_listed))
-    if most == 0:
+        tl.store(listed + o_empty, -1, mask=(o_empty >= maximum) & (o_empty < num_listed))
+    if maximum == 0:
         return
     num_groups = tl.cdiv(count, 1 << GROUP_BITS)
     low, high = _maxima(scores, scratch, count, 1 << GROUP_BITS, GROUPS)
     tl.debug_barrier()
     ids, group_bits = scratch + max_groups, tl.full((), GROUP_BITS, tl.int32)
-    num, low = _largest_groups(scratch, ids, num_groups, tl.minimum(most, num_groups), low, high, TILE)
+    num, low = _largest_groups(scratch, ids, num_groups, tl.minimum(maximum, num_groups), low, high, TILE)
     # With no more groups than positions to list, positions below the least maximum count too.
-    low = tl.where(num_groups <= most, 0, low).to(tl.uint32)
+    low = tl.where(num_groups <= maximum, 0, low).to(tl.uint32)
     tl.debug_barrier()
     # Positions of these groups that may be listed replace the maxima, if there are no more of them.
     num_positions = _taken(scratch, max_groups, scores, ids, num, group_bits, count, low, high, count, TILE)
     if num_positions <= max_groups:
         ids, num, group_bits = scratch, num_positions, 0
     tl.debug_barrier()
-    low, high, need = _interval(scores, ids, num, group_bits, count, most, low, high, TILE)
-    _taken(listed, most, scores, ids, num, group_bits, count, low, high, need, TILE)
+    low, high, need = _interval(scores, ids, num, group_bits, count, maximum, low, high, TILE)
+    _taken(listed, maximum, scores, ids, num, group_bits, count, low, high, need, TILE)

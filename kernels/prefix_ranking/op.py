@@ -59,10 +59,10 @@ def rank_prefix(ranking: RankingPass, lanes_B: Tensor, slots_LZKC: Tensor) -> No
     equal shares the lower slot is taken. Nothing waits for the device, and no shape depends on contents."""
     num_layers, num_sequences = len(ranking.q_LRNH), len(ranking.starts_B)
     assert len(slots_LZKC) == num_layers and slots_LZKC.dtype == torch.int32, f"{slots_LZKC.shape=}"
-    most = layers_at_once(num_layers, num_sequences, ranking.num_kv_heads, ranking.max_slots)
-    for first in range(0, num_layers, most):
+    maximum = layers_at_once(num_layers, num_sequences, ranking.num_kv_heads, ranking.max_slots)
+    for first in range(0, num_layers, maximum):
         # In a function, so that the shares of a group are freed before those of the next are computed.
-        _rank_layers(ranking, lanes_B, slots_LZKC, first, min(most, num_layers - first))
+        _rank_layers(ranking, lanes_B, slots_LZKC, first, min(maximum, num_layers - first))
 
 
 def _rank_layers(
@@ -101,8 +101,8 @@ def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> 
     block_h = max(16, triton.next_power_of_2(head_dim))
     launch = choose(q_LRNH.dtype, num_queries, block_h)
     block_m = max(16, min(launch.max_queries, triton.next_power_of_2(num_queries)))
-    most_tiles = num_layers * num_sequences * triton.cdiv(ranking.max_slots, launch.block_n)
-    workers = max(1, min(most_tiles, num_multiprocessors(device) * launch.per_sm // num_kv_heads))
+    max_tiles = num_layers * num_sequences * triton.cdiv(ranking.max_slots, launch.block_n)
+    workers = max(1, min(max_tiles, num_multiprocessors(device) * launch.per_sm // num_kv_heads))
     share_kernel[(workers * num_kv_heads,)](
         *(q_LRNH, max_LRN, sum_LRN, keys_LSKH, k_scale_LK if k_scale_LK is None else k_scale_LK[layers]),
         *(ranking.block_table_BP, ranking.rows_BW, ranking.starts_B, ranking.ranks_B, shares_LBKS),
@@ -171,8 +171,8 @@ def select_largest(
 def layers_at_once(num_layers: int, num_sequences: int, num_kv_heads: int, max_slots: int) -> int:
     """Layers of a group: few groups, of about equal size."""
     per_layer = layer_bytes(num_sequences, num_kv_heads, max_slots)
-    most = max(1, MAX_SHARE_BYTES // max(1, per_layer))
-    num_groups = max(1, -(-num_layers // most))
+    maximum = max(1, MAX_SHARE_BYTES // max(1, per_layer))
+    num_groups = max(1, -(-num_layers // maximum))
     return max(1, -(-num_layers // num_groups))
 
 

@@ -17,7 +17,7 @@ def rows_needed(rows, drop, b, B, DROPS_STORED: tl.constexpr, SIZE: tl.constexpr
     row = tl.load(drop.rows_BW + b[:, None] * SIZE + w[None, :], mask=m_bw, other=-1)
     needs_all = tl.load(drop.needs_all_B + b, mask=m_b, other=0) != 0
     kept = tl.load(drop.keep_R + row, mask=row >= 0, other=0) != 0
-    goes_on = (row >= 0) & (kept | needs_all[:, None])
+    remains = (row >= 0) & (kept | needs_all[:, None])
     start = tl.load(rows.cu_rows_B1 + b, mask=m_b, other=0)
     count = tl.load(rows.cu_rows_B1 + 1 + b, mask=m_b, other=0) - start
     before = count - tl.sum((row >= 0).to(tl.int64), 1)
@@ -29,7 +29,7 @@ def rows_needed(rows, drop, b, B, DROPS_STORED: tl.constexpr, SIZE: tl.constexpr
     scheduled = before
     if drop.scheduled_B is not None:
         scheduled = tl.minimum(before, tl.load(drop.scheduled_B + b, mask=m_b, other=0))
-    return before, scheduled, before - scheduled + tl.sum(goes_on.to(tl.int64), 1)
+    return before, scheduled, before - scheduled + tl.sum(remains.to(tl.int64), 1)
 
 
 @triton.jit(do_not_specialize=["B", "NUM", "capacity"])
@@ -158,12 +158,12 @@ def index_kernel(
         k = number + x
         copy_rows(rows, drop, into, first + k, start + k, k < whole, yes & False, yes)
     needs_all = tl.load(drop.needs_all_B + b) != 0
-    goes_on = (row >= 0) & ((tl.load(drop.keep_R + row, mask=row >= 0, other=0) != 0) | needs_all)
+    remains = (row >= 0) & ((tl.load(drop.keep_R + row, mask=row >= 0, other=0) != 0) | needs_all)
     if waits_B is not None:
-        goes_on = goes_on & (tl.load(waits_B + b) == 0)
-    to = start + before + tl.cumsum(goes_on.to(tl.int64), 0) - 1
-    tl.store(new_rows_BW + b.to(tl.int64) * SIZE + w, tl.where(goes_on & (to < NUM), to, -1), mask=m_w)
-    copy_rows(rows, drop, into, row, to, goes_on, goes_on & (needs_all == 0), goes_on)
+        remains = remains & (tl.load(waits_B + b) == 0)
+    to = start + before + tl.cumsum(remains.to(tl.int64), 0) - 1
+    tl.store(new_rows_BW + b.to(tl.int64) * SIZE + w, tl.where(remains & (to < NUM), to, -1), mask=m_w)
+    copy_rows(rows, drop, into, row, to, remains, remains & (needs_all == 0), remains)
 
 
 @triton.jit

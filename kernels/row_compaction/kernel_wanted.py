@@ -66,8 +66,8 @@ def index_wanted_kernel(
     if b >= B:
         i = (b - B) * BLOCK + tl.arange(0, BLOCK)
         # Programs of sequences that wait write the same.
-        goes_on = (c < B) & (tl.load(waited_B + c, mask=c < B, other=1) == 0)
-        end = tl.max(tl.where(goes_on, firsts + tl.load(num_B + c, mask=c < B, other=0), 0), 0)
+        remains = (c < B) & (tl.load(waited_B + c, mask=c < B, other=1) == 0)
+        end = tl.max(tl.where(remains, firsts + tl.load(num_B + c, mask=c < B, other=0), 0), 0)
         tl.store(numbers_X + i, tl.full([BLOCK], -1, tl.int64), mask=(i >= end) & (i < X))
         end_of_head = end
         if PACKS:

@@ -146,14 +146,14 @@ def sampled_bracket(
         b_logits = b_values.to(tl.float32)
         b_share = weight(b_values, largest, scale) * (num_tokens / SAMPLE)
         b_share = tl.where(b_logits >= bottom, b_share, 0.0)
-        least = low
-        most = high
-        while most - least > 1:
-            middle = least + (most - least) // 2
+        minimum = low
+        maximum = high
+        while maximum - minimum > 1:
+            middle = minimum + (maximum - minimum) // 2
             is_over = tl.sum(tl.where(b_logits < logit_of(middle, KEY_SHIFT), b_share, 0.0), 0) > tail
-            least = tl.where(is_over, least, middle)
-            most = tl.where(is_over, middle, most)
-        middle_logit = logit_of(least, KEY_SHIFT)
+            minimum = tl.where(is_over, minimum, middle)
+            maximum = tl.where(is_over, middle, maximum)
+        middle_logit = logit_of(minimum, KEY_SHIFT)
         b_below = tl.where(b_logits <= middle_logit, b_share, 0.0)
         below = tl.sum(b_below, 0)
         near = (0.5 / scale).to(tl.float32)
@@ -162,6 +162,6 @@ def sampled_bracket(
         if (below > 0) & (weight_near > 0):
             deviation = tl.sqrt(tl.sum(b_below * b_below, 0)) / below * tail.to(tl.float32)
             reach = 2.5 * deviation * 2 * near / weight_near
-            bottom = tl.maximum(tl.minimum(middle_logit - reach, logit_of(least - 1, KEY_SHIFT)), bottom)
-            top = tl.minimum(tl.maximum(middle_logit + reach, logit_of(least + 2, KEY_SHIFT)), top)
+            bottom = tl.maximum(tl.minimum(middle_logit - reach, logit_of(minimum - 1, KEY_SHIFT)), bottom)
+            top = tl.minimum(tl.maximum(middle_logit + reach, logit_of(minimum + 2, KEY_SHIFT)), top)
     return top, bottom

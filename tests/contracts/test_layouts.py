@@ -119,7 +119,9 @@ def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, 
         draft_buffer = layout.next_buffers[-1]
 
 
-@pytest.mark.parametrize(("num_masks", "max_drafts"), [(num, most) for num in range(8) for most in (num, 7)])
+@pytest.mark.parametrize(
+    ("num_masks", "max_drafts"), [(num, maximum) for num in range(8) for maximum in (num, 7)]
+)
 def test_alternate_fills_as_many_rows_as_its_stride(num_masks: int, max_drafts: int) -> None:
     """Whatever drafts another mode left, there is neither a row too many nor one that pads."""
     for layout in _layouts("alternate", num_masks, max_drafts):

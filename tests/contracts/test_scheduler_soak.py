@@ -284,11 +284,11 @@ def test_one_lane_serves_all_requests_in_turn(checkpoint: Path, decoder: str) ->
 def test_generate_keeps_the_events_of_other_requests(checkpoint: Path) -> None:
     engine = _engine(checkpoint, "ar", {})
     params = SamplingParams(temperature=0, max_tokens=6)
-    engine.add_request("beside", [3, 1, 4], params)
+    engine.add_request("others", [3, 1, 4], params)
     [alone] = engine.generate([[2, 7]], params)
     events = engine.step()
     tokens = [token for event in events for token in event.token_ids]
-    assert alone.request_id != "beside"
+    assert alone.request_id != "others"
     assert [event.completion is not None for event in events].count(True) == 1
     assert tuple(tokens) == next(e.completion for e in events if e.completion is not None).token_ids
 

@@ -123,7 +123,7 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
     """Pages hold NaN from the moment they are free or evicted."""
     engine = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=3)
     memory = engine._parts.runner._cache
-    let_go, evict = PagePool._decref, PrefixCache.evict
+    release, evict = PagePool._decref, PrefixCache.evict
     num_poisoned = 0
 
     def poison(pages: Sequence[int]) -> None:
@@ -132,8 +132,8 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
         for page, slots in itertools.product(pages, (memory.keys, memory.values)):
             slots[:, page * PAGE : (page + 1) * PAGE] = torch.nan
 
-    def letting_go(self: PagePool, page: int) -> None:
-        let_go(self, page)
+    def releasing(self: PagePool, page: int) -> None:
+        release(self, page)
         poison([page] if self._free[-1:] == [page] else [])
 
     def evicting(self: PrefixCache) -> int:
@@ -141,7 +141,7 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
         poison([page])
         return page
 
-    monkeypatch.setattr(PagePool, "_decref", letting_go)
+    monkeypatch.setattr(PagePool, "_decref", releasing)
     monkeypatch.setattr(PrefixCache, "evict", evicting)
     poison(range(engine.pool.num_pages))
     prompts, params, expected = _uncached(checkpoint, decoder)

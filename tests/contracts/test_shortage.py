@@ -154,12 +154,12 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
     _add(engine)
     expected = _drain(engine)
     engine.pool.reset()
-    most = 30
-    sizes = _fail_passes(monkeypatch, engine, lambda rows: rows > most)
+    maximum = 30
+    sizes = _fail_passes(monkeypatch, engine, lambda rows: rows > maximum)
     _add(engine)
     assert not _check_survivors(_drain(engine), expected)
-    assert max(sizes) > most
-    most, num_seen = 1000, len(sizes)
+    assert max(sizes) > maximum
+    maximum, num_seen = 1000, len(sizes)
     for _ in range(2):
         _add(engine, max_tokens=30)
         _drain(engine)

@@ -116,8 +116,8 @@ def test_results_are_read_while_a_long_queue_of_kernels_runs(
         return dataclasses.replace(call(step, schedule), is_queued=has_prompts)
 
     monkeypatch.setattr(StaticStep, "__call__", queued)
-    most = 3
-    options: dict[str, Any] = {"max_num_batched_tokens": 4, "num_inflight_steps": most, "graphs": "on"}
+    maximum = 3
+    options: dict[str, Any] = {"max_num_batched_tokens": 4, "num_inflight_steps": maximum, "graphs": "on"}
     engine = build_engine(checkpoint, "ar", **options)
     for name, prompt in enumerate(PROMPTS):
         engine.add_request(str(name), prompt, greedy(max_tokens=20))
@@ -127,7 +127,7 @@ def test_results_are_read_while_a_long_queue_of_kernels_runs(
         found |= {each.request_id: each.completion.token_ids for each in engine.step() if each.completion}
         if engine._inflight:
             seen[engine._inflight[-1].is_queued].append(len(engine._inflight))
-    assert max(seen[True]) == 1 and max(seen[False]) == most
+    assert max(seen[True]) == 1 and max(seen[False]) == maximum
     expected = _expected(checkpoint, "ar", ())
     assert [found[str(name)] for name in range(len(PROMPTS))] == [answer.token_ids for answer in expected]
     assert_idle(engine)
@@ -196,11 +196,11 @@ def test_bad_settings_are_named(checkpoint: Path, options: dict[str, Any], words
 
 
 @pytest.mark.parametrize(("width", "most"), [(1, 256), (7, 256), (16, 64), (64, 8)])
-def test_sizes_to_capture_are_few_and_near(width: int, most: int) -> None:
-    sizes = buckets.batch_sizes(width, most, 512)
+def test_sizes_to_capture_are_few_and_near(width: int, maximum: int) -> None:
+    sizes = buckets.batch_sizes(width, maximum, 512)
     assert sizes[0] == 1
     assert len(sizes) <= 40
-    for size in range(1, min(most, sizes[-1]) + 1):
+    for size in range(1, min(maximum, sizes[-1]) + 1):
         padded = next(each for each in sizes if each >= size)
         share = 1.25 if size * width <= buckets.STREAMED_ROWS else 1.125
         assert padded <= max(share * size + 1, buckets.padded_sequences(size) + 8 * (size > 32))

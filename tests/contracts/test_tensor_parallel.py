@@ -240,15 +240,15 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
 
 def test_graphs_are_cleared_before_the_ranks_end(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL ends no communicator that a graph holds."""
-    said: list[str] = []
+    output: list[str] = []
     clear, close = StaticStep.clear, Connection.close
 
     def clearing(step: StaticStep) -> None:
-        said.append("clear")
+        output.append("clear")
         clear(step)
 
     def closing(connection: Connection) -> None:
-        said.append("close")
+        output.append("close")
         close(connection)
 
     monkeypatch.setattr(StaticStep, "clear", clearing)
@@ -256,7 +256,7 @@ def test_graphs_are_cleared_before_the_ranks_end(foreseeing: Path, monkeypatch: 
     with group_of_threads(2) as group:
         kept = [group_engine(group, foreseeing, "ar", graphs="on") for _ in range(2)]
         group.close()
-        assert said[:3] == ["clear", "clear", "close"]
+        assert output[:3] == ["clear", "clear", "close"]
         assert kept
 
 

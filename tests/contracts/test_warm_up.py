@@ -331,8 +331,8 @@ def test_a_warm_up_tells_what_passes_with_prompts_take(
 ) -> None:
     """A mode whose graphs are missing is not used beside prompts."""
     monkeypatch.setattr(shapes_ahead, "PROMPT_GRAPHS", (128, 512))
-    most: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
-    engine = build_engine(checkpoint, "isd", graphs="on", warmup="full", stride=2, adaptive=True, **most)
+    maximum: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    engine = build_engine(checkpoint, "isd", graphs="on", warmup="full", stride=2, adaptive=True, **maximum)
     costs, controller = engine.scheduler.costs, engine._stride_controller
     assert costs is not None and controller is not None and controller.captured is not None
     assert costs.graph_rows == (128, 512)
@@ -340,10 +340,10 @@ def test_a_warm_up_tells_what_passes_with_prompts_take(
         (1e-3 + PER_ROW) / (1e-3 + PER_ROW * 516)
     )
     modes = range(len(engine.decoder.modes))
-    assert controller.captured.most == dict.fromkeys(itertools.product(modes, (0, 128, 512)), 4)
+    assert controller.captured.maximum == dict.fromkeys(itertools.product(modes, (0, 128, 512)), 4)
     loads = [Load(num_sequences=3, num_prompt_rows=9), Load(num_sequences=3)]
     decoding = dict.fromkeys(itertools.product(modes, (0,)), 4)
-    controller.captured = replace(controller.captured, most=decoding)
+    controller.captured = replace(controller.captured, maximum=decoding)
     assert [controller.choose(load) > 0 for load in loads] == [False, True]
 
 

@@ -36,7 +36,7 @@ class Compiled:
     shared_bytes: int
     registers: int
     spilled_bytes: int
-    said: str
+    output: str
     """What ptxas said, warnings among it."""
 
 
@@ -102,13 +102,13 @@ def compiled_launches(run: Callable[[], object]) -> list[tuple[str, Compiled]]:
 
 def _described(compiled: Any, target: str) -> Compiled:
     ptx = compiled.asm["ptx"]
-    registers, spilled, said = _resources(ptx, target)
+    registers, spilled, output = _resources(ptx, target)
     return Compiled(
         ptx=ptx,
         shared_bytes=compiled.metadata.shared,
         registers=registers,
         spilled_bytes=spilled,
-        said=said,
+        output=output,
     )
 
 
@@ -125,8 +125,8 @@ def _resources(ptx: str, target: str) -> tuple[int, int, str]:
             "-o",
             Path(folder, "kernel.cubin"),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spilled = re.search(r"(\d+) bytes spill stores", said)
-    assert registers and spilled, said
-    return int(registers[1]), int(spilled[1]), said
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", output)
+    spilled = re.search(r"(\d+) bytes spill stores", output)
+    assert registers and spilled, output
+    return int(registers[1]), int(spilled[1]), output

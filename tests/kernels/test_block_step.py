@@ -63,8 +63,8 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
         after = case.sequence(case.sequences[b][0])
         for name in ("num_computed", "num_passes", "num_clean_passes", "whole_part", "decided"):
             assert getattr(after, name) == getattr(sequence, name), name
-        most = case.table.max_length
-        assert after.tokens[:most] == sequence.tokens[:most]
+        maximum = case.table.max_length
+        assert after.tokens[:maximum] == sequence.tokens[:maximum]
 
 
 Due = list[tuple[list[Row], int, bool, list[int]]]

@@ -110,18 +110,18 @@ def _parts(name: str, options: dict[str, Any]) -> EngineParts:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("name", "options", "most"),
+    ("name", "options", "maximum"),
     [("ar", {}, 43), ("isd", {"stride": 4}, 45), ("isd", {"stride": 4, "adaptive": True}, 56)],
     ids=str,
 )
 def test_few_passes_tell_all_variants_that_a_warm_up_needs(
-    name: str, options: dict[str, Any], most: int, compiled: Counter[str]
+    name: str, options: dict[str, Any], maximum: int, compiled: Counter[str]
 ) -> None:
     with only_compiled():
-        _check_variants(_parts(name, options), most, compiled)
+        _check_variants(_parts(name, options), maximum, compiled)
 
 
-def _check_variants(parts: EngineParts, most: int, compiled: Counter[str]) -> None:
+def _check_variants(parts: EngineParts, maximum: int, compiled: Counter[str]) -> None:
     decoder = parts.decoder
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -130,7 +130,7 @@ def _check_variants(parts: EngineParts, most: int, compiled: Counter[str]) -> No
     prompts = ahead_of.prompt_shapes(decoder, *LIMITS, EAGER_ROWS, max_prompt_rows=PROMPT_ROWS)
     compile_ahead(step, [*prompts, *ahead_of.compiled_shapes(decoder, *LIMITS)])
     ahead = Counter(compiled)
-    assert 20 < ahead.total() <= most, f"each takes a second to compile: {ahead}"
+    assert 20 < ahead.total() <= maximum, f"each takes a second to compile: {ahead}"
     shapes = ahead_of.shapes_ahead(decoder, *LIMITS, EAGER_ROWS, max_prompt_rows=PROMPT_ROWS)
     compile_ahead(step, shapes[:: 1 if decoder.name == "ar" else 5])
     assert compiled == ahead, "a capture would compile"

@@ -35,7 +35,7 @@ def test_the_plain_path_routes_by_blocks_as_the_reference(seed: int) -> None:
     pytest.importorskip("triton")
     from tests.kernels.cases.experts import check_block_route
 
-    check_block_route(seed, "cpu", torch.float32, most_blocks=6)
+    check_block_route(seed, "cpu", torch.float32, max_blocks=6)
 
 
 def test_ranks_parts_add_up_to_the_whole() -> None:

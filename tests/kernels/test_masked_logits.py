@@ -60,10 +60,16 @@ def test_ranges_leave_few_multiprocessors_idle() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.masked_logits.launch import range_tiles
 
-    for row_tiles, tokens, most in ((64, 494, 256), (1, 494, 256), (4688, 494, 8), (3, 1, 5), (7, 594, 64)):
-        tiles = range_tiles(row_tiles, tokens, most, 132)
+    for row_tiles, tokens, maximum in (
+        (64, 494, 256),
+        (1, 494, 256),
+        (4688, 494, 8),
+        (3, 1, 5),
+        (7, 594, 64),
+    ):
+        tiles = range_tiles(row_tiles, tokens, maximum, 132)
         splits = -(-tokens // tiles)
-        assert 1 <= splits <= most
+        assert 1 <= splits <= maximum
         rounds = -(-row_tiles * splits // 132) * tiles
         if row_tiles >= 64:
             assert row_tiles * tokens / 132 >= 0.95 * rounds, (row_tiles, tiles)
@@ -119,11 +125,11 @@ def test_what_full_diffusion_asks_compiles_for_hopper(entropy: bool) -> None:
 def test_the_workspace_holds_the_numbers_of_all_ranges() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
-    from idlm.kernels.masked_logits.launch import most_splits
+    from idlm.kernels.masked_logits.launch import max_splits
 
     for num_fields in (3, 4):
         for num_rows in (1, 64, 5000, 32768, 1_000_003, 20_000_000):
-            splits = most_splits(num_rows, num_fields)
+            splits = max_splits(num_rows, num_fields)
             assert splits >= 1
             num_bytes = 4 * num_fields * num_rows * splits
             assert num_bytes <= WORKSPACE_BYTES + num_rows * WORKSPACE_ROW_BYTES

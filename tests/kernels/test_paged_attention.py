@@ -183,7 +183,7 @@ def test_decoding_sequences_keep_their_tile_beside_a_prompt(
         few_rows=few_rows,
         max_slots=context,
     )
-    launch, narrow, most_rows = planning.choose_launches(rows, QWEN3_8B)
+    launch, narrow, max_rows = planning.choose_launches(rows, QWEN3_8B)
     assert launch.block_m == 128
     assert (None if narrow is None else narrow.block_m) == block_m
     if narrow is not None:
@@ -191,7 +191,7 @@ def test_decoding_sequences_keep_their_tile_beside_a_prompt(
         assert narrow == planning.choose_launches(alone, QWEN3_8B)[0], (
             "its kernels are those of decoding alone"
         )
-        assert most_rows * QWEN3_8B.group == narrow.block_m
+        assert max_rows * QWEN3_8B.group == narrow.block_m
 
 
 @pytest.mark.sweep
@@ -240,7 +240,7 @@ def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
     assert f".maxnreg {kernel_hopper.REGISTERS}" in result.ptx and ".reqntid 256" in result.ptx
     # Both groups multiply 16 columns of keys and 16 rows of values at a time, in the loop and beside it.
     assert result.ptx.count("wgmma.mma_async") == 2 * 2 * (128 // 16 + 64 // 16)
-    assert result.spilled_bytes == 0 and "serialized" not in result.said
+    assert result.spilled_bytes == 0 and "serialized" not in result.output
 
 
 def test_two_warpgroups_walk_blocks_of_long_contexts() -> None:
@@ -285,7 +285,7 @@ def test_many_decoding_sequences_walk_short_blocks() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_fast_truth_of_the_tests_is_the_reference(seed: int) -> None:
     case = build(
-        random_sequences(random.Random(seed), most=4, longest=30, chunk=9),
+        random_sequences(random.Random(seed), maximum=4, longest=30, chunk=9),
         replace(SMALL, dtype=torch.float64),
         padding=0,
         seed=seed,

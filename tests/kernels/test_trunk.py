@@ -230,11 +230,11 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
 
 def assert_prefetches(ptx: str, *, gated: bool) -> None:
     """Prefetches before the wait: weights alone, 128 columns of 64 rows by 128 threads."""
-    ahead, _, behind = ptx.partition("griddepcontrol.wait")
+    ahead, _, after = ptx.partition("griddepcontrol.wait")
     requests = ahead.count("prefetch.global.L2")
     assert requests == ptx.count("prefetch.global.L2") > 0 and requests % (2 if gated else 1) == 0
     assert "cp.async" not in ahead and "ld.global" not in ahead, "activations are read too early"
-    assert behind.index("cp.async.cg") < behind.index("griddepcontrol.launch_dependents")
+    assert after.index("cp.async.cg") < after.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.sweep
@@ -278,9 +278,9 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
     assert "fma.rn" not in made.ptx, "a product and a sum are rounded once"
     assert "cp.async.ca" not in made.ptx, "the weight is not read by 16 bytes"
     # After the wait for h, all loads of h and both B are issued before any is used.
-    _, _, behind = made.ptx.rpartition("ld.global.gpu.acquire")
-    assert behind.count(" ld.global.v4.b32") == 16
-    assert behind.index("ld.global.cg") < behind.rindex(" ld.global.v4.b32") < behind.index("st.shared.v")
+    _, _, after = made.ptx.rpartition("ld.global.gpu.acquire")
+    assert after.count(" ld.global.v4.b32") == 16
+    assert after.index("ld.global.cg") < after.rindex(" ld.global.v4.b32") < after.index("st.shared.v")
 
 
 @pytest.mark.sweep
@@ -313,8 +313,8 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
         made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, **options)
         assert made.spilled_bytes == 0, kernel
         assert 4 * made.shared_bytes <= SHARED_BYTES and made.registers <= 128, "four programs do not fit"
-        ahead, _, behind = made.ptx.partition("griddepcontrol.wait")
-        assert ahead.count("ld.global") == num_ahead and behind.count("ld.global") > 0, kernel
+        ahead, _, after = made.ptx.partition("griddepcontrol.wait")
+        assert ahead.count("ld.global") == num_ahead and after.count("ld.global") > 0, kernel
         assert ("griddepcontrol.launch" in ahead.partition("ld.global")[0]) == is_early, kernel
         assert made.ptx.count("griddepcontrol") == 2 and "st.global" not in ahead, kernel
         assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {kernel}"

@@ -113,9 +113,9 @@ def _text(answer: Sequence[int]) -> str:
 
 def _allowed(prefix: Sequence[int], texts: frozenset[str]) -> list[bool]:
     text = _text(prefix)
-    goes_on = [any(one.startswith(text + piece) for one in texts) for piece in PIECES]
-    goes_on[EOS_ID] = text in texts
-    return goes_on
+    allowed = [any(one.startswith(text + piece) for one in texts) for piece in PIECES]
+    allowed[EOS_ID] = text in texts
+    return allowed
 
 
 def _is_done(answer: Sequence[int], texts: frozenset[str]) -> bool:

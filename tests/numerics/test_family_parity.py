@@ -232,18 +232,19 @@ def test_an_engine_generates_what_a_slow_decoder_does(
     directory, reference = checkpoints(family)
     fields = {"edit" if key == "edit_threshold" else key: value for key, value in options.items()}
     rules = Rules(size=BLOCK, mask=MASK, shifted=family == "fast_dllm", **fields)
-    slow, most = SlowReference(reference, rules), 3 * BLOCK
+    slow, maximum = SlowReference(reference, rules), 3 * BLOCK
     # No case has a near tie after these.
     lengths = (2 * BLOCK + 1, BLOCK, BLOCK - 1, 1)
     prompts = [draw(length, seed) for seed, length in enumerate(lengths, start=56)]
     expected = [
-        slow.answer(prompt, Sampling(max_tokens=most, **sampling))[0]
+        slow.answer(prompt, Sampling(max_tokens=maximum, **sampling))[0]
         for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
     ]
     assert len({tuple(answer) for answer in expected}) == len(prompts)
     assert slow.num_edits > 0 or options is not EDITS
     params = [
-        SamplingParams(**{"seed": 0, **sampling}, max_tokens=most, ignore_eos=True) for sampling in SAMPLINGS
+        SamplingParams(**{"seed": 0, **sampling}, max_tokens=maximum, ignore_eos=True)
+        for sampling in SAMPLINGS
     ]
     for way in ENGINES:
         engine = build_engine(directory, "block", **options, **way)
@@ -301,12 +302,12 @@ def test_trap_12_a_router_that_is_not_renormalised_is_visible(tmp_path: Path) ->
     assert (found - reference(tokens, BLOCK)).abs().max() > VISIBLE
 
 
-@pytest.mark.parametrize("is_said_tied", [True, False])
+@pytest.mark.parametrize("is_tied_in_config", [True, False])
 def test_trap_13_a_head_of_its_own_is_used_whatever_the_config_says(
-    is_said_tied: bool, tmp_path: Path
+    is_tied_in_config: bool, tmp_path: Path
 ) -> None:
     reference = sdar(tmp_path)
-    rewrite_config(tmp_path, tie_word_embeddings=is_said_tied)
+    rewrite_config(tmp_path, tie_word_embeddings=is_tied_in_config)
     tokens = draw(BLOCK, 7)
     found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
     assert (found - reference(tokens, BLOCK)).abs().max() <= TOLERANCE

@@ -33,14 +33,14 @@ def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarr
         return None
     keys, group_of, sizes = np.unique(_prompt_keys(source, num), return_inverse=True, return_counts=True)
     wanted = max(1, round(config.holdout * num), min(WANTED, int(SHARE_OF_FEW * num)))
-    most = min(num - 1, max(wanted, num // 2))
+    maximum = min(num - 1, max(wanted, num // 2))
     order = np.argsort(keys ^ np.random.default_rng(seed).integers(np.iinfo(np.int64).max))
     is_chosen, total = np.zeros(len(keys), dtype=bool), 0
     for group in order:
         if total >= wanted:
             break
         # A prompt that most of the data answers is not held out.
-        if total + sizes[group] <= most:
+        if total + sizes[group] <= maximum:
             is_chosen[group] = True
             total += int(sizes[group])
     return is_chosen[group_of.reshape(-1)] if total else None

@@ -209,8 +209,8 @@ class Watchdog(TrainerCallback):
             return None
         seconds = now - min(known.moved_at for known in stuck)
         beats = [known.heartbeat for known in running]
-        least = min(beat.progress() for beat in beats)
-        last = [beat for beat in beats if beat.progress() == least]
+        minimum = min(beat.progress() for beat in beats)
+        last = [beat for beat in beats if beat.progress() == minimum]
         states = "; ".join(beat.where() for beat in beats)
         if len(last) == len(beats) > 1:
             return f"no rank moved for {seconds:.0f} s, and all are in the same place: {states}", last

@@ -112,7 +112,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype, is_planned: bool
             fix="restore config.json and the safetensors files from their source",
         ) from error
     _require_complete(path, report)
-    _say_whether_tied(model, path)
+    _log_whether_tied(model, path)
     if generation is None and model.generation_config is not None:
         generation = savable(model.generation_config, directory)
     model.generation_config = generation
@@ -180,7 +180,7 @@ def _require_complete(path: str, report: Mapping[str, Any]) -> None:
         )
 
 
-def _say_whether_tied(model: PreTrainedModel, path: str) -> None:
+def _log_whether_tied(model: PreTrainedModel, path: str) -> None:
     """Take back the word of a config.json that says tied, where the files hold a head of their own: resizing
     and other tools would replace the head by the embedding."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()

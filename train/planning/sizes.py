@@ -70,8 +70,8 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
         try:
             chosen = _fitting(config, _base(config))
         except UserError:
-            least = dict(zip(CHOSEN, (1, CPU_LENGTH, LARGE_RATE), strict=True))
-            return _filled(config, with_values(config, least))
+            minimum = dict(zip(CHOSEN, (1, CPU_LENGTH, LARGE_RATE), strict=True))
+            return _filled(config, with_values(config, minimum))
     filled = _filled(config, chosen)
     log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_told(filled)))
     return filled
@@ -211,15 +211,15 @@ def _device_bytes(gpu: str | None) -> int:
     return DEVICE_BYTES.get(gpu) or torch.cuda.get_device_properties(0).total_memory
 
 
-def _rows_of_step(config: TrainConfig, length: int, most: int) -> int:
-    """Packed rows of a step: fewer than `most` where the data would give less than `WANTED_STEPS` steps."""
+def _rows_of_step(config: TrainConfig, length: int, maximum: int) -> int:
+    """Packed rows of a step: fewer than `maximum` where the data would give less than `WANTED_STEPS` steps."""
     num_bytes = 0.0
     for part in config.data.parts():
         if part.source not in SUFFIXES:
-            return most
+            return maximum
         with contextlib.suppress(UserError, OSError):
             for path in find_files(part.path, SUFFIXES[part.source]):
                 is_plain = path.suffix in (".jsonl", ".json")
                 num_bytes += path.stat().st_size * (1 if is_plain else PACKED)
     rows = num_bytes / BYTES_PER_TOKEN / length * (config.train.epochs or 1)
-    return 2 ** int(math.log2(min(most, max(1.0, rows / WANTED_STEPS))))
+    return 2 ** int(math.log2(min(maximum, max(1.0, rows / WANTED_STEPS))))

@@ -142,8 +142,8 @@ def peak_over_average(points: Sequence[tuple[float, float]]) -> float:
     return max(size for _, size in points) / average if average else 1.0
 
 
-def fewer_points(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Timeline:
-    """At most `most` points: of each run of points the one with the most bytes, so that peaks stay."""
-    width = max(1, -(-len(points) // most))
+def fewer_points(points: Sequence[tuple[float, float]], maximum: int = MAX_POINTS) -> Timeline:
+    """At most `maximum` points: of each run of points the one with the most bytes, so that peaks stay."""
+    width = max(1, -(-len(points) // maximum))
     runs = [points[start : start + width] for start in range(0, len(points), width)]
     return [max(run, key=lambda point: point[1]) for run in runs]

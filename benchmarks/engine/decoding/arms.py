@@ -49,7 +49,7 @@ class Bench:
     traces: dict[int, Trace]
     rounds: int
     num_tokens: int
-    least_tokens: int
+    min_tokens: int
     report: Report
     problems: list[str] = field(default_factory=list)
     linears: dict[int, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Bench:
         return Load(
             concurrency=concurrency,
             context=context,
-            num_tokens=max(self.num_tokens, self.least_tokens // concurrency),
+            num_tokens=max(self.num_tokens, self.min_tokens // concurrency),
             sampling=SAMPLING[self.sampling],
         )
 

@@ -61,9 +61,9 @@ class MathVerify:
         self._process = process
         if _line(process, START_SECONDS) != b"ready\n":
             process.kill()
-            said = process.communicate()[1].decode(errors="replace").strip().splitlines()
+            lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
             self._process = None
-            raise _missing(f"math-verify cannot be used: {said[-1] if said else 'its process ended'}")
+            raise _missing(f"math-verify cannot be used: {lines[-1] if lines else 'its process ended'}")
         return process
 
     def _stop(self) -> None:

@@ -70,13 +70,13 @@ class Llada2(Family):
         reader.allow("router_dtype", "fp32", "float32", None)
         rotary_dim, moe = _rotary_dim(reader), _experts(reader)
         edit_tokens = [
-            reader.integer(name, least=0, most=MAX_COUNT)
+            reader.integer(name, minimum=0, maximum=MAX_COUNT)
             for name in EDIT_TOKENS
             if config.get(name) is not None
         ]
         if edit_tokens and (moe.capacity is None or len(edit_tokens) < 2):
             reader.problems.append(f"{' or '.join(EDIT_TOKENS)} without the other or without expert_capacity")
-        if max(edit_tokens, default=0) >= reader.integer("vocab_size", most=MAX_COUNT):
+        if max(edit_tokens, default=0) >= reader.integer("vocab_size", maximum=MAX_COUNT):
             reader.problems.append(f"{', '.join(EDIT_TOKENS)}={edit_tokens} (must be below vocab_size)")
         reader.allow("use_bias", False)
         qkv_bias = reader.flag("use_qkv_bias")
@@ -126,7 +126,7 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
-    num_experts, num_groups = reader.integer("num_experts", most=MAX_COUNT), reader.integer("n_group")
+    num_experts, num_groups = reader.integer("num_experts", maximum=MAX_COUNT), reader.integer("n_group")
     num_chosen, chosen_groups = reader.integer("num_experts_per_tok"), reader.integer("topk_group")
     if num_experts % num_groups or chosen_groups > num_groups:
         reader.problems.append(
@@ -137,19 +137,19 @@ def _experts(reader: ConfigReader) -> MoeSpec:
     ffn_width = reader.integer("moe_intermediate_size")
     block_size, capacity = reader.integer("block_size", BLOCK_SIZE), None
     if reader.config.get("expert_capacity") is not None:
-        capacity, num_groups, chosen_groups = reader.integer("expert_capacity", least=num_chosen), 1, 1
+        capacity, num_groups, chosen_groups = reader.integer("expert_capacity", minimum=num_chosen), 1, 1
     return MoeSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
         ffn_width=ffn_width,
-        dense_layers=range(reader.integer("first_k_dense_replace", least=0, most=MAX_COUNT)),
+        dense_layers=range(reader.integer("first_k_dense_replace", minimum=0, maximum=MAX_COUNT)),
         score="sigmoid",
         is_normalised=reader.flag("norm_topk_prob"),
         scaling=reader.positive_float("routed_scaling_factor", 1.0),
         has_bias=True,
         num_groups=num_groups,
         num_chosen_groups=chosen_groups,
-        shared_ffn_width=ffn_width * reader.integer("num_shared_experts", least=0),
+        shared_ffn_width=ffn_width * reader.integer("num_shared_experts", minimum=0),
         capacity=capacity,
         block_size=block_size,
     )

@@ -44,7 +44,7 @@ class LladaMoe(Family):
         reader = ConfigReader(config)
         reader.require("max_position_embeddings", "num_experts", "num_experts_per_tok")
         num_experts, num_chosen = (
-            reader.integer("num_experts", most=MAX_COUNT),
+            reader.integer("num_experts", maximum=MAX_COUNT),
             reader.integer("num_experts_per_tok"),
         )
         if num_chosen > num_experts:

@@ -36,7 +36,7 @@ class Qwen3Moe(Family):
 
 def _experts(reader: ConfigReader) -> MoeSpec:
     # transformers 5 writes the field under its second name.
-    num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"), most=MAX_COUNT)
+    num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"), maximum=MAX_COUNT)
     reader.allow("num_local_experts", num_experts, None)
     num_chosen = reader.integer("num_experts_per_tok")
     if num_chosen > num_experts:

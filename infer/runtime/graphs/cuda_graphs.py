@@ -176,8 +176,8 @@ class StaticStep:
         """The captured shape with the fewest rows that such passes should run in."""
         if shape in self._graphs or not (self.is_warm or shape.limits.capacity is not None):
             return shape if shape in self._graphs else None
-        most = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
-        fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= most]
+        maximum = math.inf if self._has_blocks else max(self.eager_rows, shape.all_rows)
+        fitting = [each for each in self._graphs if each.holds(shape) and each.all_rows <= maximum]
         if not self.is_warm:
             sampled = shape.filters, shape.num_top
             fitting = [each for each in fitting if (each.filters, each.num_top) == sampled]

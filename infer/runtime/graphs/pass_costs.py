@@ -65,30 +65,30 @@ class PassCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Which passes of a decoder with several modes have graphs. `most`: sequences at most, by mode and prompt
+    """Which passes of a decoder with several modes have graphs. `maximum`: sequences at most, by mode and prompt
     rows. A pass of `eager_rows` rows computes as long as launching it without a graph takes."""
 
-    most: Mapping[tuple[int, int], int]
+    maximum: Mapping[tuple[int, int], int]
     eager_rows: int
 
     @classmethod
     def of(cls, shapes: Iterable[PassShape], missing: Collection[PassShape], eager_rows: int) -> Captured:
         """From the `shapes` that a warm-up wanted, and those that it did not capture. Beside prompts no
-        number of sequences below the `most` is missing; without, they may run in a larger graph."""
-        most, ended = dict[tuple[int, int], int](), set[tuple[int, int]]()
+        number of sequences below the `maximum` is missing; without, they may run in a larger graph."""
+        maximum, ended = dict[tuple[int, int], int](), set[tuple[int, int]]()
         for shape in sorted(shapes, key=lambda each: each.num_sequences):
             key = shape.mode, shape.num_prompt_rows
             if shape not in missing and key not in ended:
-                most[key] = shape.num_sequences
+                maximum[key] = shape.num_sequences
             elif shape.num_prompt_rows:
                 ended.add(key)
-        return cls(most=most, eager_rows=eager_rows)
+        return cls(maximum=maximum, eager_rows=eager_rows)
 
     def launches_fast(self, mode: int, num_sequences: int, num_rows: int, num_prompt_rows: int) -> bool:
         """Whether launching such a pass, of `num_rows` in all, takes no longer than it computes."""
-        sizes = sorted(size for number, size in self.most if number == mode and size >= num_prompt_rows)
-        most = self.most[mode, sizes[0]] if sizes and (num_prompt_rows or not sizes[0]) else 0
-        return num_sequences <= most or num_rows >= self.eager_rows
+        sizes = sorted(size for number, size in self.maximum if number == mode and size >= num_prompt_rows)
+        maximum = self.maximum[mode, sizes[0]] if sizes and (num_prompt_rows or not sizes[0]) else 0
+        return num_sequences <= maximum or num_rows >= self.eager_rows
 
 
 def prompt_rows(
@@ -97,14 +97,14 @@ def prompt_rows(
     num_sequences: int,
     num_slots: int,
     num_waiting: int,
-    most: int,
+    maximum: int,
     max_slowdown: float = math.inf,
 ) -> int:
-    """How many of `num_waiting` prompt rows, and of `most`, a pass stores beside such sequences: of all that
+    """How many of `num_waiting` prompt rows, and of `maximum`, a pass stores beside such sequences: of all that
     wait, the sizes of graphs and multiples of the largest, those with the most rows for the time of the pass,
     if that is at most `max_slowdown` times as long as decoding alone; the fewest if all take longer."""
     limit = max_slowdown * costs.time(num_sequences, num_slots)
-    num_waiting = min(num_waiting, most)
+    num_waiting = min(num_waiting, maximum)
     sizes = [*PROMPT_GRAPHS, *range(2 * PROMPT_GRAPHS[-1], num_waiting, PROMPT_GRAPHS[-1])]
     sizes = [*(size for size in sizes if size < num_waiting), num_waiting]
     times = {size: costs.time(num_sequences, num_slots, size) for size in sizes}

@@ -145,10 +145,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int, *, is_warm: 
             payload = BlockLimits(num_wanted=num_wanted, capacity=capacity)
         case "none":
             num_rows = rows_bucket(sum(schedule.num_rows))
-            most = decoder.num_rows(schedule.mode, max_length)
+            maximum = decoder.num_rows(schedule.mode, max_length)
             rows = zip(schedule.num_rows, schedule.requests, strict=True)
             longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
-            max_rows = min(rows_bucket(longest_canvas), most)
+            max_rows = min(rows_bucket(longest_canvas), maximum)
             exact = schedule.canvases
             payload = CanvasLimits(
                 max_length=min(rows_bucket(exact.max_length), max_length),
@@ -183,28 +183,28 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     return max(num_scheduled, -(-num_sequences // 8) if schedule.limits.capacity is None else num_sequences)
 
 
-def batch_sizes(width: int, most: int, max_rows: int) -> list[int]:
-    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `most` sequences and about
+def batch_sizes(width: int, maximum: int, max_rows: int) -> list[int]:
+    """Numbers of sequences, of `width` rows each, to capture graphs of: up to `maximum` sequences and about
     `max_rows` rows. Padding adds a quarter of the rows at most, an eighth beyond `STREAMED_ROWS`."""
     sizes, size = [1], 1
-    while size < most and size * width < max_rows:
+    while size < maximum and size * width < max_rows:
         growth = 1.25 if size * width < STREAMED_ROWS else 1.125
         step = padded_sequences(size + 1) - padded_sequences(size)
         grown = int(size * growth) // step * step
         # Powers of two are all among them: they are captured and timed first.
-        size = min(max(padded_sequences(size + 1), grown), padded_sequences(most), 1 << size.bit_length())
+        size = min(max(padded_sequences(size + 1), grown), padded_sequences(maximum), 1 << size.bit_length())
         sizes.append(size)
     return sizes
 
 
-def mixed_sizes(width: int, num_prompt_rows: int, most: int) -> list[int]:
+def mixed_sizes(width: int, num_prompt_rows: int, maximum: int) -> list[int]:
     """The same of passes with so many prompt rows, which count as well. Up to `FEW_ROWS` rows padding may add
     a quarter."""
     sizes, size = list[int](), 0
-    while size < most:
+    while size < maximum:
         num_rows = (size + 1) * width + num_prompt_rows
         share = 4 if num_rows <= FEW_ROWS else 8
-        size = min(most, size + max(1, num_rows // share // width))
+        size = min(maximum, size + max(1, num_rows // share // width))
         sizes.append(size)
     return sizes
 

@@ -82,10 +82,10 @@ def _mixed_sizes(
     """Numbers of sequences of passes with prompts. Beside prompts a mode with drafts is used only while its
     rows are few: beyond that they take as long as those of prompts."""
     widths = rows_by_mode(decoder, max_length)
-    width, most = widths[mode], max_sequences
+    width, maximum = widths[mode], max_sequences
     if width > min(widths):
-        most = min(most, max(1, FREE_ROWS // width))
-    return mixed_sizes(width, num_prompt_rows, most)
+        maximum = min(maximum, max(1, FREE_ROWS // width))
+    return mixed_sizes(width, num_prompt_rows, maximum)
 
 
 def shapes_with_capacity(decoder: Decoder, max_sequences: int, max_length: int) -> list[PassShape]:
@@ -144,10 +144,10 @@ def measured_shapes(shapes: list[PassShape]) -> list[PassShape]:
     plain = [
         each for each in shapes if not each.filters and each.decides and each.max_known == shapes[0].max_known
     ]
-    least = min((each.max_rows for each in plain), default=0)
+    minimum = min((each.max_rows for each in plain), default=0)
     found = dict[int, PassShape]()
     for shape in sorted(plain, key=lambda each: each.num_sequences):
-        if shape.max_rows == least:
+        if shape.max_rows == minimum:
             found.setdefault(shape.num_prompt_rows, shape)
     return list(found.values())
 
@@ -210,8 +210,8 @@ def _variants(decoder: Decoder, shape: PassShape, is_tight: bool) -> list[PassSh
     policy = decoder.kv_policy
     if policy.kind == "append":
         return [shape]
-    least = -(-shape.num_sequences // 8) if policy.fused_commit else 0
-    clean = [policy.block_size * bucket(count, FED_BLOCK_BUCKETS) for count in (2 * least, least)]
+    minimum = -(-shape.num_sequences // 8) if policy.fused_commit else 0
+    clean = [policy.block_size * bucket(count, FED_BLOCK_BUCKETS) for count in (2 * minimum, minimum)]
     num_wanted = head_buckets(shape.num_sequences, policy.block_size)
     return [
         replace(shape, num_prompt_rows=num_rows, payload=BlockLimits(num_wanted=num))

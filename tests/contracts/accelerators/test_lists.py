@@ -46,17 +46,17 @@ def test_pages_are_swapped_in_front_of_a_block_that_is_being_decided(
     alone = engine_of(toys, **settings, prefix_cache=False)
     [expected] = tokens(clear_answers(alone, [prompt], params))
     engine = engine_of(toys, **settings, graphs=graphs)
-    memory, num_swapped, let_go = engine._parts.runner._cache, 0, PagePool._decref
+    memory, num_swapped, release = engine._parts.runner._cache, 0, PagePool._decref
 
-    def letting_go(pool: PagePool, page: int) -> None:
+    def releasing(pool: PagePool, page: int) -> None:
         nonlocal num_swapped
-        let_go(pool, page)
+        release(pool, page)
         if pool._free[-1:] == [page]:
             num_swapped += engine.has_work
             for slots in (memory.keys, memory.values):
                 slots[:, page * SIZE : (page + 1) * SIZE] = torch.nan
 
-    monkeypatch.setattr(PagePool, "_decref", letting_go)
+    monkeypatch.setattr(PagePool, "_decref", releasing)
     found: dict[str, tuple[int, ...]] = {}
     for number in range(3):
         engine.add_request(str(number), prompt, params)

@@ -34,10 +34,10 @@ class SlowResizing(SlowBlocks):
                         row[token] = NEVER
             writes: dict[int, int | None] = {}
             if rules.edit is not None:
-                said = {
+                output = {
                     p: self._edit(rows[p], work[p], sampling) for p in range(fixed, size) if p not in masks
                 }
-                writes = {index: token for index, token in said.items() if token != work[index]}
+                writes = {index: token for index, token in output.items() if token != work[index]}
             is_settled = rules.edit is None or is_last or not (masks or writes)
             self.num_edits += len(writes)
             self.extra = size if is_last else sum(is_new[index] for index in masks)

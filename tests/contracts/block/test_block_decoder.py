@@ -360,11 +360,11 @@ def test_bad_options_are_named(
 def test_options_that_a_strategy_does_not_read_are_named(toys: dict[bool, Path], strategy: str) -> None:
     values = {"threshold": 0.5, "entropy_bound": 1.0, "steps": 2}
     reads = UNMASKINGS.get(strategy).reads
-    with pytest.warns(UserWarning, match="does nothing") as said:
+    with pytest.warns(UserWarning, match="does nothing") as output:
         engine = Engine.from_pretrained(
             toys[False], "block", device="cpu", max_length=64, strategy=strategy, **values
         )
-    [text] = [str(warning.message) for warning in said]
+    [text] = [str(warning.message) for warning in output]
     assert [name for name in values if f"decoder.{name}" in text.partition(" does")[0]] == [
         name for name in values if name not in reads
     ]

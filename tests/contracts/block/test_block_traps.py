@@ -26,7 +26,7 @@ from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of
 pytestmark = pytest.mark.decides
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST = 3 * SIZE
+MAX = 3 * SIZE
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_trap_06_a_block_is_stored_by_its_clean_tokens_before_the_next_is_decide
 
     monkeypatch.setattr(runner, "forward", watched)
     prompt = prompts_of([SIZE + 1])[0]
-    [found] = engine.generate([prompt], greedy(max_tokens=MOST))
+    [found] = engine.generate([prompt], greedy(max_tokens=MAX))
     final = [*prompt, *found.token_ids]
     assert seen[-1][0] >= 3
     for block, known in seen:
@@ -105,14 +105,14 @@ def test_trap_06_a_block_is_stored_by_its_clean_tokens_before_the_next_is_decide
 def test_trap_08_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path) -> None:
     """SDAR: the tokenizer's eos never comes, the end of a turn does."""
     prompt = prompts_of([6])[0]
-    [long] = build_engine(toy, "block").generate([prompt], greedy(max_tokens=MOST))
+    [long] = build_engine(toy, "block").generate([prompt], greedy(max_tokens=MAX))
     turn_end = long.token_ids[5]
     absent = next(token for token in range(MASK_ID) if token not in long.token_ids)
     directory = tmp_path / "toy"
     shutil.copytree(toy, directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn_end, absent]}))
     [found] = build_engine(directory, "block").generate(
-        [prompt], SamplingParams(temperature=0, max_tokens=MOST)
+        [prompt], SamplingParams(temperature=0, max_tokens=MAX)
     )
     assert found.finish_reason == "stop"
     assert found.token_ids == long.token_ids[: long.token_ids.index(turn_end) + 1]
@@ -145,20 +145,20 @@ def test_trap_16_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> Non
     assert (BlockConfig().sure, BlockConfig().sure_edit) == (0.9, 1.0)
     assert (BlockConfig(mode="speed").sure, BlockConfig(mode="speed").sure_edit) == (0.5, 0.0)
     # Threshold 1: one token a pass, even where all confidences are 1.
-    one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MOST, ignore_eos=True)
+    one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MAX, ignore_eos=True)
     [found] = build_engine(toy, "block", threshold=1.0).generate(prompts_of([SIZE]), one)
-    assert found.num_forwards == MOST
+    assert found.num_forwards == MAX
 
 
 def test_trap_17_confidence_after_top_k_1_is_constant(toy: Path) -> None:
     """As published, a block is then decided at once. Greedy requests, and confidence=model, are judged by the
     model's own law."""
-    prompts, num_blocks = prompts_of([SIZE]), MOST // SIZE
-    one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MOST, ignore_eos=True)
+    prompts, num_blocks = prompts_of([SIZE]), MAX // SIZE
+    one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MAX, ignore_eos=True)
     [at_once] = build_engine(toy, "block").generate(prompts, one)
     assert at_once.num_forwards == num_blocks
     [judged] = build_engine(toy, "block", confidence="model").generate(prompts, one)
-    [greedily] = build_engine(toy, "block").generate(prompts, greedy(max_tokens=MOST))
+    [greedily] = build_engine(toy, "block").generate(prompts, greedy(max_tokens=MAX))
     assert judged.num_forwards > num_blocks
     assert (judged.token_ids, judged.num_forwards) == (greedily.token_ids, greedily.num_forwards)
 
@@ -209,9 +209,9 @@ def test_trap_19_the_mask_is_never_decided(mask_lover: Path, options: dict[str, 
     assert MASK_ID in best
     engine = build_engine(mask_lover, "block", **options)
     for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=MOST, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=MAX, ignore_eos=True)
         for answer in engine.generate(prompts, params):
-            assert len(answer.token_ids) == MOST
+            assert len(answer.token_ids) == MAX
             assert MASK_ID not in answer.token_ids
 
 

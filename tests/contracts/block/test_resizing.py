@@ -36,7 +36,7 @@ ENGINES: list[dict[str, Any]] = [
     {"num_pages": 12, "page_size": BLOCK},
     {"fused_commit": False},
 ]
-MOST = 3 * BLOCK
+MAX = 3 * BLOCK
 
 
 class Slow(SlowResizing, SlowReference):
@@ -64,12 +64,12 @@ def test_an_engine_deletes_and_splits_as_a_slow_decoder_does(mode: str, model: t
     for seed in range(40):
         prompt, sampling = draw(1 + 3 * seed % 11, seed), {"temperature": 0.7 * (seed % 3 == 2), "seed": seed}
         try:
-            answer = slow.answer(prompt, Sampling(max_tokens=MOST, **sampling))[0]
+            answer = slow.answer(prompt, Sampling(max_tokens=MAX, **sampling))[0]
         except NearTie:
             continue
         prompts.append(prompt)
         expected.append(answer)
-        params.append(SamplingParams(max_tokens=MOST, ignore_eos=True, **sampling))
+        params.append(SamplingParams(max_tokens=MAX, ignore_eos=True, **sampling))
         if len(prompts) == 6:
             break
     assert len(prompts) == 6 and min(slow.num_deleted, slow.num_split) > 0

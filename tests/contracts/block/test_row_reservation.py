@@ -212,8 +212,8 @@ def test_rooms_of_graphs_hold_every_pass_with_little_padding(num_sequences: int,
 def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
     sizes: dict[str, int] = {"num_rows": 4096, "num_sequences": 64, "block_size": 32}
     assert row_capacity(None, num_scheduled=0, **sizes) is None
-    least = row_capacity(PassRows(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
-    assert least == PassRows(fed=192, kept=160, head=128)
+    minimum = row_capacity(PassRows(fed=0, kept=0, head=0), num_scheduled=96, **sizes)
+    assert minimum == PassRows(fed=192, kept=160, head=128)
     for kept, rounded in (
         (161, 176),
         (256, 256),

@@ -302,16 +302,16 @@ def test_more_canvases_share_the_passes_between_refreshes(family: tuple[str, Pat
     """A budget of one canvas: without a cache each waits for the one before it."""
     _, directory = family
     options = {"order": "low_confidence", "block_length": 8}
-    most = {}
+    maximum = {}
     for cache in (None, "dual"):
         engine = engine_of(directory, {**options, "cache": cache}, max_num_batched_tokens=20)
         for number in range(3):
             params = SamplingParams(max_tokens=24, temperature=0, seed=number, ignore_eos=True)
             engine.add_request(str(number), PROMPTS[3], params)
-        most[cache] = 0
+        maximum[cache] = 0
         while engine.has_work:
             engine.step()
-            most[cache] = max(most[cache], len(engine._last_scheduled))
+            maximum[cache] = max(maximum[cache], len(engine._last_scheduled))
         assert_idle(engine)
     # A canvas is fed whole as soon as some of the budget is left.
-    assert most == {None: 1, "dual": 3}
+    assert maximum == {None: 1, "dual": 3}

@@ -102,12 +102,12 @@ def test_other_requests_do_not_change(toy: Path) -> None:
     """Sampled answers without a constraint are the same bits beside requests with one."""
     engine = build_engine(toy, "isd", stride=4)
     sampled = _params(temperature=1.0, seed=5, logprobs=0)
-    beside = engine.generate(PROMPTS, sampled)
+    others = engine.generate(PROMPTS, sampled)
     plain = [number for number, constraint in enumerate(CONSTRAINTS) if constraint is None]
     alone = engine.generate([PROMPTS[n] for n in plain], [sampled[n] for n in plain])
-    assert answers(alone) == answers([beside[n] for n in plain])
+    assert answers(alone) == answers([others[n] for n in plain])
     # Log-probabilities are those of the model, without the mask.
-    assert all(0 > one.logprob > -100 for completion in beside for one in completion.logprobs or ())
+    assert all(0 > one.logprob > -100 for completion in others for one in completion.logprobs or ())
 
 
 def test_the_mode_may_change_between_passes(toy: Path, expected: list[Completion]) -> None:
@@ -266,10 +266,10 @@ def test_ambiguous_grammars_fail_without_their_neighbours(
 def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A future is kept by who waits; compiled grammars and refusals are kept for a time."""
     compiler = build_engine(toy, "ar")._parts.grammars()
-    may_go_on, compiled = threading.Event(), []
+    may_continue, compiled = threading.Event(), []
 
     def source(constraint: Constraint, *others: Any) -> str:
-        assert may_go_on.wait(60)
+        assert may_continue.wait(60)
         compiled.append(constraint)
         return original(constraint, *others)
 
@@ -279,7 +279,7 @@ def test_grammars_are_compiled_beside_other_work(toy: Path, monkeypatch: pytest.
     wrong = Constraint(kind="regex", text="(((")
     assert compiler.begin(DIGITS) is compiling and not compiling.done()
     compiler.begin(wrong)
-    may_go_on.set()
+    may_continue.set()
     for number in range(grammars.MAX_COMPILED):
         compiler.begin(Constraint(kind="regex", text=f"x{number}"))
     assert compiler.grammar(DIGITS).push([]) and compiled.count(DIGITS) == 1

@@ -45,7 +45,7 @@ def test_random_routers_choose_as_in_fp64(batch: int) -> None:
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_blocks_admit_and_choose_as_in_fp64(batch: int) -> None:
     for seed in range(batch * SHAPES_PER_BATCH, (batch + 1) * SHAPES_PER_BATCH):
-        check_block_route(seed, "cuda", DTYPES[seed % 3], most_blocks=12)
+        check_block_route(seed, "cuda", DTYPES[seed % 3], max_blocks=12)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

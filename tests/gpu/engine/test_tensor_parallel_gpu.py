@@ -236,9 +236,9 @@ def test_the_command() -> None:
         "-p",
         "Lea has 9 shells.",
     ]
-    said = [
+    output = [
         subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
         for more in ([], ["tensor_parallel=2"])
     ]
-    assert said[0].stdout == said[1].stdout
-    assert said[0].stdout.strip()
+    assert output[0].stdout == output[1].stdout
+    assert output[0].stdout.strip()

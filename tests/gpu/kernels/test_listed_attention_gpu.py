@@ -91,9 +91,9 @@ def test_many_random_steps_are_within_twice_the_error_of_sdpa(name: str) -> None
     setting, ratios = SETTINGS[name], {}
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        most, longest, chunk = ((6, 300, 50), (40, 60, 9), (3, 3000, 300))[seed % 3]
+        maximum, longest, chunk = ((6, 300, 50), (40, 60, 9), (3, 3000, 300))[seed % 3]
         listed = build_listed(
-            random_listed(rng, most=most, longest=longest, chunk=chunk, size=setting.size),
+            random_listed(rng, maximum=maximum, longest=longest, chunk=chunk, size=setting.size),
             setting.shape,
             num_listed=setting.num_listed,
             seed=seed,

@@ -118,9 +118,9 @@ def test_many_random_steps_are_within_twice_the_error_of_sdpa(name: str) -> None
     setting, ratios = SETTINGS[name], {}
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        most, longest, chunk = ((6, 300, 50), (40, 60, 9), (3, 3000, 400))[seed % 3]
+        maximum, longest, chunk = ((6, 300, 50), (40, 60, 9), (3, 3000, 400))[seed % 3]
         case = build(
-            random_sequences(rng, most=most, longest=longest, chunk=chunk),
+            random_sequences(rng, maximum=maximum, longest=longest, chunk=chunk),
             setting.shape,
             page_size=setting.page_size,
             padding=rng.choice([0, 1, 40]),
@@ -205,7 +205,7 @@ def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
         rng = random.Random(seed)
         rows = rng.choice([steady, tree, branch])(rng.randint(30, 3500))
         before = rng.choice([0, 3, 40])
-        others = random_sequences(rng, most=30, longest=900, chunk=100)
+        others = random_sequences(rng, maximum=30, longest=900, chunk=100)
         index = rng.randint(0, len(others))
         sequence: list[Row] = [*causal(rows[0][0] - before, before), *rows] if before <= rows[0][0] else rows
         skipped = len(sequence) - len(rows)

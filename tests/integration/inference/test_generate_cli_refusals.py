@@ -237,8 +237,8 @@ def test_ids_of_records_are_kept_as_given(tmp_path: Path, ids: list[Any]) -> Non
     lines = [GOOD if name is None else {**GOOD, "id": name} for name in ids]
     source = write_lines(tmp_path / "in.jsonl", lines)
     assert generate([*BASE, f"input={source}", f"output={tmp_path / 'out'}"]) == 0
-    said = [record["request_id"] for record in read_lines(tmp_path / "out")]
-    assert said == [str(number if name is None else name) for number, name in enumerate(ids, start=1)]
+    output = [record["request_id"] for record in read_lines(tmp_path / "out")]
+    assert output == [str(number if name is None else name) for number, name in enumerate(ids, start=1)]
 
 
 @pytest.mark.parametrize("arguments", [["-p", "x"], ["-p", "x", "-p", "y"]])

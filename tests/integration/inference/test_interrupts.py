@@ -169,8 +169,8 @@ def test_a_command_names_the_error_that_an_interrupt_replaced(capsys: pytest.Cap
 
     with ctrl_c_raises():
         assert command.run(fail, []) == command.INTERRUPTED_STATUS
-    assert "interrupted, after UserError: " in (said := capsys.readouterr().err)
-    assert "the disk is full" in said
+    assert "interrupted, after UserError: " in (output := capsys.readouterr().err)
+    assert "the disk is full" in output
 
 
 def test_sigterm_waits_and_an_ignored_signal_stays_ignored() -> None:

@@ -122,8 +122,8 @@ def test_events_keep_their_order_whether_the_client_can_take_them_or_not(seed: i
 
     chunks, num_pushed = asyncio.run(read())
     assert num_pushed > 5
-    said = "".join(choice["text"] for chunk in content(chunks) for choice in chunk["choices"])
-    assert said == "".join(f"{number}," for number in range(100))
+    output = "".join(choice["text"] for chunk in content(chunks) for choice in chunk["choices"])
+    assert output == "".join(f"{number}," for number in range(100))
 
 
 def test_a_mistake_of_ours_in_a_chunk_costs_only_its_request() -> None:

@@ -96,8 +96,8 @@ def test_answers_are_rendered_where_their_ids_are_not_ours(tmp_path: Path) -> No
     path = write_lines(tmp_path / "answers.jsonl", records)
     encoder = Encoder(tokenizer, mask_token_id=170, use_chat_template=True)
     source = read(path, encoder)
-    said = [sample.token_ids[sample.supervised].tolist() for sample in map(source.sample, range(3))]
-    assert said == [[*ids, eos], [*ids, eos], ids]
+    output = [sample.token_ids[sample.supervised].tolist() for sample in map(source.sample, range(3))]
+    assert output == [[*ids, eos], [*ids, eos], ids]
     write_lines(path, [answer | {"token_ids": ids, "finish_reason": "stop", "num_prompt_tokens": 9}])
     with pytest.raises(UserError, match=r"IDLM-0227.*answers\.jsonl:1.*had 9"):
         read(path, encoder)

@@ -130,15 +130,15 @@ def _reshard(folder: Path, base: Path, run: Path, two: worlds.World) -> dict[str
     """Runs that go on with another number of processes: `run` from two to one, a new one from one to two."""
     lone = worlds.World.__new__(worlds.World)
     lone.base, lone.world_size, lone.changes = base, 1, {"train.zero_stage": 2} | two.changes
-    results: dict[str, Any] = {"two to one": _go_on(lone, run)}
+    results: dict[str, Any] = {"two to one": _resume(lone, run)}
     run = folder / f"{two.folder.name}-to-two"
     pids = lone.start(run, crashes.CrashPlan(rank=0, step=worlds.STAGE_END, point=1))
     crashes.wait_for_first(pids, seconds=worlds.RUN_SECONDS)
-    results["one to two"] = _go_on(two, run)
+    results["one to two"] = _resume(two, run)
     return results
 
 
-def _go_on(world: worlds.World, run: Path) -> dict[str, Any]:
+def _resume(world: worlds.World, run: Path) -> dict[str, Any]:
     status = world.run(run)
     lines = (run / "out" / "run" / "metrics.jsonl").read_text().splitlines()
     left = sorted(path.name for path in (run / "out" / "run").iterdir())

@@ -62,16 +62,16 @@ class Case:
         self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), draw.randint(1, 7))]
         self.sequences += [(SPARE, 0, False)] * draw.choice([0, 3])
 
-    def _ints(self, least: int, most: int, *shape: int) -> Tensor:
-        return torch.randint(least, most, shape, generator=self.generator).to(self.device)
+    def _ints(self, minimum: int, maximum: int, *shape: int) -> Tensor:
+        return torch.randint(minimum, maximum, shape, generator=self.generator).to(self.device)
 
     def _fill_lanes(self) -> None:
         size, table, blocks = self.size, self.table, self.decoder.blocks
         known_Z = self._ints(1, 9 * size, NUM_LANES)
         table.tokens_ZL[:] = self._ints(0, 900, *table.tokens_ZL.shape)
         table.num_known_Z[:] = known_Z
-        behind_Z = self._ints(0, 3, NUM_LANES) * self._ints(0, 2, NUM_LANES)
-        table.num_computed_Z[:] = (known_Z // size - behind_Z).clamp(min=0) * size
+        after_Z = self._ints(0, 3, NUM_LANES) * self._ints(0, 2, NUM_LANES)
+        table.num_computed_Z[:] = (known_Z // size - after_Z).clamp(min=0) * size
         table.ends_Z[:] = known_Z + self._ints(0, 7, NUM_LANES)
         table.steps_Z[:] = self._ints(0, 9, NUM_LANES)
         blocks.tokens_ZW[:] = self._ints(0, 900, NUM_LANES, size)

@@ -31,7 +31,7 @@ class Sizes:
     rows: tuple[int, ...]
     routers: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], ...]
     experts: tuple[tuple[int, int], ...]
-    most_numbers: int = 1 << 25
+    max_numbers: int = 1 << 25
     """Maximum size of a stack of weights; larger draws take the first of `experts`."""
 
 
@@ -72,7 +72,7 @@ class Case:
             num_chosen_groups=chosen_groups,
         )
         self.width, self.ffn = rng.choice(sizes.experts)
-        if 2 * self.num_experts * self.width * self.ffn > sizes.most_numbers:
+        if 2 * self.num_experts * self.width * self.ffn > sizes.max_numbers:
             self.width, self.ffn = sizes.experts[0]
 
     def tensor(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -129,16 +129,16 @@ BLOCK_ROUTERS: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], .
 
 
 def check_block_route(
-    seed: int, device: str, dtype: torch.dtype, *, most_blocks: int, most_experts: int = 256
+    seed: int, device: str, dtype: torch.dtype, *, max_blocks: int, max_experts: int = 256
 ) -> None:
     """Blocks of several sequences, of which the last may be short, then padding that holds NaN: choices are
     those of the reference, and a block alone gets the bits that it gets among others."""
-    rng, routers = random.Random(seed), [one for one in BLOCK_ROUTERS if one[0] <= most_experts]
+    rng, routers = random.Random(seed), [one for one in BLOCK_ROUTERS if one[0] <= max_experts]
     num_experts, num_chosen, capacity, size, score = rng.choice(routers)
     limits = {"num_chosen": num_chosen, "capacity": capacity, "block_size": size}
     routing = Routing(score=score, is_normalised=True, scaling=2.5, **limits)
     positions, blocks, spans = [], [], []
-    for number in range(rng.randint(1, most_blocks)):
+    for number in range(rng.randint(1, max_blocks)):
         # A block that starts a sequence may have the position of the one before.
         start = size * rng.randint(0, 3)
         length = size if rng.random() < 0.7 else rng.randint(1, size)

@@ -198,10 +198,10 @@ def reordered(case: Case, seed: int) -> Case:
     return replace(case, q_RNH=case.q_RNH[..., order], k_cache_SKH=case.k_cache_SKH[..., order])
 
 
-def random_sequences(rng: random.Random, *, most: int, longest: int, chunk: int) -> list[list[Row]]:
+def random_sequences(rng: random.Random, *, maximum: int, longest: int, chunk: int) -> list[list[Row]]:
     """Decoding sequences in all layouts, empty ones and chunks of prompts, in any order."""
     sequences: list[list[Row]] = []
-    for _ in range(rng.randint(1, most)):
+    for _ in range(rng.randint(1, maximum)):
         start = rng.choice([0, rng.randint(0, 40), rng.randint(0, longest)])
         kind = rng.randrange(9)
         sequences.append(

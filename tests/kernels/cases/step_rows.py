@@ -21,12 +21,12 @@ class Case:
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.device = device
 
-        def ints(least: int, most: int, *shape: int) -> Tensor:
-            return torch.randint(least, most, shape, generator=generator).to(device)
+        def ints(minimum: int, maximum: int, *shape: int) -> Tensor:
+            return torch.randint(minimum, maximum, shape, generator=generator).to(device)
 
         stride = rng.choice([1, 2, 4])
-        most = stride - 1 + rng.choice([0, 2]) * (stride > 1)
-        mode_layouts = layouts(rng.choice(STRATEGIES.names()), num_masks=stride - 1, max_drafts=most)
+        maximum = stride - 1 + rng.choice([0, 2]) * (stride > 1)
+        mode_layouts = layouts(rng.choice(STRATEGIES.names()), num_masks=stride - 1, max_drafts=maximum)
         self.table: RowTable = DraftLayout(mode_layouts, torch.device(device)).rows
         known_Z = ints(1, LENGTH - 8, NUM_LANES)
         computed_Z = (known_Z * torch.rand(NUM_LANES, generator=generator).to(device)).long()
@@ -38,7 +38,7 @@ class Case:
             ends_Z=ends_Z,
             tokens_ZL=ints(0, 900, NUM_LANES, LENGTH + 1),
             draft_buffer_Z=ints(0, len(mode_layouts), NUM_LANES) if has_drafts else None,
-            drafts_ZJ=ints(0, 900, NUM_LANES, most) if has_drafts else None,
+            drafts_ZJ=ints(0, 900, NUM_LANES, maximum) if has_drafts else None,
         )
         self.steps_Z = ints(0, 9, NUM_LANES)
         chosen = rng.sample(range(SPARE), rng.randint(1, SPARE))

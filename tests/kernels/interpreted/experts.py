@@ -37,7 +37,7 @@ def test_routing(dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("seed", range(4))
 def test_routing_by_blocks(dtype: torch.dtype, seed: int) -> None:
-    check_block_route(seed, "cpu", dtype, most_blocks=2, most_experts=16)
+    check_block_route(seed, "cpu", dtype, max_blocks=2, max_experts=16)
 
 
 def test_ties_between_experts_of_a_block_admit_the_lowest() -> None:

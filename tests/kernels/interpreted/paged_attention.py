@@ -88,7 +88,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sweep_but("shape1-10-16-16-0")
 @pytest.mark.parametrize(
-    ("shape", "few_rows", "most_rows", "page_size", "padding"),
+    ("shape", "few_rows", "max_rows", "page_size", "padding"),
     [
         (HALF_SMALL, 1, 8, 4, 3),
         (HALF_SMALL, 10, 16, 16, 0),
@@ -96,7 +96,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sequences_with_few_rows_walk_apart_from_prompts(
-    shape: HeadShape, few_rows: int, most_rows: int, page_size: int, padding: int, apart: None
+    shape: HeadShape, few_rows: int, max_rows: int, page_size: int, padding: int, apart: None
 ) -> None:
     """Every row is walked once, in any order of sequences, and the padding by the tiles of prompts."""
     sequences = [causal(20, 300), causal(37, 1), [], tree(45), causal(3, 17), causal(90, 4), steady(60)]
@@ -108,7 +108,7 @@ def test_sequences_with_few_rows_walk_apart_from_prompts(
     cu_rows, lengths, fed = case.rows.cu_rows.tolist(), [len(rows) for rows in sequences], []
     for walk in plan.walks:
         for b, row, count in (tile[:3] for tile in walk.tiles.tolist() if tile[2] > 0):
-            is_wide = b == len(sequences) or lengths[b] > most_rows
+            is_wide = b == len(sequences) or lengths[b] > max_rows
             assert is_wide == (walk is plan.others) and cu_rows[b] <= row
             fed += range(row, row + count)
     assert sorted(fed) == list(range(case.rows.own_slots_R.shape[0]))
@@ -172,7 +172,7 @@ def test_page_sizes(page_size: int) -> None:
 @pytest.mark.parametrize("seed", range(RANDOM_STEPS))
 def test_random_steps(seed: int) -> None:
     rng = random.Random(seed)
-    sequences = random_sequences(rng, most=5, longest=120, chunk=40)
+    sequences = random_sequences(rng, maximum=5, longest=120, chunk=40)
     shape = replace(
         SMALL, num_kv_heads=rng.choice([1, 2, 4]), dtype=rng.choice([torch.float16, torch.float32])
     )
@@ -216,7 +216,7 @@ def test_tiny_steps(sequences: list[list[Row]], padding: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
     case = build(
-        random_sequences(random.Random(seed), most=9, longest=300, chunk=90),
+        random_sequences(random.Random(seed), maximum=9, longest=300, chunk=90),
         SMALL,
         padding=seed,
         spare_rows=seed,
@@ -242,7 +242,7 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
         shares = [index for item in mine for index in range(item[10], item[11])]
         length = num_below + end_block - branch_block
         if tunables.split_slots:
-            assert shares == list(range(planning.most_fixed_splits(tunables, end_block * tunables.block_n)))
+            assert shares == list(range(planning.max_fixed_splits(tunables, end_block * tunables.block_n)))
             written = [*mine[0][16:17], *(item[16] + s for item in mine[1:] for s in range(*item[10:12]))]
         else:
             assert shares == list(range(length))
@@ -330,7 +330,7 @@ def test_short_walks_of_many_sequences_are_not_split(longest: int) -> None:
 def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: int) -> None:
     tunables = replace(FIXED, octave=octave)
     for num_blocks in (1, 2, 3, 7, 16, 33, 100, 1000):
-        count = planning.most_fixed_splits(tunables, num_blocks * tunables.block_n)
+        count = planning.max_fixed_splits(tunables, num_blocks * tunables.block_n)
         starts = [((s - o * octave) << o) for s in range(count + 1) if (o := max(s // octave - 1, 0)) >= 0]
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         assert starts[0] == 0 and starts[-2] < num_blocks <= starts[-1], f"{num_blocks=}"

@@ -17,7 +17,7 @@ def test_plain_torch_equals_the_definition(seed: int) -> None:
 
 
 TYPES = dict.fromkeys(("sequences_I", "slots_I", "ends_B", "block_table", "rows_BW", "starts_B"), "*i64")
-TYPES |= dict.fromkeys(("keys_SKH", "least_CKH", "largest_CKH", "q_RNH"), "*bf16")
+TYPES |= dict.fromkeys(("keys_SKH", "min_CKH", "largest_CKH", "q_RNH"), "*bf16")
 TYPES |= {"is_piece_I": "*i1", "k_scale_K": "*fp32", "scores_BKP": "*fp32", "num_pages": "i32"}
 TYPES |= dict.fromkeys(("stride_slot", "stride_head", "stride_piece", "stride_table", "stride_row"), "i32")
 

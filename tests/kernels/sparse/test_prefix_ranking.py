@@ -33,8 +33,8 @@ def test_the_largest_scores_are_listed(seed: int) -> None:
 
 def test_the_workspace_is_bounded() -> None:
     for sequences, slots in ((1, 1 << 16), (6, 1 << 17), (26, 1 << 15), (13, 1 << 16), (1, 100)):
-        most = op.layers_at_once(34, sequences, 8, slots)
-        assert 1 <= most <= 34
+        maximum = op.layers_at_once(34, sequences, 8, slots)
+        assert 1 <= maximum <= 34
         assert op.workspace_bytes(34, sequences, 8, slots) <= op.MAX_SHARE_BYTES
     assert op.layers_at_once(34, 1, 8, 1 << 16) == 34
     assert op.layers_at_once(34, 512, 64, 1 << 20) == 1

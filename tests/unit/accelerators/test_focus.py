@@ -179,9 +179,9 @@ class Bench:
         kind = self.generator.choice(("tight", "roomy", "exact"))
         if kind == "exact":
             return None
-        least = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
-        most = num_rows if kind == "tight" else num_rows + least
-        fed, kept = (self.generator.randint(min(least, most), most) for _ in range(2))
+        minimum = sum(lane.num_scheduled for lane in self.lanes) + 2 * self.size
+        maximum = num_rows if kind == "tight" else num_rows + minimum
+        fed, kept = (self.generator.randint(min(minimum, maximum), maximum) for _ in range(2))
         return PassRows(fed=fed, kept=min(fed, kept), head=len(self.lanes))
 
     def view(self, plan: StepPlan) -> PassView:

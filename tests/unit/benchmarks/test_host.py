@@ -11,6 +11,6 @@ from benchmarks.serving.host import Case
     ("reader", "decoder", "most"),
     [("generate", "ar", 11), ("generate", "isd", 17), ("stream", "ar", 19), ("stream", "isd", 25)],
 )
-def test_the_books_of_a_sequence_take_few_calls(reader: str, decoder: str, most: int) -> None:
+def test_the_books_of_a_sequence_take_few_calls(reader: str, decoder: str, maximum: int) -> None:
     case = Case(reader, decoder, 64, stride=4, num_passes=64)
-    assert 1 < case.calls() <= most
+    assert 1 < case.calls() <= maximum

@@ -143,15 +143,15 @@ def test_command_lines_set_options_of_accelerators() -> None:
 
 
 def test_graphs_are_left_off_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    output: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *values: output.append(text % values))
     monkeypatch.setattr(build, "get_logger", lambda name: logger)
     model: Any = SimpleNamespace(device=torch.device("cuda"))
     settings = build._resolve_graphs(EngineSettings(), "triton", model, ["mage", "focus"], TOKEN_BY_TOKEN)
     assert (settings.graphs, settings.num_inflight_steps) == ("off", 0)
-    assert said == ["graphs=off: CUDA graphs cannot capture steps of accelerator mage, focus"]
+    assert output == ["graphs=off: CUDA graphs cannot capture steps of accelerator mage, focus"]
     settings = build._resolve_graphs(EngineSettings(), "triton", model, [], TOKEN_BY_TOKEN)
-    assert (settings.graphs, settings.num_inflight_steps, len(said)) == ("on", 4, 1)
+    assert (settings.graphs, settings.num_inflight_steps, len(output)) == ("on", 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -124,12 +124,12 @@ def test_prompts_of_a_file_a_task_and_the_list(tmp_path: Path) -> None:
     one = make_loads(config)[0]
     assert {job.prompt for job in one.jobs} == {"one", "two"} and one.scenario == "prompts"
     assert not one.jobs[0].params.ignore_eos, "answers end where they end"
-    for text, said in (
+    for text, output in (
         ("", "no file with prompts"),
         ('{"prompt": "a", "sampling": {"n": 2}}', "sampling settings"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=f"IDLM-0706.*{said}"):
+        with pytest.raises(UserError, match=f"IDLM-0706.*{output}"):
             load_prompts(str(path))
     with pytest.raises(UserError, match=r"prompts=nothing is no file with prompts\n.*ledger"):
         load_prompts("nothing")
@@ -160,7 +160,7 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "output"),
     [
         ([], "IDLM-0438", "url=http"),
         (["model=x", "concurrency=0,1"], "IDLM-0101", "concurrency=0"),
@@ -176,9 +176,9 @@ def test_the_gate_refuses_another_choice_but_for_rounding() -> None:
         (["model=x", "overwrite=true"], "IDLM-0439", "output="),
     ],
 )
-def test_mistakes_are_named(words: list[str], code: str, said: str) -> None:
+def test_mistakes_are_named(words: list[str], code: str, output: str) -> None:
     error = refusal(*words)
-    assert error.code == code and said in str(error)
+    assert error.code == code and output in str(error)
 
 
 def test_a_request_names_what_is_not_the_default() -> None:

@@ -24,14 +24,14 @@ def _line(number: int, name: str, **sampling: Any) -> PromptLine:
 
 def _record(line: PromptLine, **changes: Any) -> str:
     made = of_request(COMMON, line.params)
-    said = {
+    output = {
         "request_id": line.request_id,
         "index": 0,
         "prompt": line.prompt,
         "run_config": made,
         "error": None,
     }
-    return json.dumps(said | changes) + "\n"
+    return json.dumps(output | changes) + "\n"
 
 
 def _resume_state(tmp_path: Path, lines: list[PromptLine], text: str) -> ResumeState:

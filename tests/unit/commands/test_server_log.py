@@ -39,7 +39,7 @@ def test_a_server_that_is_ready_says_what_it_runs(caplog: pytest.LogCaptureFixtu
     client = server.service.client
 
     async def load() -> None:
-        task = asyncio.create_task(server._say_ready("http://127.0.0.1:8000"))
+        task = asyncio.create_task(server._announce("http://127.0.0.1:8000"))
         await asyncio.sleep(0)
         assert not caplog.messages
         client.state, client.info, server.service._has_tokenizer = "ready", INFO, True

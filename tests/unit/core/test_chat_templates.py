@@ -179,12 +179,12 @@ def test_all_turns_of_random_conversations(directory, name: str) -> None:
         token_ids, supervised = render_conversation(tokenizer, messages)
         assert token_ids == transformers_ids(tokenizer, messages)
         targets = [token_id for token_id, flag in zip(token_ids, supervised, strict=True) if flag]
-        said = [m["content"] for m in messages if m["role"] == "assistant"]
-        assert tokenizer.decode(targets) == "".join(text + end for text in said)
+        output = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert tokenizer.decode(targets) == "".join(text + end for text in output)
         last_ids, last = render_conversation(tokenizer, messages, turns="last")
         assert last_ids == token_ids
         targets = [token_id for token_id, flag in zip(token_ids, last, strict=True) if flag]
-        assert tokenizer.decode(targets) == said[-1] + end
+        assert tokenizer.decode(targets) == output[-1] + end
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt_ids = encode_messages(tokenizer, messages[:turn])
@@ -205,15 +205,15 @@ def test_a_template_that_rewrites_history_is_cut_into_turns(directory, thinking:
         turns = [turn for turn, m in enumerate(messages) if m["role"] == "assistant"]
         assert len(samples) == len(turns)
         for sample, turn in zip(samples, turns, strict=True):
-            said = messages[: turn + 1]
+            output = messages[: turn + 1]
             if thinking != "keep":
-                said = [m | {"content": without_thinking(m["content"], origin="")} for m in said]
-            assert sample.token_ids.tolist() == transformers_ids(tokenizer, said, **extra)
-            prompt_ids = encode_messages(tokenizer, said[:-1], **extra)
+                output = [m | {"content": without_thinking(m["content"], origin="")} for m in output]
+            assert sample.token_ids.tolist() == transformers_ids(tokenizer, output, **extra)
+            prompt_ids = encode_messages(tokenizer, output[:-1], **extra)
             assert sample.token_ids[: len(prompt_ids)].tolist() == prompt_ids
             assert sample.supervised.tolist().index(True) == len(prompt_ids)
             target = tokenizer.decode(sample.token_ids[sample.supervised])
-            text = said[-1]["content"]
+            text = output[-1]["content"]
             has_thought = text.startswith("<think>")
             empty = "" if has_thought or thinking == "off" else "<think>\n\n</think>\n\n"
             assert target == f"{empty}{text}<|im_end|>"

@@ -92,7 +92,7 @@ THINKING_SWITCH = (
     "{{- '<|im_start|>assistant\\n</think>' + m.content.split('</think>')[-1] + '<|im_end|>\\n' }}"
     "{%- else %}" + PLAIN_TURN + "{%- endif %}{%- endfor %}"
 ) + OPENER.replace("PREFILL", "{{- '<think>' if thinking else '</think>' }}")
-OPENS_BEHIND_USERS = CHATML.replace(OPENER, "").replace(
+OPENS_AFTER_USERS = CHATML.replace(OPENER, "").replace(
     "{%- endfor %}",
     "{%- if loop.last and m.role == 'user' and add_generation_prompt %}"
     "{{- '<|im_start|>assistant\\n' }}{%- endif %}{%- endfor %}",

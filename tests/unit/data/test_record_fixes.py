@@ -9,7 +9,7 @@ import pytest
 from tests.unit.data.test_records import ANSWER, CALL, CHAT, TOOL, USER, read, refusal
 
 Record = dict[str, Any]
-BESIDE: list[tuple[Record, str, Record]] = [
+EXTRA: list[tuple[Record, str, Record]] = [
     ({"system": "s", "system_prompt": "t"}, "delete all but one", {"system": "s"}),
     ({"system": 3}, "write system as text", {"system": "3"}),
     ({"tools": "add"}, "or delete the key", {}),
@@ -91,9 +91,9 @@ RECORDS: list[tuple[Record, str, Record, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("beside", "fix", "repaired"), BESIDE)
-def test_fixes_of_what_lies_beside_the_turns(beside: Record, fix: str, repaired: Record) -> None:
-    assert fix in refusal({"messages": CHAT} | beside).split("fix:")[1]
+@pytest.mark.parametrize(("extra", "fix", "repaired"), EXTRA)
+def test_fixes_of_what_lies_beside_the_turns(extra: Record, fix: str, repaired: Record) -> None:
+    assert fix in refusal({"messages": CHAT} | extra).split("fix:")[1]
     assert read({"messages": CHAT} | repaired)["messages"][-2:] == CHAT
 
 

@@ -15,7 +15,7 @@ from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
 from tests.unit.data.template_forms import (
     FORMS,
-    OPENS_BEHIND_USERS,
+    OPENS_AFTER_USERS,
     SYSTEM_LAST,
     THINKING_SWITCH,
     form_tokenizer,
@@ -72,9 +72,9 @@ def test_a_thought_is_what_the_model_has_to_produce_behind_the_prompt(
     folder: Path, form: str, is_field: bool
 ) -> None:
     tokenizer = form_tokenizer(folder, form)
-    said = answer(content="Yes it is", reasoning_content="WHY so") if is_field else answer(content=THOUGHT)
+    output = answer(content="Yes it is", reasoning_content="WHY so") if is_field else answer(content=THOUGHT)
     for turns in ("last", "each"):
-        (sample,) = encoder_of(tokenizer, turns=turns).messages([QUESTION, said], origin="here")
+        (sample,) = encoder_of(tokenizer, turns=turns).messages([QUESTION, output], origin="here")
         prompt, targets = parts(tokenizer, sample)
         extra = {"enable_thinking": True} if form == "closed unless on" else {}
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], **extra))
@@ -129,8 +129,8 @@ def test_what_rewrites_history_is_trained_turn_by_turn_as_its_refusal_says(folde
 
 def test_a_thought_that_the_answer_repeats_is_not_taken_for_shown(folder: Path) -> None:
     for form in ("dropped", "marked", "chatml"):
-        said = answer(content="Yes it is", reasoning_content="Yes")
-        (sample,) = encoder_of(form_tokenizer(folder, form)).messages([QUESTION, said], origin="here")
+        output = answer(content="Yes it is", reasoning_content="Yes")
+        (sample,) = encoder_of(form_tokenizer(folder, form)).messages([QUESTION, output], origin="here")
         tokenizer = form_tokenizer(folder, form)
         assert parts(tokenizer, sample)[1] == ["<think>\nYes\n</think>\n\nYes it is" + END]
         is_warned = "does not know reasoning_content" in " ".join(sample.notes)
@@ -160,10 +160,10 @@ def test_turns_that_are_rendered_otherwise_once_they_are_answered_are_trained_as
 def test_of_a_conversation_that_the_assistant_opens_its_words_are_targets(folder: Path, form: str) -> None:
     tokenizer = form_tokenizer(folder, form)
     messages = [answer(content="Hello"), QUESTION, answer(content="b")]
-    for untrained, said in (((), ["Hello", "b"]), ((0,), ["b"]), ((2,), ["Hello"])):
+    for untrained, output in (((), ["Hello", "b"]), ((0,), ["b"]), ((2,), ["Hello"])):
         (sample,) = encoder_of(tokenizer).messages(messages, origin="here", untrained=frozenset(untrained))
         _, targets = parts(tokenizer, sample)
-        assert targets == [text + END for text in said]
+        assert targets == [text + END for text in output]
         assert tokenizer.decode(sample.token_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     (sample,) = encoder_of(tokenizer).messages(
         [{"role": "system", "content": "Hi"}, answer(content="Hello")], origin="here"
@@ -180,7 +180,7 @@ def test_a_first_turn_has_the_opened_block_of_its_prompt(folder: Path) -> None:
 
 
 def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone(folder: Path) -> None:
-    tokenizer = load_tokenizer(save_tokenizer(folder / "behind users", OPENS_BEHIND_USERS))
+    tokenizer = load_tokenizer(save_tokenizer(folder / "behind users", OPENS_AFTER_USERS))
     for turns in ([{"role": "system", "content": "Hi"}], [QUESTION]):
         (sample,) = encoder_of(tokenizer).messages([*turns, answer(content="Hello")], origin="here")
         assert parts(tokenizer, sample)[1] == ["Hello" + END]
@@ -189,17 +189,17 @@ def test_a_header_is_no_answer_where_the_template_opens_turns_behind_users_alone
 @pytest.mark.parametrize("content", [THOUGHT, "WHY so\n</think>\n\nYes it is"])
 def test_a_switch_of_another_name_lets_an_answer_think(folder: Path, content: str) -> None:
     tokenizer = load_tokenizer(save_tokenizer(folder / "switch", THINKING_SWITCH))
-    for thinking, is_on, said in (
+    for thinking, is_on, output in (
         ("keep", True, "\nWHY so\n</think>\n\nYes it is"),
         ("off", False, "Yes it is"),
     ):
-        said = said.removeprefix("" if content == THOUGHT else "\n")
+        output = output.removeprefix("" if content == THOUGHT else "\n")
         (sample,) = encoder_of(tokenizer, thinking=thinking).messages(
             [QUESTION, answer(content=content)], origin="here"
         )
         prompt, targets = parts(tokenizer, sample)
         assert prompt == tokenizer.decode(encode_messages(tokenizer, [QUESTION], enable_thinking=is_on))
-        assert prompt.endswith("<think>" if is_on else "</think>") and targets == [said + END]
+        assert prompt.endswith("<think>" if is_on else "</think>") and targets == [output + END]
 
 
 def test_a_conversation_ends_once_where_the_template_closes_it_and_its_last_turn(folder: Path) -> None:

@@ -48,11 +48,11 @@ def test_samples_without_a_template_begin_as_prompts_do_and_end_once(case: tuple
     prompt = encode_prompt(tokenizer, "an answer", template="none")
     assert tokenizer.decode(prompt) == f"{front}an answer"
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=False)
-    for said in ("thinks", f"thinks{EOS}", f"thinks{EOS}{EOS}", f"thinks{EOS}\n"):
-        sample = encoder.pair("an answer", said, origin="here")
+    for output in ("thinks", f"thinks{EOS}", f"thinks{EOS}{EOS}", f"thinks{EOS}\n"):
+        sample = encoder.pair("an answer", output, origin="here")
         assert sample.token_ids[~sample.supervised].tolist() == prompt
         assert tokenizer.decode(sample.token_ids[sample.supervised]) == f"thinks{EOS}"
-        for text in (said, front + said):
+        for text in (output, front + output):
             sample = encoder.text(text, origin="here")
             assert tokenizer.decode(sample.token_ids) == f"{front}thinks{EOS}"
             assert tokenizer.decode(sample.token_ids[sample.supervised]) == f"thinks{EOS}"
@@ -76,8 +76,8 @@ def test_an_answer_that_has_its_end_has_it_once(tmp_path: Path, form: str) -> No
     tokenizer = form_tokenizer(tmp_path, form)
     encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
     (plain,) = encoder.messages(turns("b"), origin="here")
-    for said in (f"b{EOS}", f"b{EOS}\n", f"b{EOS}{EOS}"):
-        (sample,) = encoder.messages(turns(said), origin="here")
+    for output in (f"b{EOS}", f"b{EOS}\n", f"b{EOS}{EOS}"):
+        (sample,) = encoder.messages(turns(output), origin="here")
         assert sample.token_ids.tolist() == plain.token_ids.tolist()
         assert sample.supervised.tolist() == plain.supervised.tolist() and sample.notes == plain.notes
 
@@ -117,5 +117,5 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_between_prompt_and
         assert token_ids[: len(prompt)] == prompt and supervised.index(True) == len(prompt)
 
 
-def turns(said: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+def turns(output: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": output}]

@@ -122,13 +122,13 @@ def test_a_request_says_its_priority_and_user() -> None:
 
 def test_long_texts_have_a_thread_of_their_own() -> None:
     """A short one is encoded while a long one is under way."""
-    found, may_go_on, order = service(num_keys=0, open_={}), threading.Event(), list[int]()
+    found, may_continue, order = service(num_keys=0, open_={}), threading.Event(), list[int]()
     found.tokenizer, found._tokenizers = "short", ("short", "long")
     found.client.info.max_length = 99
 
     def encode(tokenizer: str, prompt: str, *, max_tokens: int) -> list[int]:
         assert tokenizer == ("long" if len(prompt) > 1 else "short")
-        assert len(prompt) == 1 or may_go_on.wait(60)
+        assert len(prompt) == 1 or may_continue.wait(60)
         order.append(len(prompt))
         return [len(prompt)]
 
@@ -138,7 +138,7 @@ def test_long_texts_have_a_thread_of_their_own() -> None:
         await asyncio.sleep(0)
         assert await found._encode(call, ["a"], 1, "b") == [[1]]
         assert found._encoding == Counter(a=2)
-        may_go_on.set()
+        may_continue.set()
         assert await long == [[LONG_CHARS + 1]]
 
     asyncio.run(both())

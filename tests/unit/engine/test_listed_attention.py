@@ -30,7 +30,7 @@ WIDE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
 
 def case_of(seed: int, shape: HeadShape = WIDE) -> ListedCase:
     rng = random.Random(seed)
-    sequences = random_listed(rng, most=4, longest=60, chunk=9, size=rng.choice([1, 4, 8]))
+    sequences = random_listed(rng, maximum=4, longest=60, chunk=9, size=rng.choice([1, 4, 8]))
     return build_listed(sequences, shape, num_listed=rng.choice([1, 7, 20]), seed=seed, full=seed % 3 == 0)
 
 

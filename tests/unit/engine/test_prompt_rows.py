@@ -106,7 +106,7 @@ def test_a_pass_stores_most_rows_for_its_time(
         num_sequences=num_sequences,
         num_slots=num_slots,
         num_waiting=num_waiting,
-        most=MANY,
+        maximum=MANY,
         max_slowdown=MAX_SLOWDOWNS[schedule],
     )
     assert found == expected
@@ -115,8 +115,10 @@ def test_a_pass_stores_most_rows_for_its_time(
 def test_no_graph_has_fewer_rows_than_the_fewest_that_are_stored() -> None:
     """Also where every size makes decoding slower than it may be."""
     slow = replace(SMALL, by_rows=((1.0, 1.0), (2.0, 2.0)), slot_rows=0.0)
-    assert prompt_rows(slow, num_sequences=1, num_slots=9, num_waiting=90, most=64, max_slowdown=2.5) == 64
-    assert prompt_rows(slow, num_sequences=1, num_slots=9, num_waiting=900, most=900, max_slowdown=2.5) == 128
+    assert prompt_rows(slow, num_sequences=1, num_slots=9, num_waiting=90, maximum=64, max_slowdown=2.5) == 64
+    assert (
+        prompt_rows(slow, num_sequences=1, num_slots=9, num_waiting=900, maximum=900, max_slowdown=2.5) == 128
+    )
 
 
 def test_times_of_passes_are_kept_in_rows_of_the_largest() -> None:

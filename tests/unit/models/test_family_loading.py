@@ -222,11 +222,11 @@ def test_trap_14_llada2_fills_no_field_in(tmp_path: Path) -> None:
         assert caught.value.code == "IDLM-0604"
 
 
-@pytest.mark.parametrize("is_said", [True, False, None])
+@pytest.mark.parametrize("is_stated", [True, False, None])
 def test_trap_14_tensors_decide_whether_llada2_normalises_queries(
-    is_said: bool | None, tmp_path: Path
+    is_stated: bool | None, tmp_path: Path
 ) -> None:
-    changes = {} if is_said is None else {"use_qk_norm": is_said}
+    changes = {} if is_stated is None else {"use_qk_norm": is_stated}
     write(tmp_path, "LLaDA2MoeModelLM", **changes)
     assert load_model(tmp_path, device="cpu").spec.qk_norm
     stored = load_file(tmp_path / "model.safetensors")
@@ -234,7 +234,7 @@ def test_trap_14_tensors_decide_whether_llada2_normalises_queries(
         {name: tensor for name, tensor in stored.items() if "y_layernorm" not in name},
         tmp_path / "model.safetensors",
     )
-    if is_said:
+    if is_stated:
         refused(tmp_path, "IDLM-0603", "6 missing", "query_layernorm")
     else:
         assert not load_model(tmp_path, device="cpu").spec.qk_norm

@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 
-def least_peak(
+def minimum_peak(
     num_bytes: Sequence[int],
     conflicts: Sequence[Sequence[int]],
     upper: int,

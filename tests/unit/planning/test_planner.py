@@ -12,7 +12,7 @@ from idlm.infer.mosaic.lifetimes import Lifetimes, Sizes
 from idlm.infer.mosaic.planner import ArenaPlan, first_fit, live_bytes, orders, plan_template, storage_bytes
 from idlm.infer.mosaic.template import PassTemplate
 from idlm.infer.mosaic.trunk import TrunkShape
-from tests.unit.planning.oracle import least_peak
+from tests.unit.planning.oracle import minimum_peak
 from tests.unit.planning.random_templates import check_positions, random_template, simulate
 from tests.unit.planning.shapes import SHAPES
 
@@ -77,7 +77,7 @@ def test_the_oracle_finds_nothing_better_on_a_layer(model: str, arm: str) -> Non
     num_bytes = storage_bytes(template.lifetimes, plan.sizes)
     # What is alive at once bounds every plan from below: not told so, the program of experts takes minutes.
     lower = plan.live_bytes
-    found = least_peak(num_bytes, template.lifetimes.conflicts, plan.peak_bytes, lower=lower)
+    found = minimum_peak(num_bytes, template.lifetimes.conflicts, plan.peak_bytes, lower=lower)
     assert found == pytest.approx(plan.peak_bytes, rel=1e-4)
 
 
@@ -88,7 +88,7 @@ def test_the_oracle_lies_between_the_bytes_alive_and_first_fit() -> None:
         plan = plan_template(template, sizes)
         lifetimes = template.lifetimes
         num_bytes = storage_bytes(lifetimes, sizes)
-        found = least_peak(num_bytes, lifetimes.conflicts, plan.peak_bytes, lower=plan.live_bytes)
+        found = minimum_peak(num_bytes, lifetimes.conflicts, plan.peak_bytes, lower=plan.live_bytes)
         assert plan.live_bytes * (1 - 1e-5) <= found <= plan.peak_bytes * (1 + 1e-5), seed
         num_better += found < plan.peak_bytes * (1 - 1e-3)
     assert num_better < 10
@@ -100,7 +100,7 @@ def test_the_oracle_finds_a_better_plan_than_a_bad_order() -> None:
     num_bytes = (1024, 512, 1024, 512)
     _, bad = first_fit(num_bytes, conflicts, (0, 3, 1, 2))
     assert bad == 2560
-    assert least_peak(num_bytes, conflicts, bad) == pytest.approx(1536, rel=1e-5)
+    assert minimum_peak(num_bytes, conflicts, bad) == pytest.approx(1536, rel=1e-5)
 
 
 def test_orders_place_every_storage_once() -> None:

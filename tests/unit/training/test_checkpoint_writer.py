@@ -77,11 +77,11 @@ def test_memory_of_the_first_save_is_allocated_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the allocation of pinned memory, which lasts until training has gone on."""
-    writer, goes_on, events = CheckpointWriter("async"), threading.Event(), []
+    writer, may_continue, events = CheckpointWriter("async"), threading.Event(), []
     allocate = writing._host_buffer
 
     def slow(buffer: writing.Buffer) -> torch.Tensor:
-        assert goes_on.wait(timeout=60)
+        assert may_continue.wait(timeout=60)
         events.append(f"allocated {buffer.num_bytes}")
         return allocate(buffer)
 
@@ -90,7 +90,7 @@ def test_memory_of_the_first_save_is_allocated_while_training_goes_on(
     with writer.expecting():
         writer.put(tmp_path / "part", {"a": torch.zeros(3), "b": torch.ones(2)}, written.append)
     events.append("step")
-    goes_on.set()
+    may_continue.set()
     writer.begin()
     assert events == ["step", "allocated 12", "allocated 8"] and not written
     assert copied(writer, {"a": torch.ones(3), "b": torch.zeros(2)})["a"].tolist() == [1.0] * 3
@@ -101,12 +101,12 @@ def test_memory_of_the_first_save_is_allocated_while_training_goes_on(
 
 def test_a_run_that_fails_leaves_no_thread_that_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of the interpreter it would abort the process, whose status would not say why it ended."""
-    writer, started, goes_on = CheckpointWriter("async"), threading.Event(), threading.Event()
+    writer, started, may_continue = CheckpointWriter("async"), threading.Event(), threading.Event()
     allocate = writing._host_buffer
 
     def slow(buffer: writing.Buffer) -> torch.Tensor:
         started.set()
-        assert goes_on.wait(timeout=60)
+        assert may_continue.wait(timeout=60)
         return allocate(buffer)
 
     monkeypatch.setattr(writing, "_host_buffer", slow)
@@ -114,7 +114,7 @@ def test_a_run_that_fails_leaves_no_thread_that_allocates(monkeypatch: pytest.Mo
         with writer.expecting():
             writer.put(Path("part"), [torch.zeros(3), torch.ones(2)], lambda _: None)
         assert started.wait(timeout=60)
-        threading.Timer(0.2, goes_on.set).start()
+        threading.Timer(0.2, may_continue.set).start()
         raise UserError("IDLM-0503", "weights", fix="none")
     assert writer._allocating is not None and not writer._allocating.is_alive()
     assert len(writer._buffers) == 1, "only what was under way is allocated"
@@ -148,10 +148,10 @@ def test_available_memory_is_that_of_this_machine() -> None:
 
 
 def test_a_save_waits_for_the_one_before_and_raises_its_error(tmp_path: Path) -> None:
-    writer, goes_on, events = CheckpointWriter("async"), threading.Event(), []
+    writer, may_continue, events = CheckpointWriter("async"), threading.Event(), []
 
     def slow(state: Any) -> None:
-        assert goes_on.wait(timeout=60)
+        assert may_continue.wait(timeout=60)
         events.append("written")
         raise MemoryError("no memory")
 
@@ -159,7 +159,7 @@ def test_a_save_waits_for_the_one_before_and_raises_its_error(tmp_path: Path) ->
     writer.put(tmp_path / "part", torch.zeros(2), slow)
     writer.publish(tmp_path, tmp_path, ExitStack(), lambda: None, lambda: None)
     assert not events and not writer.has_failed
-    threading.Timer(0.2, goes_on.set).start()
+    threading.Timer(0.2, may_continue.set).start()
     with pytest.raises(MemoryError):
         writer.begin()
     assert events == ["written"] and not writer.times
@@ -224,16 +224,16 @@ def test_a_signal_that_another_rank_has_heard_is_the_first_one_here_too(
 
 @pytest.mark.parametrize("is_due", [False, True], ids=["no save is due", "the last step's save"])
 def test_a_signal_while_a_thread_saves_asks_for_no_other_save(tmp_path: Path, is_due: bool) -> None:
-    writer, goes_on = CheckpointWriter("async"), threading.Event()
+    writer, may_continue = CheckpointWriter("async"), threading.Event()
     stop = StopRequests(writer)
     stop._note(signal.SIGTERM, None)
     writer.begin()
-    writer.put(tmp_path / "part", torch.zeros(2), lambda state: goes_on.wait(timeout=60))
+    writer.put(tmp_path / "part", torch.zeros(2), lambda state: may_continue.wait(timeout=60))
     writer.publish(tmp_path, tmp_path, ExitStack(), lambda: None, lambda: None)
     control = SimpleNamespace(should_save=is_due)
     stop.on_step_end(None, None, control)  # type: ignore[arg-type]
     assert control.should_training_stop and control.should_save == is_due
-    goes_on.set()
+    may_continue.set()
     writer.wait()
     control = SimpleNamespace(should_save=False)
     stop.on_step_end(None, None, control)  # type: ignore[arg-type]

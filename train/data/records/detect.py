@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from idlm.errors import UserError
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
-from idlm.train.data.records.names import BESIDE_TEXT
+from idlm.train.data.records.names import TEXT_EXTRAS
 from idlm.train.data.records.shapes import SHAPES, Keys, Record
 from idlm.train.data.records.values import is_empty, present, unusable
 
@@ -60,10 +60,10 @@ def check_shape(record: Record, shape: str, wanted: str, *, origin: str, first: 
             f"{SHAPES[shape].example}",
             fix="put each shape into a file of its own and train on one of them",
         )
-    beside = sorted(present(record, BESIDE_TEXT)) if shape == "text" and wanted == AUTO else []
-    if beside:
+    extra = sorted(present(record, TEXT_EXTRAS)) if shape == "text" and wanted == AUTO else []
+    if extra:
         raise unusable(
-            f"{origin} has {', '.join(beside)} beside a text, so it is part of a conversation",
+            f"{origin} has {', '.join(extra)} beside a text, so it is part of a conversation",
             fix=f"write conversations as {SHAPES['messages'].example}, or set data.shape=text to train on "
             "the texts alone",
         )

@@ -39,7 +39,7 @@ TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 """Keys of a record that are variables of the chat template, as all keys in `TEMPLATE_DICT` are."""
 TEMPLATE_DICT = "chat_template_kwargs"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-BESIDE_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, *("history", "chat_template_kwargs"), *TEMPLATE_KEYS, *MEDIA_KEYS)
+EXTRA_KEYS = (*SYSTEM_KEYS, *TOOLS_KEYS, *("history", "chat_template_kwargs"), *TEMPLATE_KEYS, *MEDIA_KEYS)
 """Parts of a conversation that a record of any shape may have beside its turns, and what no model reads."""
 
 UNTRAINED_BY = {
@@ -105,5 +105,5 @@ LABEL_KEY = "label"
 """Of a pair: false where its response is one that is not wanted."""
 PROMPT_KEYS = ("prompt", "messages", "conversations", "question", "instruction")
 """What a preferred answer may follow."""
-BESIDE_TEXT = ("role", *(key for key in BESIDE_KEYS if key not in MEDIA_KEYS))
+TEXT_EXTRAS = ("role", *(key for key in EXTRA_KEYS if key not in MEDIA_KEYS))
 """Keys by which a record with a text is a turn of a conversation."""

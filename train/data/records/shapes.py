@@ -19,9 +19,8 @@ from idlm.text.thoughts import REASONING_KEYS
 from idlm.train.data.base import Encoder
 from idlm.train.data.layout import Sample
 from idlm.train.data.records.names import (
-    BESIDE_KEYS,
-    BESIDE_TEXT,
     CONTEXT_KEYS,
+    EXTRA_KEYS,
     HISTORY_KEY,
     LABEL_KEY,
     LISTED_WEIGHTS,
@@ -32,6 +31,7 @@ from idlm.train.data.records.names import (
     SYSTEM_KEYS,
     TEMPLATE_DICT,
     TEMPLATE_KEYS,
+    TEXT_EXTRAS,
 )
 from idlm.train.data.records.tools import calls_of, tools_of
 from idlm.train.data.records.turns import (
@@ -54,7 +54,7 @@ Encoded = tuple[list[Sample], set[str]]
 """Samples, and keys of turns that nothing reads."""
 
 
-CHAT_KEYS: Keys = (*BESIDE_KEYS, *LISTED_WEIGHTS)
+CHAT_KEYS: Keys = (*EXTRA_KEYS, *LISTED_WEIGHTS)
 WRITE_ANSWER = "give records as idlm-generate wrote them"
 
 
@@ -146,7 +146,7 @@ def _text(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
 
 def _answers(record: Record, keys: Keys, encoder: Encoder, origin: str) -> Encoded:
     prompt, token_ids = record["prompt"], record["token_ids"]
-    for key in present(record, BESIDE_KEYS):
+    for key in present(record, EXTRA_KEYS):
         raise unusable(
             f"{key} lies beside an answer of idlm-generate, which was made without it",
             fix=f"delete the key {key}, or make the answer again with it in the prompt",
@@ -219,7 +219,7 @@ SHAPES: dict[str, Format] = {
         keys=(("prompt", "text", "token_ids", "finish_reason"),),
         example="a record of idlm-generate output=",
         encode=_answers,
-        also=(*BESIDE_KEYS, *RECORD_KEYS),
+        also=(*EXTRA_KEYS, *RECORD_KEYS),
     ),
     "pair": Format(
         keys=(("prompt", "response"), ("prompt", "completion")),
@@ -247,7 +247,7 @@ SHAPES: dict[str, Format] = {
         encode=_preference,
         also=(*CHAT_KEYS, *PROMPT_KEYS, *REASONING_KEYS),
     ),
-    "text": Format(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=BESIDE_TEXT),
+    "text": Format(keys=(("text",),), example='{"text": str}', encode=_text, also=(), checked=TEXT_EXTRAS),
 }
 
 

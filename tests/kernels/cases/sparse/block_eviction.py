@@ -18,7 +18,7 @@ SHAPES = [
     (4, 1, 2, 2, 16, 1),
 ]
 """Sequences, positions, query heads, KV heads, head dim, page size."""
-NUM_ROWS_BEHIND = 3
+NUM_ROWS_AFTER = 3
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def make_layer(
         is_fed_BW[1] = is_mask_BW[1] = False
     num_fed = int(is_fed_BW.sum())
     rows_BW = torch.full((num_sequences, size), -1)
-    rows_BW[is_fed_BW] = torch.randperm(num_fed + NUM_ROWS_BEHIND, generator=generator)[:num_fed]
-    q_RNH = torch.randn(num_fed + NUM_ROWS_BEHIND, num_heads, head_dim, generator=generator) * 2
+    rows_BW[is_fed_BW] = torch.randperm(num_fed + NUM_ROWS_AFTER, generator=generator)[:num_fed]
+    q_RNH = torch.randn(num_fed + NUM_ROWS_AFTER, num_heads, head_dim, generator=generator) * 2
     is_query_BW = is_fed_BW if over_block else is_mask_BW
     is_key_BW = torch.ones_like(is_mask_BW) if over_block else is_mask_BW
     is_read_R = torch.zeros(len(q_RNH), dtype=torch.bool)

@@ -44,7 +44,7 @@ class Sequence:
         self.stored = {index: texts[slot] for slot, index in indices.items()}
         return slots, [texts[slot] for slot in slots]
 
-    def go_on(self, rng: random.Random, size: int) -> None:
+    def advance(self, rng: random.Random, size: int) -> None:
         """Decide and edit some positions, or begin the next block."""
         if MASK not in self.tokens or rng.random() < 0.1:
             known = [rng.randrange(NUM_TOKENS) if token == MASK else token for token in self.tokens]
@@ -71,7 +71,7 @@ def check_state(seed: int, device: str = "cpu") -> None:
         chosen = rng.sample(range(NUM_LANES), rng.randrange(1, NUM_LANES))
         _check_pass(rng, state, [lanes[lane] for lane in chosen], chosen, rules, size, device)
         for lane in chosen:
-            lanes[lane].go_on(rng, size)
+            lanes[lane].advance(rng, size)
             _check_lane(state, lane, lanes[lane].state, rules)
 
 

@@ -88,9 +88,9 @@ def build_listed(
     for b, each in enumerate(sequences):
         if isinstance(each, Work) and each.listed:
             for head in range(shape.num_kv_heads):
-                most = min(num_listed, each.start)
-                drawn = int(torch.randint(0, most + 1, (1,), generator=generator))
-                chosen = torch.randperm(each.start, generator=generator)[: most if full else drawn]
+                maximum = min(num_listed, each.start)
+                drawn = int(torch.randint(0, maximum + 1, (1,), generator=generator))
+                chosen = torch.randperm(each.start, generator=generator)[: maximum if full else drawn]
                 lists_BKC[b, head] = -1
                 lists_BKC[b, head, : len(chosen)] = chosen.sort().values
     listed_B = torch.tensor([isinstance(each, Work) and each.listed for each in sequences], device=device)
@@ -177,8 +177,8 @@ def listed_error_ratio(listed: ListedCase, o_RNH: Tensor) -> float:
     eps = torch.finfo(own.dtype).eps
     mine, theirs = o_RNH.double() - truth, own.double() - truth
     largest = mine.abs().max() / torch.maximum(theirs.abs().max(), eps * truth.abs().max())
-    least = (0.2 * eps) ** 2 * truth[:fed].square().mean()
-    root = (mine[:fed].square().mean() / torch.maximum(theirs[:fed].square().mean(), least)).sqrt()
+    minimum = (0.2 * eps) ** 2 * truth[:fed].square().mean()
+    root = (mine[:fed].square().mean() / torch.maximum(theirs[:fed].square().mean(), minimum)).sqrt()
     return float(torch.maximum(largest, root))
 
 
@@ -220,11 +220,11 @@ def assert_before(listed: ListedCase, before: BeforeBlock, tolerance: float) -> 
 
 
 def random_listed(
-    rng: random.Random, *, most: int, longest: int, chunk: int, size: int = 32
+    rng: random.Random, *, maximum: int, longest: int, chunk: int, size: int = 32
 ) -> list[list[Row] | Work]:
     """Blocks in work, listed or not, at any slot; with clean rows, dropped rows and other sequences."""
     sequences: list[list[Row] | Work] = []
-    for _ in range(rng.randint(1, most)):
+    for _ in range(rng.randint(1, maximum)):
         kind = rng.randrange(6)
         start = rng.choice([0, rng.randint(0, 40), rng.randint(0, longest)])
         indices: list[int] = list(range(size))
@@ -244,5 +244,5 @@ def random_listed(
             )
         )
     if rng.random() < 0.3:
-        sequences += random_sequences(rng, most=2, longest=longest, chunk=chunk)
+        sequences += random_sequences(rng, maximum=2, longest=longest, chunk=chunk)
     return sequences

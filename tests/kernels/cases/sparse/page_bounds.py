@@ -47,7 +47,7 @@ def check(
     rng.shuffle(given)
     shape = (num_slots // size + 1, kv_heads, head_dim)
     bounds = Bounds(
-        least_CKH=torch.full(shape, OLD, dtype=bound_dtype, device=device),
+        min_CKH=torch.full(shape, OLD, dtype=bound_dtype, device=device),
         largest_CKH=torch.full(shape, OLD, dtype=bound_dtype, device=device),
         size=size,
     )
@@ -65,10 +65,10 @@ def check(
         end = min(first + size, ends[sequence])
         expected = bounds_reference(keys_SKH, k_scale_K, slots, sequence, first, end)
         physical = int(slots.physical(torch.tensor([[first]]), torch.tensor([sequence]))) // size
-        for one, expected_KH in zip((bounds.least_CKH, bounds.largest_CKH), expected, strict=True):
+        for one, expected_KH in zip((bounds.min_CKH, bounds.largest_CKH), expected, strict=True):
             torch.testing.assert_close(one[physical].cpu(), expected_KH.to(bound_dtype), rtol=0, atol=0)
         written[sequence, first] = expected
-    num_left = int((bounds.least_CKH[:-1, 0, 0] == OLD).sum())
+    num_left = int((bounds.min_CKH[:-1, 0, 0] == OLD).sum())
     assert num_left == num_slots // size - len(found), "other pieces were overwritten"
     heads = torch.randn(3 * width + 2, kv_heads, group, head_dim).to(dtype)
     _check_scores(rng, heads, page, ends, bounds, on_device, written)
@@ -84,7 +84,7 @@ def _check_scores(
     written: dict[tuple[int, int], tuple[Tensor, Tensor]],
 ) -> None:
     """Scores of three blocks that begin at `ends`; `written`: bounds by sequence and first slot."""
-    device, width = bounds.least_CKH.device, len(q_RKGH) // 3
+    device, width = bounds.min_CKH.device, len(q_RKGH) // 3
     rows_BW = torch.randperm(len(q_RKGH))[: 3 * width].view(3, width)
     rows_BW[torch.rand(3, width) < rng.choice((0.0, 0.4))] = -1
     num_pages = -(-max(*ends, 1) // page)
@@ -103,12 +103,12 @@ def _check_scores(
             q_WGH = q_RKGH[rows, kv_head]
             for number in range(-(-end // page)):
                 firsts = range(number * page, min((number + 1) * page, end), bounds.size)
-                least_H, largest_H = (
+                min_H, largest_H = (
                     torch.stack([written[sequence, first][side][kv_head] for first in firsts])
                     for side in (0, 1)
                 )
-                least_H = least_H.amin(0).to(bounds.least_CKH.dtype)
-                largest_H = largest_H.amax(0).to(bounds.least_CKH.dtype)
-                expected = score_reference(q_WGH, least_H, largest_H) if len(rows) else torch.zeros(())
+                min_H = min_H.amin(0).to(bounds.min_CKH.dtype)
+                largest_H = largest_H.amax(0).to(bounds.min_CKH.dtype)
+                expected = score_reference(q_WGH, min_H, largest_H) if len(rows) else torch.zeros(())
                 found = scores_BKP[sequence, kv_head, number]
                 torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)

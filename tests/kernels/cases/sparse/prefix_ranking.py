@@ -78,13 +78,13 @@ class Case:
         )
         found = self.slots_LZKC[layer, lane, kv_head].tolist()
         # The list is the exact one of the shares found, and up to near ties that of the definition.
-        most = self.slots_LZKC.shape[-1]
-        listed = select_reference(found_S, most)
-        assert found == listed + [NOT_LISTED] * (most - len(listed)), (layer, sequence, kv_head)
-        if 0 < most < num:
-            border = float(expected_S.sort(descending=True).values[most - 1])
+        maximum = self.slots_LZKC.shape[-1]
+        listed = select_reference(found_S, maximum)
+        assert found == listed + [NOT_LISTED] * (maximum - len(listed)), (layer, sequence, kv_head)
+        if 0 < maximum < num:
+            border = float(expected_S.sort(descending=True).values[maximum - 1])
             slack = 2 * tolerance * (border + 1 / num)
-            right = set(select_reference(expected_S, most))
+            right = set(select_reference(expected_S, maximum))
             for slot in right ^ set(listed):
                 assert abs(float(expected_S[slot]) - border) <= slack, (layer, sequence, kv_head, slot)
 
@@ -171,10 +171,10 @@ def check_selection(
     )  # fmt: skip
     expected_LZKC = torch.full(shape, OLD, dtype=torch.int32)
     for sequence in range(max(1, num_sequences - 1)):
-        count, most = counts[sequence], min(num, counts[sequence])
+        count, maximum = counts[sequence], min(num, counts[sequence])
         order_LKS = scores_LBKS[:, sequence, :, :count].sort(dim=-1, descending=True, stable=True).indices
         expected_LZKC[:, 2 * sequence] = NOT_LISTED
-        expected_LZKC[:, 2 * sequence, :, :most] = order_LKS[..., :most].sort(dim=-1).values.int()
+        expected_LZKC[:, 2 * sequence, :, :maximum] = order_LKS[..., :maximum].sort(dim=-1).values.int()
     assert torch.equal(slots_LZKC.cpu(), expected_LZKC)
 
 

@@ -105,7 +105,7 @@ def test_a_list_and_its_block_are_incomplete_blocks_of_slots() -> None:
 @pytest.mark.parametrize("seed", range(RANDOM_STEPS))
 def test_random_steps(seed: int) -> None:
     rng = random.Random(seed)
-    sequences = random_listed(rng, most=4, longest=120, chunk=20, size=rng.choice([4, 8]))
+    sequences = random_listed(rng, maximum=4, longest=120, chunk=20, size=rng.choice([4, 8]))
     shape = replace(SMALL, num_kv_heads=rng.choice([1, 2, 4]))
     listed = build_listed(
         sequences,

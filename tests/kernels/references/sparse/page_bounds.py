@@ -26,7 +26,7 @@ def bounds_reference(
     return k_FKH.amin(0), k_FKH.amax(0)
 
 
-def score_reference(q_WGH: Tensor, least_H: Tensor, largest_H: Tensor) -> Tensor:
+def score_reference(q_WGH: Tensor, min_H: Tensor, largest_H: Tensor) -> Tensor:
     """Mean over queries of the largest product that a key within the bounds can have."""
-    bound_WGH = torch.maximum(q_WGH.double() * least_H.double(), q_WGH.double() * largest_H.double())
+    bound_WGH = torch.maximum(q_WGH.double() * min_H.double(), q_WGH.double() * largest_H.double())
     return bound_WGH.sum(-1).mean()

@@ -24,11 +24,11 @@ def compact_reference(
     of a block; `drops_stored`: the block before may lose rows as well."""
     left, needs = [], []
     for b, (before, block) in enumerate(rows):
-        goes_on = [row for row in block if needs_all[b] or row in kept]
+        remains = [row for row in block if needs_all[b] or row in kept]
         if drops_stored:
             before = before[:-size] + [row for row in before[-size:] if row in kept]
         num_scheduled = len(before) if scheduled is None else min(len(before), scheduled[b])
-        left.append((before[:num_scheduled], before[num_scheduled:] + goes_on))
+        left.append((before[:num_scheduled], before[num_scheduled:] + remains))
         needs.append(len(left[-1][1]))
     demand = [len(first) + len(then) for first, then in left]
     if capacity is None or num_waits is None:

@@ -101,12 +101,12 @@ def test_limits_follow_from_rows_and_rates(context: int, batch: int, paper: floa
     """2.13 tokens a pass, 15.0 rows a token without eviction, 3.12 and 4.12 with it."""
     model, rates = sdar_8b(), Rates(stream=4.23e12, product=785e12)
 
-    def least(kept: float, *, fed: float = 20, head: float = 4.1, committed: float = 2.13) -> float:
+    def minimum(kept: float, *, fed: float = 20, head: float = 4.1, committed: float = 2.13) -> float:
         rows = RowCounts(fed=fed, kept=kept, head=head, tokens=2.13, committed=committed)
         return limit_ms(model, rows, batch=batch, slots=context + 32, rates=rates)
 
-    full = least(32, fed=32, head=17)
-    assert full / least(3.12 * 2.13, committed=0) == pytest.approx(paper, abs=0.02)
-    assert full / least(3.12 * 2.13) == pytest.approx(clean, abs=0.02)
+    full = minimum(32, fed=32, head=17)
+    assert full / minimum(3.12 * 2.13, committed=0) == pytest.approx(paper, abs=0.02)
+    assert full / minimum(3.12 * 2.13) == pytest.approx(clean, abs=0.02)
     if (context, batch) == (1024, 128):
         assert full == pytest.approx(85.5, abs=0.1)

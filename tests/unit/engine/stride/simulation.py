@@ -92,8 +92,8 @@ class Machine:
     def __init__(self, decoder: IsdDecoder, seed: int, disturbances: Disturbances) -> None:
         self.decoder, self.modes, self.widths = decoder, decoder.modes, rows_by_mode(decoder, 0)
         self.rng, self._noise = random.Random(seed), disturbances
-        most = disturbances.deviation
-        self.factors = [1 + self.rng.uniform(-most, most) for _ in self.modes]
+        maximum = disturbances.deviation
+        self.factors = [1 + self.rng.uniform(-maximum, maximum) for _ in self.modes]
         self._times = recorded_times()
 
     def seconds(self, mode: int, load: Load) -> float:
@@ -192,8 +192,8 @@ class Run:
         self._collect(0)
         return tokens / elapsed
 
-    def _collect(self, most: int) -> None:
-        while len(self._inflight) > most:
+    def _collect(self, maximum: int) -> None:
+        while len(self._inflight) > maximum:
             mode, load, seconds, tests = self._inflight.popleft()
             self.controller.observe_time(mode, load, seconds)
             for accepted, tested, from_masks in tests:

@@ -151,11 +151,11 @@ def test_a_first_time_that_includes_compilation_is_ignored() -> None:
 def test_after_out_of_memory_comes_the_narrowest_and_then_fewer_rows() -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of)
     free = run(controller, 4, 0.9, 60, noise=0.0)[-1]
-    most = 4 * WIDTHS[free] - 1
+    maximum = 4 * WIDTHS[free] - 1
     controller.observe_out_of_memory()
     later = run(controller, 4, 0.9, 900, noise=0.0)
     assert WIDTHS[later[0]] == 1
-    assert 1 < max(4 * WIDTHS[number] for number in later) <= most
+    assert 1 < max(4 * WIDTHS[number] for number in later) <= maximum
     assert run(controller, 4, 0.9, 200, noise=0.0)[-1] == free
     controller.choose(Load(num_sequences=1000))
     controller.observe_out_of_memory()
@@ -170,23 +170,23 @@ def test_modes_without_graphs_are_used_where_their_rows_hide_the_launches() -> N
     wanted = [shape_of(size, rows) for size in (1, 2, 4, 8) for rows in (0, 128)]
     missing = [shape_of(4, 0), shape_of(4, 128)]
     found = Captured.of(wanted, missing, eager_rows=500)
-    assert found.most == {(1, 0): 8, (1, 128): 2}
+    assert found.maximum == {(1, 0): 8, (1, 128): 2}
     fast = [found.launches_fast(1, size, 7 * size, 0) for size in (3, 8, 9, 80)]
     assert fast == [True, True, False, True]
-    beside = [
+    others = [
         found.launches_fast(1, size, 7 * size + rows, rows) for size, rows in ((2, 9), (3, 9), (2, 200))
     ]
-    assert beside == [True, False, False]
+    assert others == [True, False, False]
     assert not found.launches_fast(2, 1, 7, 0), "another mode"
     controller = StrideController(MODES, WIDTHS, tokens_of)
-    controller.captured = replace(found, most={})
+    controller.captured = replace(found, maximum={})
     assert {controller.choose(Load(num_sequences=1)) for _ in range(50)} == {0}
 
 
 def test_no_trial_takes_longer_than_the_slowdown() -> None:
     slowest = []
-    for most in (1.5, math.inf):
-        controller = StrideController(MODES, WIDTHS, tokens_of, max_slowdown=most)
+    for maximum in (1.5, math.inf):
+        controller = StrideController(MODES, WIDTHS, tokens_of, max_slowdown=maximum)
         run(controller, 16, 0.6, 200, noise=0.0)
         tried = {seconds(number, 16) for number in run(controller, 16, 0.6, 1500, noise=0.0)}
         slowest.append(max(tried) / min(tried))
