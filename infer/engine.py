@@ -33,9 +33,9 @@ from idlm.infer.errors import (
 )
 from idlm.infer.interrupts import uninterrupted
 from idlm.infer.parts import EngineParts, Prompt
-from idlm.infer.request import ANONYMOUS, Request, Turn, strip_stop_id
+from idlm.infer.request import ANONYMOUS, QueueOrder, Request, strip_stop_id
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
-from idlm.infer.runtime.stride_controller import Load
+from idlm.infer.runtime.stride_controller import StepLoad
 from idlm.infer.runtime.worker import InflightStep, Worker
 from idlm.infer.settings import EngineSettings, check_options
 from idlm.infer.sparse.row_reservation import RowCounts, RowReservation
@@ -184,7 +184,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         streams: bool = False,
-        turn: Turn = ANONYMOUS,
+        turn: QueueOrder = ANONYMOUS,
     ) -> None:
         """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one.
         Requests of different clients and calls (`turn`) are admitted in turn."""
@@ -197,7 +197,7 @@ class Engine:
         params: SamplingParams | None,
         *,
         streams: bool,
-        turn: Turn = ANONYMOUS,
+        turn: QueueOrder = ANONYMOUS,
         is_read: bool = True,
     ) -> None:
         """Queue a prompt; with `is_read` False there is an event of each sample's end alone."""
@@ -376,7 +376,7 @@ class Engine:
             return False
         self._last_scheduled = schedule.requests
         if self._stride_controller is not None:
-            schedule.mode = self._stride_controller.choose(Load.of(schedule))
+            schedule.mode = self._stride_controller.choose(StepLoad.of(schedule))
         if self._reservation is not None:
             self._reservation.choose(schedule)
         schedule.derive()
@@ -394,7 +394,7 @@ class Engine:
             for request, position, logprobs in step.prompt_logprobs():
                 request.add_prompt_logprobs(position, logprobs)
             if self._stride_controller is not None and not step.schedule.is_eager:
-                load = Load.of(step.schedule, has_drafts=False)
+                load = StepLoad.of(step.schedule, has_drafts=False)
                 self._stride_controller.observe_time(step.mode, load, step.seconds())
             scored: Sequence[Sequence[TokenLogprob]] = step.logprobs() or [()] * len(counts)
             for request, samples, row, own in zip(step.requests, step.samples, counts, scored, strict=True):

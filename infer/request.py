@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_RECENT_DRAFTS = 256
 
 
-class Turn(NamedTuple):
+class QueueOrder(NamedTuple):
     """Whose a request is. Of one client's requests those with the lowest `priority` come first. `call`: that
     of the client, which may have several prompts with several answers each."""
 
@@ -31,8 +31,8 @@ class Turn(NamedTuple):
     call: str = ""
 
 
-ANONYMOUS = Turn()
-PRIORITY_LEVEL = Turn._fields.index("priority")
+ANONYMOUS = QueueOrder()
+PRIORITY_LEVEL = QueueOrder._fields.index("priority")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ class Request:
     has_other_drafts: bool = False
     finish_reason: str | None = None
     grammar: Grammar | None = None
-    turn: Turn = ANONYMOUS
+    turn: QueueOrder = ANONYMOUS
     is_read: bool = True
     num_told: int = 0
     num_known: int = field(init=False)
@@ -276,7 +276,7 @@ class Waiting:
     then by priority, in turn over the users of a client, and in turn over calls, one answer at a time. A new
     client waits for one turn of each other client, however much that client has queued.
 
-    Its levels are dicts, by the fields of `Turn`; whose turn it is stands first. The last level is the
+    Its levels are dicts, by the fields of `QueueOrder`; whose turn it is stands first. The last level is the
     answers of a call."""
 
     def __init__(self) -> None:

@@ -276,13 +276,13 @@ def _publish_stage(
 def _add_evaluation(
     config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, progress: Progress, sampler: Sampler | None
 ) -> None:
-    from idlm.train.loop.evaluation import Answers, HeldOut
+    from idlm.train.loop.evaluation import HeldOut, HeldOutAnswers
 
     settings, answers = config.eval, None
     assert settings.every is not None and prepared.held_out is not None
     if settings.num_prompts and sampler is not None:
         directory = Path(config.output_dir) / RUN_FOLDER / "decoded"
-        answers = Answers(
+        answers = HeldOutAnswers(
             publish=lambda stage: _publish_stage(config, prepared, trainer, stage, directory),
             directory=directory,
             sampler=sampler,

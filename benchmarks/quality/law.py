@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.stride_controller import Load, StrideController
+from idlm.infer.runtime.stride_controller import StepLoad, StrideController
 from tests.law.harness import (
     NEUTRAL,
     NUM_TOKENS,
@@ -170,7 +170,7 @@ def _record_choices(controller: StrideController) -> set[int]:
     used: set[int] = set()
     choose = controller.choose
 
-    def recorded(load: Load) -> int:
+    def recorded(load: StepLoad) -> int:
         used.add(number := choose(load))
         return number
 

@@ -38,7 +38,7 @@ from idlm.infer.state.batch import (
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
+from idlm.kernels.paged_attention import AttentionRows, BackendPlan, HeadShape, plan_attention
 from idlm.kernels.step_rows import map_slots
 
 NUM_COUNTS = 8
@@ -261,7 +261,7 @@ class Runner(PassRunner):
 
     def _plan_attention(
         self, block_table_BP: Tensor, plan: StepPlan, lists: AttentionLists | None = None
-    ) -> Plan:
+    ) -> BackendPlan:
         """The attention plan that layers share: all of them, or those with `lists`."""
         page_size = self.pool.page_size
         rows = AttentionRows(
@@ -309,7 +309,7 @@ class PagedKV:
 
     cache: KVCache
     slot_mapping_R: Tensor
-    plan: Plan
+    plan: BackendPlan
     scale: float
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,7 @@ OOM_MEMORY_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class StepLoad:
     """What a step has to do whatever its mode: `num_sequences`, of which `num_decoding` decode (None: all),
     `num_prompt_rows` of the others, and `num_slots` of context in all. `drafts`: accepted and tested drafts
     of decoding sequences of late (empty: they are average ones)."""
@@ -159,7 +159,7 @@ class Load:
     drafts: Sequence[tuple[float, float]] = ()
 
     @classmethod
-    def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> Load:
+    def of(cls, schedule: Schedule, *, has_drafts: bool = True) -> StepLoad:
         """The load of a schedule, from what is known before its pass."""
         return cls(
             num_sequences=len(schedule.requests),
@@ -231,7 +231,7 @@ class StrideController:
         self._narrowest = min(range(len(widths)), key=widths.__getitem__)
         self._max_rows: float = math.inf
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: StepLoad) -> int:
         """The mode, by number, for a step of such a load: the fastest, or one that is due for a trial.
 
         After an out-of-memory error, use the narrowest layout so that no request is dropped, and for
@@ -247,7 +247,7 @@ class StrideController:
         self._last_rows = load.num_sequences * self._widths[number]
         return number
 
-    def _choice(self, load: Load) -> int:
+    def _choice(self, load: StepLoad) -> int:
         since = self._num_steps - self._last_oom
         if (self._last_oom and since == 1) or load.num_decoding == 0:
             return self._narrowest
@@ -277,7 +277,7 @@ class StrideController:
         ratios = {number: ratio for number, ratio in ratios.items() if ratio[1] <= self._max_slowdown}
         return self._best_or_trial(load.size, best, ratios)
 
-    def _may_run(self, number: int, load: Load) -> bool:
+    def _may_run(self, number: int, load: StepLoad) -> bool:
         """Whether a pass in this mode has the memory for its rows, and a graph if it needs one."""
         num_rows = load.num_sequences * self._widths[number]
         if num_rows > self._max_rows or self.captured is None or number == self._narrowest:
@@ -290,7 +290,7 @@ class StrideController:
         self._last_oom = self._num_steps
         self._max_rows = min(self._max_rows, self._last_rows - 1)
 
-    def observe_time(self, mode: int, load: Load, seconds: float) -> None:
+    def observe_time(self, mode: int, load: StepLoad, seconds: float) -> None:
         """Record the time of a step. Without times of a warm-up, steps that store prompts say nothing."""
         if load.num_prompt_rows or load.num_decoding == 0:
             if self.times is None or load.num_decoding == 0:
@@ -333,7 +333,7 @@ class StrideController:
     def likely_modes(self, num_sequences: int) -> set[int]:
         """The modes that are fastest at so many sequences, by the times known so far, for one or another
         acceptance."""
-        load, numbers = Load(num_sequences=num_sequences), range(len(self._modes))
+        load, numbers = StepLoad(num_sequences=num_sequences), range(len(self._modes))
         seconds = [self.seconds(number, load) for number in numbers]
 
         def rate(number: int, acceptance: float) -> float:
@@ -353,7 +353,7 @@ class StrideController:
         total = sum(classes.values())
         return [value / total for value in sums]
 
-    def seconds(self, number: int, load: Load) -> float:
+    def seconds(self, number: int, load: StepLoad) -> float:
         """Time of a step without its prompt rows: measured, or estimated by the warm-up's times, or from
         steps with similar numbers of rows."""
         timing = self._timings.get((load.size, number))
@@ -365,7 +365,7 @@ class StrideController:
         correction = 1.0 if timing is None else timing.correction
         return self._unit(number, load) * self._drift(load.size) * correction
 
-    def _unit(self, mode: int, load: Load) -> float:
+    def _unit(self, mode: int, load: StepLoad) -> float:
         """What times of the mode are kept as a multiple of."""
         if self.times is None:
             return 1.0
@@ -377,7 +377,7 @@ class StrideController:
             return self._drifts.get(size, 1.0)
         return self._drifts[min(self._drifts, key=lambda other: abs(other.bit_length() - size.bit_length()))]
 
-    def _prompt_seconds(self, mode: int, load: Load) -> float:
+    def _prompt_seconds(self, mode: int, load: StepLoad) -> float:
         """What the prompt rows add to a step."""
         if self.times is not None:
             added = self.times.prompt(mode, load.num_sequences, load.num_prompt_rows)

@@ -19,7 +19,7 @@ from typing import Literal
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.request import ANONYMOUS, Turn
+from idlm.infer.request import ANONYMOUS, QueueOrder
 from idlm.infer.server.errors import ApiError, engine_unavailable, from_user_error, internal_error
 from idlm.infer.server.messages import (
     FAULT,
@@ -102,7 +102,7 @@ class EngineClient:
         self._fail_all(engine_unavailable("the server is shutting down"))
 
     async def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn = ANONYMOUS
+        self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder = ANONYMOUS
     ) -> Generation:
         """Queue prompts; returns when the engine has taken all of them. Raises UserError if it refuses one,
         ApiError 503 if there is no engine."""

@@ -20,7 +20,7 @@ from idlm.contracts import Constraint, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
-from idlm.infer.request import Turn
+from idlm.infer.request import QueueOrder
 from idlm.infer.server.messages import (
     FAULT,
     RECEIVE_BYTES,
@@ -169,7 +169,7 @@ class EngineLoop:
                 self._compiling[request_id] = grammar, message
                 self._report([])
                 return
-            turn = Turn(*message["turn"])
+            turn = QueueOrder(*message["turn"])
             self._engine.add_request(request_id, prompt_ids, params, streams=True, turn=turn)
         except UserError as error:
             self._send({"type": "refused", "id": request_id, **error_message(error)})

@@ -18,7 +18,7 @@ from typing import Any
 from idlm import __version__
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.request import Turn
+from idlm.infer.request import QueueOrder
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient, Generation
 from idlm.infer.server.errors import ApiError, FieldError, engine_unavailable, from_user_error
@@ -149,7 +149,9 @@ class Service:
                 prompts = await self._encode(encode, prompts, params.n, client)
             return await self._generate(prompts, params, turn)
 
-    async def _generate(self, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn) -> Generation:
+    async def _generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams, turn: QueueOrder
+    ) -> Generation:
         """Queue prompts. An answer that can be shorter than `max_tokens` says so."""
         generation = await self.client.generate(prompts, params, turn)
         context = self.info.max_length

@@ -22,7 +22,7 @@ from torch import Tensor
 from idlm.infer.sparse.accelerator import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
 from idlm.infer.state.batch import BlockDemand, DroppedRows, StepPlan, row_columns
-from idlm.kernels.paged_attention import Plan
+from idlm.kernels.paged_attention import BackendPlan
 from idlm.kernels.row_compaction import Drop, PackedRows, RowCapacity, compact_rows, keep_wanted
 
 USUAL = 1.25
@@ -40,13 +40,13 @@ class SparseKV:
         *,
         kv: KVPass | None,
         rows: RowsPass | None,
-        make_plan: Callable[[StepPlan, AttentionLists | None], Plan],
+        make_plan: Callable[[StepPlan, AttentionLists | None], BackendPlan],
     ) -> None:
         self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
         self._kv, self._rows, self._make_plan = kv, rows, make_plan
         self._origin_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
         """Each row's number in the decoder's plan; for padding, the number of rows of that plan."""
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, BackendPlan] = {}
         """By the number of listed slots; 0: the plan of layers without lists."""
         self._demand_B = self._num_fed_B = plan.cu_rows_B1.diff()
         """Rows that each sequence needed at the last drop, and at the first."""
@@ -163,7 +163,7 @@ class SparseKV:
         self._plans.clear()
         return left.numbers_I
 
-    def _plan(self, num_listed: int) -> Plan:
+    def _plan(self, num_listed: int) -> BackendPlan:
         """The plan of attention over lists of `num_listed` slots, until rows are dropped."""
         if num_listed not in self._plans:
             lists = None

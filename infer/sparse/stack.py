@@ -23,7 +23,7 @@ from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.paged_attention import Plan
+from idlm.kernels.paged_attention import BackendPlan
 from idlm.kernels.row_compaction import find_index
 
 AcceleratorOptions = Mapping[str, Mapping[str, Any]]
@@ -83,7 +83,7 @@ class AcceleratorStack:
         page_size: int,
         slot_mapping_R: Tensor,
         scale: float,
-        make_plan: Callable[[StepPlan, AttentionLists | None], Plan],
+        make_plan: Callable[[StepPlan, AttentionLists | None], BackendPlan],
     ) -> SparseKV | None:
         """Start a sparse pass; None if the pass is exact. `make_plan` plans attention of a plan's rows."""
         if plan.active is None:

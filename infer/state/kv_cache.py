@@ -16,7 +16,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.kernels.paged_attention import BeforeBlock, Plan, paged_attention
+from idlm.kernels.paged_attention import BackendPlan, BeforeBlock, paged_attention
 
 KVKind = Literal["append", "block", "none"]
 StoreKind = Literal["layers", "shared"]
@@ -178,7 +178,7 @@ class KVCache:
         self,
         number: int,
         q_RNH: Tensor,
-        plan: Plan,
+        plan: BackendPlan,
         *,
         scale: float,
         lists_BKC: Tensor | None = None,

@@ -18,7 +18,7 @@ AUTO = {"cuda": ("triton", "torch"), "cpu": ("torch", "triton")}
 """The order in which back ends are tried, by device type."""
 
 
-class Plan(Protocol):
+class BackendPlan(Protocol):
     """The data that all layers of one step share; opaque except for its back end and its rows."""
 
     @property
@@ -56,7 +56,7 @@ def plan_attention(
     backend: str = "torch",
     deterministic: bool = False,
     launch: Any = None,
-) -> Plan:
+) -> BackendPlan:
     """Plan one step by a back end without `problems`. Only "triton" needs `shape`; `launch`: its launch
     parameters (`choice.Launch`)."""
     is_whole = rows.listed_B is None or (rows.starts_B is not None and rows.num_listed > 0)
@@ -68,7 +68,7 @@ def paged_attention(
     q_RNH: torch.Tensor,
     k_cache_SKH: torch.Tensor,
     v_cache_SKH: torch.Tensor,
-    plan: Plan,
+    plan: BackendPlan,
     *,
     scale: float,
     out: torch.Tensor | None = None,

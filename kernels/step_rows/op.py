@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
-from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
+from idlm.kernels.step_rows.types import MASK, Lanes, RowTable, StepRows
 
 FEW_SEQUENCES, FEW_BLOCK = 16, 32
 """Up to so many sequences one warp packs so many rows."""
@@ -34,7 +34,7 @@ def pack_rows(
     wants_B: Tensor,
     num_rows: int | None,
     mask_token_id: int,
-) -> PackedRows:
+) -> StepRows:
     """Known tokens of every sequence from its first that is not computed, then the rows of its layout.
 
     `num_rows` None: exactly these rows, whose number the host waits for; else that many rows, the last of
@@ -61,7 +61,7 @@ def _cu_rows(
 
 def _plain(
     lanes: Lanes, table: RowTable, columns_B: tuple[Tensor, Tensor, Tensor], num_rows: int, mask_token_id: int
-) -> PackedRows:
+) -> StepRows:
     lanes_B, feed_B, _ = columns_B
     cu_rows_B1, width_B, draft_buffer_B, samples_B, advances_B = _cu_rows(lanes, table, *columns_B)
     width, computed_B = table.source_YW.shape[1], lanes.num_computed_Z[lanes_B]
@@ -88,7 +88,7 @@ def _plain(
     )
     offsets_W = torch.arange(width, device=lanes_B.device)
     wanted_BW = (cu_rows_B1[1:] - width_B)[:, None] + offsets_W
-    return PackedRows(
+    return StepRows(
         cu_rows_B1=cu_rows_B1,
         sequence_R=sequence_R,
         token_ids_R=torch.where(is_mask_R, mask_token_id, token_R),
@@ -105,7 +105,7 @@ def _plain(
 
 def _launched(
     lanes: Lanes, table: RowTable, columns_B: tuple[Tensor, Tensor, Tensor], num_rows: int, mask_token_id: int
-) -> PackedRows:
+) -> StepRows:
     """One launch; `columns_B`: lanes_B, num_feed_B, wants_B."""
     import triton
 
@@ -136,7 +136,7 @@ def _launched(
         BLOCK=block,
         num_warps=1 if is_few else 4,
     )
-    return PackedRows(
+    return StepRows(
         cu_rows_B1=cu_rows_B1,
         **dict(zip(COLUMNS, rows_IR, strict=True)),
         is_mask_R=is_mask_R,

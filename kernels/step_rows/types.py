@@ -37,7 +37,7 @@ class RowTable(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class StepRows:
     """Concatenated rows of all sequences; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
 
     cu_rows_B1: Tensor

@@ -17,7 +17,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
 from idlm.infer.engine import Engine, StreamEvent
-from idlm.infer.request import Turn
+from idlm.infer.request import QueueOrder
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.batch import StepPlan
@@ -335,13 +335,13 @@ def test_a_reserved_lane_is_for_a_client_that_has_none(checkpoint: Path) -> None
     prompts = prompts_of([5, 9, 3, 7], vocab_size=CYCLE)
     for number in range(3):
         params = greedy(max_tokens=60, ignore_eos=True)
-        engine.add_request(str(number), prompts[number], params, turn=Turn("many"))
+        engine.add_request(str(number), prompts[number], params, turn=QueueOrder("many"))
 
     def step() -> set[str]:
         return {event.request_id for event in engine.step() if event.token_ids}
 
     assert set().union(*(step() for _ in range(6))) == {"0", "1"}
-    engine.add_request("3", prompts[3], greedy(max_tokens=9, ignore_eos=True), turn=Turn("few"))
+    engine.add_request("3", prompts[3], greedy(max_tokens=9, ignore_eos=True), turn=QueueOrder("few"))
     assert set().union(*(step() for _ in range(6))) == {"0", "1", "3"}
     while engine.has_work:
         step()

@@ -22,7 +22,7 @@ from idlm.infer.runtime.graphs import pass_shape as buckets
 from idlm.infer.runtime.graphs import shapes_ahead, warm_up
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.runtime.stride_controller import Load
+from idlm.infer.runtime.stride_controller import StepLoad
 from idlm.infer.state.batch import BlockLimits, PassRows
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import (
@@ -341,7 +341,7 @@ def test_a_warm_up_tells_what_passes_with_prompts_take(
     )
     modes = range(len(engine.decoder.modes))
     assert controller.captured.maximum == dict.fromkeys(itertools.product(modes, (0, 128, 512)), 4)
-    loads = [Load(num_sequences=3, num_prompt_rows=9), Load(num_sequences=3)]
+    loads = [StepLoad(num_sequences=3, num_prompt_rows=9), StepLoad(num_sequences=3)]
     decoding = dict.fromkeys(itertools.product(modes, (0,)), 4)
     controller.captured = replace(controller.captured, maximum=decoding)
     assert [controller.choose(load) > 0 for load in loads] == [False, True]

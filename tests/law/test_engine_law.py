@@ -21,7 +21,7 @@ from torch import Tensor
 
 from idlm.infer.decoders.base import rows_by_mode
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runtime.stride_controller import Load, StepTimes
+from idlm.infer.runtime.stride_controller import StepLoad, StepTimes
 from idlm.infer.runtime.worker import InflightStep
 from tests.law.harness import (
     MASK_ID,
@@ -94,7 +94,7 @@ def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
     rng, used = random.Random(1), set()
 
-    def choose(load: Load) -> int:
+    def choose(load: StepLoad) -> int:
         num_sequences = load.num_sequences
         newest = engine.table.tokens_ZL[:num_sequences].gather(
             1, (engine.table.num_known_Z[:num_sequences, None] - 1).clamp(min=0)
@@ -122,7 +122,7 @@ def test_the_controller_keeps_the_law_while_the_load_changes(
     measured = {(mode, size): max(4e-3, 3e-5 * size * widths[mode]) for mode, size in sizes}
     controller.times, choose = StepTimes(measured=measured, widths=widths), controller.choose
 
-    def recorded(load: Load) -> int:
+    def recorded(load: StepLoad) -> int:
         used.add(number := choose(load))
         return number
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class HeldOutAnswers:
     """Greedy answers to `num_prompts` held-out prompts. `publish` writes the weights as they are now into
     `directory`, to be decoded at the stride of a stage. `stop_if`: see `EvalConfig`."""
 
@@ -102,7 +102,7 @@ class HeldOut(TrainerCallback):
         *,
         every: int,
         num_items: int,
-        answers: Answers | None = None,
+        answers: HeldOutAnswers | None = None,
     ) -> None:
         rows = dataset.rows_per_epoch()
         self.dataset, self.progress, self.trainer, self.every = dataset, progress, trainer, every

@@ -28,7 +28,7 @@ from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import TokenCounts, work_of
 from idlm.train.planning.host_time import host_parts
-from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
+from idlm.train.planning.memory import MemoryEstimate, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import GIB, RunSetup, state_bytes, state_setup
 from idlm.train.planning.step_time import PartsOf, TimePlan, gpu_parts, rates_of, time_plan
 
@@ -46,7 +46,7 @@ class Estimate:
 
     shape: ModelShape
     setup: RunSetup
-    memory: MemoryPlan
+    memory: MemoryEstimate
     time: TimePlan | None
     is_counted: bool
     row_length: int
@@ -191,7 +191,7 @@ def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
     return [text for _, text in sorted(found)]
 
 
-def _bytes_of_kind(plan: MemoryPlan, kind: str) -> int:
+def _bytes_of_kind(plan: MemoryEstimate, kind: str) -> int:
     return sum(term.num_bytes for term in plan.terms if term.name.startswith(kind))
 
 

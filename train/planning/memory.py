@@ -44,7 +44,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryEstimate:
     """Terms that torch allocates (`terms`) and that others do (`outside`), at the peak."""
 
     terms: tuple[Term, ...]
@@ -88,7 +88,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
     )
 
 
-def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryPlan:
+def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryEstimate:
     """The peak of one GPU, term by term."""
     trained = run.adapter_parameters if run.rank else shape.num_parameters
     frozen = shape.num_parameters if run.rank else 0
@@ -101,7 +101,7 @@ def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryPlan:
     outside = [Term("CUDA context", CONTEXT_BYTES, "assumed, outside of torch")]
     if run.world_size > 1:
         outside.append(Term("NCCL buffers", COMMUNICATION_BYTES, "assumed, outside of torch"))
-    return MemoryPlan(terms=tuple(term for term in terms if term.num_bytes), outside=tuple(outside))
+    return MemoryEstimate(terms=tuple(term for term in terms if term.num_bytes), outside=tuple(outside))
 
 
 def kept_per_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from idlm.contracts import Constraint, ConstraintKind, SamplingParams
-from idlm.infer.request import Turn
+from idlm.infer.request import QueueOrder
 from idlm.infer.server.errors import FieldError
 from idlm.infer.server.messages import MAX_INTEGER
 from idlm.infer.server.parsers import calls_grammar
@@ -155,10 +155,10 @@ class SamplingFields(Body, ConstraintFields):
     return_token_ids: bool | None = None
     priority: Integer | None = None
 
-    def turn(self, client: str) -> Turn:
+    def turn(self, client: str) -> QueueOrder:
         """Whose turn the request takes; `user` tells users of one client apart."""
         user = (self.model_extra or {}).get("user")
-        return Turn(client, self.priority or 0, user[:MAX_USER] if isinstance(user, str) else "")
+        return QueueOrder(client, self.priority or 0, user[:MAX_USER] if isinstance(user, str) else "")
 
     def check(self) -> None:
         """Raise ApiError for fields that are unknown, not supported, or do not fit together."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.rejection import STRATEGIES, DraftLayout, layouts
-from idlm.kernels.step_rows import Lanes, PackedRows, RowTable, commit, map_slots, pack_rows
+from idlm.kernels.step_rows import Lanes, RowTable, StepRows, commit, map_slots, pack_rows
 
 NUM_LANES, LENGTH, MASK_ID = 12, 70, 999
 SPARE = NUM_LANES - 1
@@ -58,7 +58,7 @@ class Case:
         lanes, feed, wants = zip(*self.sequences, strict=True)
         return tuple(torch.tensor(column, device=self.device) for column in (lanes, feed, wants))  # type: ignore[return-value]
 
-    def pack(self, num_rows: int | None) -> PackedRows:
+    def pack(self, num_rows: int | None) -> StepRows:
         lanes_B, feed_B, wants_B = self.columns()
         return pack_rows(
             self.lanes,
@@ -74,7 +74,7 @@ class Case:
         """All three ops: rows, physical slots and the tables after the commit."""
         num_rows = len(self.pack(None).slots_R) + self.padding
         packed = self.pack(num_rows)
-        results = {name: getattr(packed, name) for name in PackedRows.__dataclass_fields__}
+        results = {name: getattr(packed, name) for name in StepRows.__dataclass_fields__}
         results["slot_mapping_R"] = map_slots(
             self.block_table_BP, packed.sequence_R, packed.slots_R, packed.cu_rows_B1, page_size=4
         )

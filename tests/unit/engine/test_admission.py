@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.request import Turn
+from idlm.infer.request import QueueOrder
 from idlm.infer.server import templates
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.errors import ApiError, from_validation
@@ -114,9 +114,9 @@ def test_prompts_that_are_encoded_count() -> None:
 
 def test_a_request_says_its_priority_and_user() -> None:
     messages = [{"role": "user", "content": "a"}]
-    assert ChatRequest(messages=messages).turn("k") == Turn("k", 0, "")  # type: ignore[arg-type]
+    assert ChatRequest(messages=messages).turn("k") == QueueOrder("k", 0, "")  # type: ignore[arg-type]
     given = CompletionRequest(prompt="a", priority=-2, user="u" * 999)
-    assert given.turn("k") == Turn("k", -2, "u" * 256)
+    assert given.turn("k") == QueueOrder("k", -2, "u" * 256)
     assert CompletionRequest(prompt="a", user={"a": 1}).turn("k").user == ""
 
 

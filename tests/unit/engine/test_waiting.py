@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 
 from idlm.contracts import SamplingParams
-from idlm.infer.request import Request, Turn, Waiting
+from idlm.infer.request import QueueOrder, Request, Waiting
 
 
 def request(name: str, index: int = 0, *, client: str = "", priority: int = 0, user: str = "") -> Request:
@@ -17,7 +17,7 @@ def request(name: str, index: int = 0, *, client: str = "", priority: int = 0, u
         params=SamplingParams(),
         stop_ids=frozenset(),
         max_length=9,
-        turn=Turn(client, priority, user, name),
+        turn=QueueOrder(client, priority, user, name),
     )
 
 

@@ -20,7 +20,7 @@ from benchmarks.results import read_rows
 from idlm.infer.decoders.base import StrideMode, rows_by_mode
 from idlm.infer.decoders.isd import IsdConfig, IsdDecoder
 from idlm.infer.decoders.rejection import DraftBuffer
-from idlm.infer.runtime.stride_controller import Load, StepTimes, StrideController
+from idlm.infer.runtime.stride_controller import StepLoad, StepTimes, StrideController
 from idlm.semantics import Semantics
 
 CONTEXT = 1024
@@ -96,7 +96,7 @@ class Machine:
         self.factors = [1 + self.rng.uniform(-maximum, maximum) for _ in self.modes]
         self._times = recorded_times()
 
-    def seconds(self, mode: int, load: Load) -> float:
+    def seconds(self, mode: int, load: StepLoad) -> float:
         """Of an undisturbed step."""
         own = self._times.seconds(
             self.modes[mode], self.widths[mode], load.num_sequences, load.num_prompt_rows
@@ -142,9 +142,9 @@ class Sequences:
     def __post_init__(self) -> None:
         self.buffers = [DraftBuffer(0)] * self.number
 
-    def load(self, context: int = CONTEXT) -> Load:
+    def load(self, context: int = CONTEXT) -> StepLoad:
         """What the controller is asked with."""
-        return Load(num_sequences=self.number, num_slots=self.number * context)
+        return StepLoad(num_sequences=self.number, num_slots=self.number * context)
 
     def run(self, mode: int) -> tuple[float, list[tuple[int, int, bool]]]:
         """A pass: expected tokens, and accepted and tested drafts and whether they are from masks."""
@@ -171,7 +171,7 @@ class Run:
     captures: bool = False
     chosen: list[int] = field(default_factory=list)
     _captured: set[tuple[int, int]] = field(default_factory=set)
-    _inflight: deque[tuple[int, Load, float, list[tuple[int, int, bool]]]] = field(default_factory=deque)
+    _inflight: deque[tuple[int, StepLoad, float, list[tuple[int, int, bool]]]] = field(default_factory=deque)
 
     def rate(self, sequences: Sequences, num_passes: int, context: int = CONTEXT) -> float:
         """Tokens per second of so many passes."""

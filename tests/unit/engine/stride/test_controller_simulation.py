@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from idlm.infer.decoders.base import rows_by_mode
-from idlm.infer.runtime.stride_controller import Load, StrideController
+from idlm.infer.runtime.stride_controller import StepLoad, StrideController
 from tests.unit.engine.stride import simulation
 from tests.unit.engine.stride.simulation import CONTEXT, Disturbances, decoder_of
 
@@ -33,7 +33,7 @@ def _tokens(mode: int, acceptance: float) -> float:
 
 
 def _run(
-    machine: Machine, controller: StrideController, load: Load, acceptance: float, num_passes: int
+    machine: Machine, controller: StrideController, load: StepLoad, acceptance: float, num_passes: int
 ) -> float:
     """Expected tokens per second of `num_passes` passes."""
     tokens = elapsed = 0.0
@@ -49,11 +49,13 @@ def _run(
     return tokens / elapsed
 
 
-def _load(num_sequences: int, context: int = CONTEXT) -> Load:
-    return Load(num_sequences=num_sequences, num_slots=num_sequences * context)
+def _load(num_sequences: int, context: int = CONTEXT) -> StepLoad:
+    return StepLoad(num_sequences=num_sequences, num_slots=num_sequences * context)
 
 
-def _best(machine: Machine, load: Load, acceptance: float, modes: Sequence[int] = range(len(MODES))) -> float:
+def _best(
+    machine: Machine, load: StepLoad, acceptance: float, modes: Sequence[int] = range(len(MODES))
+) -> float:
     return max(load.num_sequences * _tokens(mode, acceptance) / machine.seconds(mode, load) for mode in modes)
 
 
@@ -126,9 +128,9 @@ def test_prompts_make_wide_modes_dear_where_rows_are_not_free() -> None:
     machine = Machine(0, deviation=0.0)
     controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
     alone = _load(2)
-    mixed = Load(num_sequences=2, num_prompt_rows=512, num_slots=alone.num_slots, num_decoding=2)
+    mixed = StepLoad(num_sequences=2, num_prompt_rows=512, num_slots=alone.num_slots, num_decoding=2)
     assert WIDTHS[controller.choose(mixed)] < WIDTHS[controller.choose(alone)]
-    nothing = Load(num_sequences=4, num_decoding=0, num_prompt_rows=512)
+    nothing = StepLoad(num_sequences=4, num_decoding=0, num_prompt_rows=512)
     assert WIDTHS[controller.choose(nothing)] == 1, "masks behind prompts are not wanted"
 
 
@@ -136,7 +138,7 @@ def test_mixed_passes_teach_the_times_of_decoding() -> None:
     """All passes store a few prompt rows: the choice still becomes that of the best mode."""
     machine = Machine(1)
     controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(slot_error=2.0))
-    load = Load(num_sequences=64, num_decoding=64, num_prompt_rows=32, num_slots=64 * CONTEXT)
+    load = StepLoad(num_sequences=64, num_decoding=64, num_prompt_rows=32, num_slots=64 * CONTEXT)
     _run(machine, controller, load, 0.9, SETTLING)
     assert controller._timings, "no pass only decoded"
     assert _run(machine, controller, load, 0.9, MEASURED) >= 0.97 * _best(machine, load, 0.9)
@@ -148,8 +150,8 @@ def test_requests_count_with_their_own_acceptance() -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of, times=machine.warmed(), acceptance=[0.9] * 7)
     for _ in range(200):
         controller.observe_drafts(7, 7) if machine.rng.random() < 0.5 else controller.observe_drafts(3, 4)
-    alike = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(900, 1000)] * 64)
-    hopeless = Load(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(100, 1000)] * 64)
+    alike = StepLoad(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(900, 1000)] * 64)
+    hopeless = StepLoad(num_sequences=64, num_slots=64 * CONTEXT, drafts=[(100, 1000)] * 64)
     wide = controller.choose(alike)
     assert wide == controller.choose(_load(64))
     assert WIDTHS[controller.choose(hopeless)] < WIDTHS[wide]

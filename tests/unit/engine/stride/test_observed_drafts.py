@@ -11,7 +11,7 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders import isd
-from idlm.infer.runtime.stride_controller import Load
+from idlm.infer.runtime.stride_controller import StepLoad
 from tests.contracts.engines import build_engine, prompts_of, write_converted_toy
 
 
@@ -39,7 +39,7 @@ def test_drafts_from_verification_rows_are_told_apart(
     def observe(num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
         shown.extend([from_masks] * (num_tested > 0))
 
-    def choose(load: Load) -> int:
+    def choose(load: StepLoad) -> int:
         nonlocal num_failures
         if num_failures and engine.scheduler.running[0].has_other_drafts:
             num_failures -= 1

@@ -14,7 +14,7 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import StrideMode
 from idlm.infer.runtime.graphs.pass_costs import Captured
 from idlm.infer.runtime.graphs.pass_shape import PassShape
-from idlm.infer.runtime.stride_controller import Load, StrideController, read_times
+from idlm.infer.runtime.stride_controller import StepLoad, StrideController, read_times
 
 MODES = (
     StrideMode(stride=1, strategy="cold"),
@@ -69,7 +69,7 @@ def run(
     too, so that its time is not observed."""
     rng, chosen = random.Random(0), []
     for _ in range(num_passes):
-        number = controller.choose(Load(num_sequences=num_sequences))
+        number = controller.choose(StepLoad(num_sequences=num_sequences))
         chosen.append(number)
         for _ in range(num_sequences):
             tested = MODES[number].stride - 1
@@ -78,7 +78,7 @@ def run(
         factor = rng.uniform(1, 1.5) if rng.random() < disturbed else rng.uniform(1, 1 + noise)
         if not mixed or rng.random() >= mixed:
             took = slowness * factor * seconds(number, num_sequences)
-            controller.observe_time(number, Load(num_sequences=num_sequences), took)
+            controller.observe_time(number, StepLoad(num_sequences=num_sequences), took)
     return chosen
 
 
@@ -137,11 +137,11 @@ def test_it_adapts_to_load_and_acceptance() -> None:
 
 def test_a_first_time_that_includes_compilation_is_ignored() -> None:
     controller = StrideController(MODES, WIDTHS, tokens_of)
-    first = controller.choose(Load(num_sequences=1))
-    controller.observe_time(first, Load(num_sequences=1), 30.0)
+    first = controller.choose(StepLoad(num_sequences=1))
+    controller.observe_time(first, StepLoad(num_sequences=1), 30.0)
     controller.observe_drafts(1, 1)
-    assert controller.choose(Load(num_sequences=1)) == first, "the mode is timed again"
-    controller.observe_time(first, Load(num_sequences=1), seconds(first, 1))
+    assert controller.choose(StepLoad(num_sequences=1)) == first, "the mode is timed again"
+    controller.observe_time(first, StepLoad(num_sequences=1), seconds(first, 1))
     run(controller, 1, 0.9, 60, noise=0.0)
     assert tokens(run(controller, 1, 0.9, 1, noise=0.0)[0], 0.9) >= 0.95 * max(
         tokens(n, 0.9) for n in range(9)
@@ -157,7 +157,7 @@ def test_after_out_of_memory_comes_the_narrowest_and_then_fewer_rows() -> None:
     assert WIDTHS[later[0]] == 1
     assert 1 < max(4 * WIDTHS[number] for number in later) <= maximum
     assert run(controller, 4, 0.9, 200, noise=0.0)[-1] == free
-    controller.choose(Load(num_sequences=1000))
+    controller.choose(StepLoad(num_sequences=1000))
     controller.observe_out_of_memory()
     controller.observe_out_of_memory()
     assert {WIDTHS[number] for number in run(controller, 100_000, 0.9, 3, noise=0.0)} == {1}, (
@@ -180,7 +180,7 @@ def test_modes_without_graphs_are_used_where_their_rows_hide_the_launches() -> N
     assert not found.launches_fast(2, 1, 7, 0), "another mode"
     controller = StrideController(MODES, WIDTHS, tokens_of)
     controller.captured = replace(found, maximum={})
-    assert {controller.choose(Load(num_sequences=1)) for _ in range(50)} == {0}
+    assert {controller.choose(StepLoad(num_sequences=1)) for _ in range(50)} == {0}
 
 
 def test_no_trial_takes_longer_than_the_slowdown() -> None:
