@@ -102,13 +102,11 @@ def _answers(
         settings["base"] = options["base"]
     settings |= {"device": options["device"], "dtype": options["dtype"], "deterministic": True}
     engine = Engine.from_pretrained(options["mismatches"], decoder, **settings)
-    maximum = engine.settings.max_length
-    assert maximum is not None
+    limit = engine.settings.max_length
+    assert limit is not None
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     longest = max(map(len, engine.encode(prompts)))
-    return engine.generate(
-        prompts, [replace(params, max_tokens=min(length, maximum - longest))] * len(prompts)
-    )
+    return engine.generate(prompts, [replace(params, max_tokens=min(length, limit - longest))] * len(prompts))
 
 
 def _differing(ours: Completion, theirs: Completion) -> int:

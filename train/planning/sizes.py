@@ -212,7 +212,7 @@ def _device_bytes(gpu: str | None) -> int:
 
 
 def _rows_of_step(config: TrainConfig, length: int, maximum: int) -> int:
-    """Packed rows of a step: fewer than `maximum` where the data would give less than `WANTED_STEPS` steps."""
+    """Packed rows of a step: below `maximum` where the data would give less than `WANTED_STEPS` steps."""
     num_bytes = 0.0
     for part in config.data.parts():
         if part.source not in SUFFIXES:

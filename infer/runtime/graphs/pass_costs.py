@@ -65,7 +65,7 @@ class PassCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Which passes of a decoder with several modes have graphs. `maximum`: sequences at most, by mode and prompt
+    """Which passes of a decoder with several modes have graphs. `maximum`: sequences, by mode and prompt
     rows. A pass of `eager_rows` rows computes as long as launching it without a graph takes."""
 
     maximum: Mapping[tuple[int, int], int]
@@ -100,7 +100,7 @@ def prompt_rows(
     maximum: int,
     max_slowdown: float = math.inf,
 ) -> int:
-    """How many of `num_waiting` prompt rows, and of `maximum`, a pass stores beside such sequences: of all that
+    """How many of `num_waiting` prompt rows, and of `maximum`, a pass stores with such sequences: of all that
     wait, the sizes of graphs and multiples of the largest, those with the most rows for the time of the pass,
     if that is at most `max_slowdown` times as long as decoding alone; the fewest if all take longer."""
     limit = max_slowdown * costs.time(num_sequences, num_slots)

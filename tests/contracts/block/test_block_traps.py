@@ -128,7 +128,7 @@ def test_trap_15_no_model_of_transformers_runs_in_the_engine() -> None:
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [(path.name, module) for module in modules if module.split(".")[0] == "transformers"]
     assert found == [
-        ("progress.py", "transformers"),
+        ("config.py", "transformers"),
         ("rope.py", "transformers.modeling_rope_utils"),
         ("templates.py", "transformers.utils.chat_template_utils"),
     ]

@@ -78,4 +78,4 @@ def test_lists_and_plans_must_fit() -> None:
         with pytest.raises(AssertionError):
             paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=lists_BKC)
     with pytest.raises(AssertionError):
-        replace(listed.rows, starts_B=None)
+        plan_attention(replace(listed.rows, starts_B=None))
