@@ -263,7 +263,7 @@ def test_a_capture_in_traffic_has_the_memory_that_the_pass_before_it_has_freed(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    step: Any = SimpleNamespace(_beside=stream, _memory=(0, 1), _step=notes("pass"))
+    step: Any = SimpleNamespace(_side_stream=stream, _memory=(0, 1), _step=notes("pass"))
     step._no_sequences = step._batch = lambda *_: None
     shape: Any = SimpleNamespace(decides=True)
     CAPTURE(step, shape, frees_memory=frees_memory)
