@@ -40,7 +40,7 @@ from idlm.masks import PADDING_DOC, RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.model.attention import KEPT, SEEN, mask_arguments
 from idlm.train.model.graphs import BodyGraphs, CaptureError, filled_up
-from idlm.train.objectives.base import Asked, Batch, Head, Objective, Terms
+from idlm.train.objectives.base import Batch, Head, Objective, TermRequest, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 ROW_COLUMNS = ("input_ids", "position_ids", "doc_ids", "block_starts", "is_noisy", "reach")
@@ -151,13 +151,13 @@ class TrainingStep:
 
         def in_place_of_head(head: Head, hidden_BTD: Tensor) -> Terms:
             if step.weights is None:
-                asked = Asked(stage=step.stage)
-                sums = self.objective.terms(head, hidden_BTD.detach(), batch, asked).sums
+                request = TermRequest(stage=step.stage)
+                sums = self.objective.terms(head, hidden_BTD.detach(), batch, request).sums
                 means = step.means(sums)
                 step.weights = self.objective.weights(step.stage, means)
             coefficients = step.weights / step.counts.clamp_min(1) * self.averaged_ranks
-            asked = Asked(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
-            return self.objective.terms(head, hidden_BTD, batch, asked)
+            request = TermRequest(stage=step.stage, coefficients=coefficients, want_overlap=step.is_logged)
+            return self.objective.terms(head, hidden_BTD, batch, request)
 
         terms = self._forward(model, batch, in_place_of_head, trains=True)
         assert terms.loss is not None
@@ -172,8 +172,8 @@ class TrainingStep:
     def evaluate(self, stage: Stage, batch: Batch, *, want_overlap: bool = False) -> Terms:
         """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
         note_progress()
-        asked = Asked(stage=stage, want_overlap=want_overlap)
-        compute = partial(self.objective.terms, batch=batch, asked=asked)
+        request = TermRequest(stage=stage, want_overlap=want_overlap)
+        compute = partial(self.objective.terms, batch=batch, request=request)
         return self._forward(self.model, batch, compute)
 
     def _forward(
@@ -262,7 +262,7 @@ class BodyAndHead:
             hidden.append(hidden_BTD[0])
             return hidden_BTD.new_zeros(1, 1, 1)
 
-        def place(hidden_BTD: Tensor) -> Tensor:
+        def scatter(hidden_BTD: Tensor) -> Tensor:
             noisy_MD, clean_MD = hidden_BTD[0, : len(noisy_M)], hidden[0][: len(clean_M)]
             all_RD = noisy_MD.new_zeros(shape.numel(), noisy_MD.shape[1])
             all_RD = all_RD.index_copy(0, clean_M, clean_MD.to(all_RD.dtype))
@@ -275,7 +275,7 @@ class BodyAndHead:
         # It stays so until the next batch: checkpointed layers run again in the backward pass.
         self.gate.is_open = True
         seen = mask_arguments(_row_meta(both), attention, num_queries=noisy["doc_ids"].shape[1])
-        return self._run(model, noisy, place, **seen, clean_keys=SEEN)
+        return self._run(model, noisy, scatter, **seen, clean_keys=SEEN)
 
     def _run(
         self, model: nn.Module, rows: Batch, forward: Callable[[Tensor], Tensor], **arguments: Any

@@ -180,10 +180,10 @@ def backward_kernel(
     kv_head = index // PARTS
     part = index % PARTS
     head0 = kv_head * G + part * HEADS
-    tile_place = gl.program_id(0) // (K * PARTS)
-    flat = gl.load(order + tile_place // SPLITS)
+    tile_index = gl.program_id(0) // (K * PARTS)
+    flat = gl.load(order + tile_index // SPLITS)
     b = flat // num_tiles
-    row = ((flat % num_tiles) * SPLITS + tile_place % SPLITS) * BLOCK_K
+    row = ((flat % num_tiles) * SPLITS + tile_index % SPLITS) * BLOCK_K
     num_rows = gl.load(num_rows_B + b)
     low_a, high_a, full_low_a, full_high_a = _limits(tiles_BI8 + flat * 8)
     low_o, high_o, full_low_o, full_high_o = _limits(tiles_BI8 + flat * 8 + 4)

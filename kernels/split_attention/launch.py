@@ -26,7 +26,7 @@ PREPARE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class SplitLaunch:
     """Launch parameters of one kernel; `rows` by `walk` is a tile of scores, `rows` the stationary side."""
 
     rows: int
@@ -37,21 +37,21 @@ class Launch:
     """Programs that share the query heads of one KV head; their dk and dv are added afterwards."""
 
 
-FORWARD = Launch(rows=64, walk=64, warps=4, stages=3)
-BACKWARD = Launch(rows=128, walk=64, warps=8, stages=2, parts=2)
-HOPPER_BACKWARD = Launch(rows=128, walk=64, warps=8, stages=3, parts=2)
-HOPPER_PAIRS = Launch(rows=128, walk=64, warps=8, stages=2, parts=1)
+FORWARD = SplitLaunch(rows=64, walk=64, warps=4, stages=3)
+BACKWARD = SplitLaunch(rows=128, walk=64, warps=8, stages=2, parts=2)
+HOPPER_BACKWARD = SplitLaunch(rows=128, walk=64, warps=8, stages=3, parts=2)
+HOPPER_PAIRS = SplitLaunch(rows=128, walk=64, warps=8, stages=2, parts=1)
 """Where a KV head has at most two query heads: parts cost more than they save."""
-QUERIES = Launch(rows=64, walk=64, warps=4, stages=2)
-HOPPER_QUERIES = Launch(rows=128, walk=128, warps=8, stages=2)
+QUERIES = SplitLaunch(rows=64, walk=64, warps=4, stages=2)
+HOPPER_QUERIES = SplitLaunch(rows=128, walk=128, warps=8, stages=2)
 """dq alone. The tiles of `HOPPER_QUERIES` take 192 KB of shared memory, which other GPUs lack."""
-NARROW_FORWARD = Launch(rows=64, walk=64, warps=4, stages=2)
-NARROW_BACKWARD = Launch(rows=128, walk=128, warps=8, stages=3)
-NARROW_QUERIES = Launch(rows=128, walk=64, warps=4, stages=3)
+NARROW_FORWARD = SplitLaunch(rows=64, walk=64, warps=4, stages=2)
+NARROW_BACKWARD = SplitLaunch(rows=128, walk=128, warps=8, stages=3)
+NARROW_QUERIES = SplitLaunch(rows=128, walk=64, warps=4, stages=3)
 """Head dims up to 64 on Hopper. Two programs of the narrow queries share a multiprocessor."""
-WIDE_FORWARD = Launch(rows=64, walk=32, warps=4, stages=2)
-WIDE_BACKWARD = Launch(rows=64, walk=32, warps=8, stages=2)
-WIDE_QUERIES = Launch(rows=64, walk=32, warps=8, stages=1)
+WIDE_FORWARD = SplitLaunch(rows=64, walk=32, warps=4, stages=2)
+WIDE_BACKWARD = SplitLaunch(rows=64, walk=32, warps=8, stages=2)
+WIDE_QUERIES = SplitLaunch(rows=64, walk=32, warps=8, stages=1)
 """Head dims above 128."""
 
 
@@ -150,14 +150,14 @@ def run_backward(
     return dq, torch.nn.functional.pad(dkey, more), torch.nn.functional.pad(dvalue, more)
 
 
-def forward_launch(query: torch.Tensor) -> Launch:
+def forward_launch(query: torch.Tensor) -> SplitLaunch:
     """How the forward kernel is launched for `query` [B, N, T, H]."""
     if query.shape[-1] <= 64 and takes_hopper_kernel(query):
         return NARROW_FORWARD
     return FORWARD if query.shape[-1] <= 128 else WIDE_FORWARD
 
 
-def backward_launch(query: torch.Tensor, key: torch.Tensor) -> Launch:
+def backward_launch(query: torch.Tensor, key: torch.Tensor) -> SplitLaunch:
     """How the backward walk of `query` [B, N, T, H] is launched; more rows of `key` are clean ones."""
     if not takes_hopper_kernel(query):
         return BACKWARD if query.shape[-1] <= 128 else WIDE_BACKWARD
@@ -166,7 +166,7 @@ def backward_launch(query: torch.Tensor, key: torch.Tensor) -> Launch:
     return HOPPER_PAIRS if query.shape[1] <= 2 * key.shape[1] else HOPPER_BACKWARD
 
 
-def queries_launch(query: torch.Tensor) -> Launch:
+def queries_launch(query: torch.Tensor) -> SplitLaunch:
     """How the kernel of dq alone is launched."""
     if query.shape[-1] > 128:
         return WIDE_QUERIES
@@ -176,7 +176,7 @@ def queries_launch(query: torch.Tensor) -> Launch:
 
 
 def _run_walk(
-    launch: Launch,
+    launch: SplitLaunch,
     parts: int,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dq_sums: torch.Tensor,

@@ -205,7 +205,7 @@ def test_the_hopper_kernel_compiles_without_a_gpu(name: str, group: int, head_di
 
     from idlm.kernels.split_attention import kernel_hopper, launch
 
-    chosen: launch.Launch = getattr(launch, name)
+    chosen: launch.SplitLaunch = getattr(launch, name)
     sizes = {"N": 4 * group, "G": group, "H": head_dim, "BLOCK_Q": chosen.walk, "BLOCK_K": chosen.rows}
     constants = sizes | {"BLOCK_H": head_dim, "PARTS": chosen.parts, "SPLITS": TILE_ROWS // chosen.rows}
     constants |= {"STAGES": chosen.stages, "num_warps": chosen.warps}
@@ -250,7 +250,7 @@ def test_the_kernel_of_query_gradients_compiles_without_a_gpu(
     from idlm.kernels.split_attention.kernel import query_gradient_kernel
     from tests.kernels.hopper_compiler import compile_for_hopper
 
-    chosen: launch.Launch = getattr(launch, name)
+    chosen: launch.SplitLaunch = getattr(launch, name)
     rows = {"q": chosen.rows, "k": chosen.walk, "v": chosen.walk, "do": chosen.rows, "dq": chosen.rows}
     types = {f"desc_{x}": f"tensordesc<bf16[1, 1, {number}, {head_dim}]>" for x, number in rows.items()}
     types |= {"dq_BTNH": "*fp32", "lse_BNT": "*fp32", "delta_BNT": "*fp32", "T": "i32", "num_tiles": "i32"}

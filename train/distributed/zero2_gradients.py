@@ -64,13 +64,13 @@ def _shorten_whole_sums(optimizer: Any) -> None:
         return
     own = optimizer.get_grads_for_norm
 
-    def update(param: Any, group: int, place: int, clear_lp_grads: bool) -> None:
+    def update(param: Any, group: int, index: int, clear_lp_grads: bool) -> None:
         if param.grad is None:
             return
-        sums = optimizer.fp32_groups_gradients[group][place]
+        sums = optimizer.fp32_groups_gradients[group][index]
         sums.data.add_(param.grad.data.view(sums.shape))
         param._hp_grad = sums
-        optimizer.fp32_groups_has_gradients[group][place] = True
+        optimizer.fp32_groups_has_gradients[group][index] = True
         if clear_lp_grads:
             param.grad.zero_()
 

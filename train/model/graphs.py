@@ -218,18 +218,18 @@ class BodyGraphs:
         """Inside, other leaves of autograd, in the order of `_trained`, hold the trained weights. A pass
         waits for the stream on which a leaf was first used, and hooks of DDP and ZeRO keep their leaves."""
         leaves = {key: nn.Parameter(weight.detach()) for key, weight in _trained(self.body).items()}
-        places = [
+        indices = [
             (module, name, weight)
             for module in self.body.modules()
             for name, weight in module._parameters.items()
             if id(weight) in leaves
         ]
-        for module, name, weight in places:
+        for module, name, weight in indices:
             module._parameters[name] = leaves[id(weight)]
         try:
             yield list(leaves.values())
         finally:
-            for module, name, weight in places:
+            for module, name, weight in indices:
                 module._parameters[name] = weight
 
 

@@ -30,11 +30,11 @@ class SharedInput:
         self.parts: list[Tensor] = []
         self.num_left = 0
 
-    def output(self, x: Tensor, place: int) -> Tensor:
-        """What the layer at `place` makes of `x`."""
+    def output(self, x: Tensor, index: int) -> Tensor:
+        """What the layer at `index` makes of `x`."""
         if self.x is not x:
             self.x, self.parts, self.num_left = x, self._outputs(x), len(self.layers)
-        part = self.parts[place]
+        part = self.parts[index]
         self.num_left -= 1
         if self.num_left == 0:
             self.x, self.parts = None, []
@@ -57,20 +57,20 @@ class SharedLinear(nn.Linear):
     """A linear layer of a group."""
 
     shared: SharedInput
-    place: int
+    index: int
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.shared.output(input, self.place)
+        return self.shared.output(input, self.index)
 
 
 class SharedAdaptedLinear(AdaptedLinear):
     """An adapted layer of a group."""
 
     shared: SharedInput
-    place: int
+    index: int
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared.output(x, self.place)
+        return self.shared.output(x, self.index)
 
 
 CLASSES: dict[type, type] = {nn.Linear: SharedLinear, AdaptedLinear: SharedAdaptedLinear}
@@ -87,8 +87,8 @@ def share_inputs(layers: nn.ModuleList) -> int:
             if len({(type(one), one.in_features, one.bias is None) for one in group}) > 1:
                 continue
             shared = SharedInput(group)
-            for place, layer in enumerate(group):
+            for index, layer in enumerate(group):
                 layer.__class__ = CLASSES[type(layer)]
-                layer.shared, layer.place = shared, place
+                layer.shared, layer.index = shared, index
             num_groups += 1
     return num_groups
