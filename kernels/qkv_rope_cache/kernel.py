@@ -21,9 +21,9 @@ def _halves(p, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_cache(p, low, high, mask, scale, HALF: tl.constexpr, IS_FP8: tl.constexpr):
+def _store_cache(p, low, high, mask, scale, HALF: tl.constexpr):
     dtype = p.dtype.element_ty
-    if IS_FP8:
+    if dtype.primitive_bitwidth == 8:
         # Clamped, because a value beyond the range of e4m3 may become NaN.
         low = tl.minimum(tl.maximum(low / scale, -448.0), 448.0)
         high = tl.minimum(tl.maximum(high / scale, -448.0), 448.0)
@@ -38,30 +38,22 @@ def qkv_rope_cache_kernel(
     positions_R,
     slot_mapping_R,
     inv_freq_h,
-    k_cache_SKH,
-    v_cache_SKH,
-    k_scale_K,
-    v_scale_K,
-    stride_row,
-    stride_head,
-    stride_norm,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_slot,
-    stride_v_head,
+    caches,
+    scales,
+    strides,
     norm_eps,
     rope_scaling,
     N: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    IS_FP8: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_h: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write q of its heads in place, and k and v of its heads to the caches unless the row's slot is -1."""
+    """Write q of its heads in place, and k and v of its heads to the caches unless the row's slot is -1.
+
+    `strides`: of rows and heads of the projection, of the norm's heads, of slots and heads of both caches."""
+    stride_row, stride_head, stride_norm, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head = strides
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (N + 2 * K + BLOCK_J - 1) // BLOCK_J
@@ -78,7 +70,7 @@ def qkv_rope_cache_kernel(
     cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]
     sin = _round(tl.sin(angle) * rope_scaling, dtype)[None, :]
     slot = tl.load(slot_mapping_R + row).to(tl.int64)
-    if HAS_NORM:
+    if qk_norm_YH is not None:
         p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
         norm_low, norm_high = _halves(p_norm, mask & is_rotated, HALF)
     if PDL:
@@ -86,7 +78,7 @@ def qkv_rope_cache_kernel(
     p_qkv = qkv_RJH + row * stride_row + head[:, None] * stride_head + o_half[None, :]
     low, high = _halves(p_qkv, mask, HALF)
     new_low, new_high = low, high
-    if HAS_NORM:
+    if qk_norm_YH is not None:
         size = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + norm_eps)[:, None]
         new_low = _round(_round(low * size, dtype) * norm_low, dtype)
         new_high = _round(_round(high * size, dtype) * norm_high, dtype)
@@ -103,10 +95,10 @@ def qkv_rope_cache_kernel(
     k_head, v_head = tl.maximum(head - N, 0), tl.maximum(head - N - K, 0)
     k_scale = tl.full([BLOCK_J, 1], 1.0, tl.float32)
     v_scale = k_scale
-    if HAS_SCALE:
-        k_scale = tl.load(k_scale_K + k_head, mask=k_head < K, other=1.0)[:, None]
-        v_scale = tl.load(v_scale_K + v_head, mask=v_head < K, other=1.0)[:, None]
-    p_k = k_cache_SKH + slot * stride_k_slot + k_head[:, None] * stride_k_head + o_half[None, :]
-    _store_cache(p_k, low, high, is_key, k_scale, HALF, IS_FP8)
-    p_v = v_cache_SKH + slot * stride_v_slot + v_head[:, None] * stride_v_head + o_half[None, :]
-    _store_cache(p_v, low, high, is_value, v_scale, HALF, IS_FP8)
+    if scales is not None:
+        k_scale = tl.load(scales[0] + k_head, mask=k_head < K, other=1.0)[:, None]
+        v_scale = tl.load(scales[1] + v_head, mask=v_head < K, other=1.0)[:, None]
+    p_k = caches[0] + slot * stride_k_slot + k_head[:, None] * stride_k_head + o_half[None, :]
+    _store_cache(p_k, low, high, is_key, k_scale, HALF)
+    p_v = caches[1] + slot * stride_v_slot + v_head[:, None] * stride_v_head + o_half[None, :]
+    _store_cache(p_v, low, high, is_value, v_scale, HALF)

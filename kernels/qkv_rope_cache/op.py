@@ -93,29 +93,23 @@ def _launched(
 
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
 
-    (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K) = caches, scales
-    qk_norm_YH, norm_eps = (qkv_RJH, 0.0) if norm is None else norm
+    (k_cache_SKH, v_cache_SKH), (k_scale_K, _) = caches, scales
+    qk_norm_YH, norm_eps = (None, 0.0) if norm is None else norm
     heads_per_program, warps, pdl = launch
     is_few = len(qkv_RJH) <= FEW_ROWS
     num_rows, fused_heads, head_dim = qkv_RJH.shape
     num_kv_heads = k_cache_SKH.shape[1]
     num_heads = fused_heads - 2 * num_kv_heads
     heads_per_program = heads_per_program or (4 if is_few else 16)
+    norm_stride = 0 if qk_norm_YH is None else qk_norm_YH.stride(0)
+    strides = (*qkv_RJH.stride()[:2], norm_stride, *k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2])
     if num_rows:
         qkv_rope_cache_kernel[(num_rows * triton.cdiv(fused_heads, heads_per_program),)](
-            *(qkv_RJH, qk_norm_YH),
-            *(rope.positions_R, slot_mapping_R, rope.inv_freq_h, k_cache_SKH, v_cache_SKH),
-            rope.inv_freq_h if k_scale_K is None else k_scale_K,
-            rope.inv_freq_h if v_scale_K is None else v_scale_K,
-            *qkv_RJH.stride()[:2],
-            0 if norm is None else qk_norm_YH.stride(0),
-            *(*k_cache_SKH.stride()[:2], *v_cache_SKH.stride()[:2], norm_eps, rope.scaling),
+            *(qkv_RJH, qk_norm_YH, rope.positions_R, slot_mapping_R, rope.inv_freq_h, caches),
+            *(None if k_scale_K is None else scales, strides, norm_eps, rope.scaling),
             N=num_heads,
             K=num_kv_heads,
             HALF=head_dim // 2,
-            HAS_NORM=norm is not None,
-            HAS_SCALE=k_scale_K is not None,
-            IS_FP8=k_cache_SKH.dtype == FP8,
             BLOCK_J=heads_per_program,
             BLOCK_h=triton.next_power_of_2(head_dim // 2),
             num_warps=warps or (1 if is_few else 4),

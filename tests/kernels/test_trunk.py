@@ -179,6 +179,10 @@ LINEAR_TYPES |= {"scale_E": None, "adapter": None, "work": ("*fp32", "*i32"), "s
 ADAPTER_TYPES = ("*i1", "*bf16", "*bf16", "i32", "fp32", "i32")
 
 
+HEAD_TYPES: dict[str, Any] = {"caches": ("*bf16", "*bf16"), "scales": None, "strides": ("i32",) * 7}
+HEAD_TYPES |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "inv_freq_h": "*fp32"}
+
+
 class Integers(dict[str, Any]):
     """Types of arguments: 32-bit integers unless given."""
 
@@ -293,19 +297,19 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     bf16 = ("x_RD", "residual_RD", "weight_D", "normed_RD", "gate_up_RE", "out_RF", "qkv_RJH")
-    bf16 += ("qk_norm_YH", "k_cache_SKH", "v_cache_SKH", "h_RX", "b_Er", "y_RE")
+    bf16 += ("qk_norm_YH", "h_RX", "b_Er", "y_RE")
     types = Integers(dict.fromkeys(bf16, "*bf16"))
-    types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K"), "*fp32")
+    types |= HEAD_TYPES
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
-    types |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "is_mask_R": "*i1"}
+    types |= {"is_mask_R": "*i1"}
     products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
-    heads = {"N": 32, "K": 8, "HALF": 64, "HAS_NORM": True, "HAS_SCALE": False}
+    heads = {"N": 32, "K": 8, "HALF": 64}
     # How often a thread reads ahead of its wait, which is what no kernel of the chain writes, and whether the
     # next kernel may launch before.
     for kernel, warps, num_ahead, is_early, constants in (
         (add_rms_norm_kernel, 4, 4, True, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
         (swiglu_kernel, 4, 0, False, {"BLOCK_F": 1024}),
-        (qkv_rope_cache_kernel, 4, 9, True, {**heads, "IS_FP8": False, "BLOCK_J": 4, "BLOCK_h": 64}),
+        (qkv_rope_cache_kernel, 4, 9, True, {**heads, "BLOCK_J": 4, "BLOCK_h": 64}),
         (expand_kernel, WARPS, 11, False, {**products, "GATED": False}),
         (expand_kernel, WARPS, 12, False, {**products, "GATED": True}),
     ):
@@ -359,10 +363,9 @@ def test_heads_in_place_compile_for_hopper_without_spills(has_norm: bool) -> Non
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from tests.kernels.hopper_compiler import compile_for_hopper
 
-    types = Integers(dict.fromkeys(("qkv_RJH", "qk_norm_YH", "k_cache_SKH", "v_cache_SKH"), "*bf16"))
-    types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K"), "*fp32")
-    types |= {"norm_eps": "fp32", "rope_scaling": "fp32", "positions_R": "*i64", "slot_mapping_R": "*i64"}
-    constants = {"N": 32, "K": 0, "HALF": 64, "HAS_NORM": has_norm, "HAS_SCALE": False, "IS_FP8": False}
+    types = Integers(HEAD_TYPES | {"qkv_RJH": "*bf16", "qk_norm_YH": "*bf16" if has_norm else None})
+    types |= {"norm_eps": "fp32", "rope_scaling": "fp32"}
+    constants: dict[str, Any] = {"N": 32, "K": 0, "HALF": 64}
     constants |= {"BLOCK_J": 16, "BLOCK_h": 64, "PDL": True}
     made = compile_for_hopper(qkv_rope_cache_kernel, types, constants, num_warps=4, **rounds_as_written())
     assert made.spilled_bytes == 0
