@@ -187,7 +187,7 @@ def test_rows_that_are_kept_are_foreseen_from_those_that_found_room_or_not() -> 
     assert schedule.limits == BlockLimits(capacity=PassRows(fed=64 + 60, kept=64 + 24, head=15))
     counts = reservation.counts
     assert (counts.num_passes, counts.num_pairs, counts.num_waits) == (4, 16, 4)
-    assert counts.sent == PassRows(fed=4 * 144, kept=4 * 88, head=60)
+    assert counts.requested == PassRows(fed=4 * 144, kept=4 * 88, head=60)
     assert counts.computed == PassRows(fed=640, kept=512, head=128)
     dense = RowReservation(drops=False)
     for _ in range(MIN_PASSES):
