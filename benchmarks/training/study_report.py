@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality.arms import binomial_error
 from benchmarks.results import append_rows, result_row, save_svg
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.checkpoint import read_json
@@ -71,7 +72,7 @@ class Measured:
         shares = [sum(marks) / self.num for marks in self.marks.values()]
         if len(shares) >= SEEDS_FOR_ERROR:
             return statistics.stdev(shares) / math.sqrt(len(shares))
-        return math.sqrt(self.exact_match * (1 - self.exact_match) / (self.num * len(shares)))
+        return binomial_error(self.exact_match, self.num * len(shares))
 
     @property
     def acceptance(self) -> list[float]:

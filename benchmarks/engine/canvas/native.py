@@ -55,7 +55,6 @@ class Attention(nn.Module):
         self.head_dim, self.is_grouped = spec.head_dim, spec.num_kv_heads != spec.num_heads
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-        """Return the attention output [B, L, D]."""
         shape = (*x_BLD.shape[:2], -1, self.head_dim)
         q_BNLH = self.q_norm(self.q_proj(x_BLD).view(shape)).transpose(1, 2)
         k_BKLH = self.k_norm(self.k_proj(x_BLD).view(shape)).transpose(1, 2)
@@ -75,7 +74,6 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(ffn, width, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return down(silu(gate) * up) [B, L, D]."""
         return self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
 
 
@@ -124,7 +122,6 @@ class Layer(nn.Module):
         self.mlp = Mlp(spec.width, spec.ffn_width) if spec.moe is None else Experts(spec.moe, spec.width)
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-        """Return the residual stream after the layer."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
