@@ -146,6 +146,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         moe.check_blocks(outline.spec.moe, feeds_parts=decoder.kv_policy.feeds_parts)
     kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]
     settings = kind.resolve(settings, decoder.kv_policy, outline, options.accelerators)
+    shards = shards.linked(outline.spec.width, outline.dtype)
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)

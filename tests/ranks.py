@@ -41,7 +41,10 @@ SMALL: dict[str, Any] = {
 def shards_of(rank: int, size: int, folder: Path) -> Shards:
     """A new process group; returns when all ranks have joined."""
     store = dist.FileStore(str(folder / "store"), size)
-    group: Any = dist.ProcessGroupGloo(store, rank, size, LONGEST_WAIT)
+    group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    backend: Any = dist.ProcessGroupGloo(store, rank, size, LONGEST_WAIT)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
     return Shards(rank=rank, size=size, group=group, control=group)
 
 

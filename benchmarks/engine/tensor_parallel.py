@@ -1,12 +1,14 @@
-"""ISD against AR with the model sharded over the GPUs of a host, one process per rank, over NCCL.
+"""ISD against AR with the model sharded over the GPUs of a host, one process per rank.
 
     python -m benchmarks.tensor_parallel [sizes=1,2,4] [concurrency=64] [context=1024] [strides=2,4]
-        [model=qwen3-8b] [layers=12] [passes=60] [rounds=3] [acceptance=0.90] [directory=FOLDER] [record=true]
+        [model=qwen3-8b] [layers=12] [passes=60] [rounds=3] [acceptance=0.90] [links=false]
+        [directory=FOLDER] [record=true]
 
 Random weights of the model's shape in `layers` layers are written to a folder, because every rank loads its
 own part. Random drafts are rejected, but with static shapes a pass takes the same time whatever is accepted.
 So the benchmark measures the time of a pass without prompts, and computes tokens per pass from `acceptance`
-by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a pass.
+by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a pass. `links=true,false` also
+measures ranks that sum in each other's memory; `speedup` is over one GPU, if `sizes` starts with 1.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from idlm.acceptance import tokens_per_forward_cold
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
+from idlm.infer.distributed.launcher import TensorParallelGroup, create_worker
 from idlm.infer.engine import Engine
+from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
 
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda sizes=1,2,4 concurrency=64 context=1024 strides=2,4 layers=12 "
-    "passes=60 rounds=3 acceptance=0.90 directory= record=true"
+    "passes=60 rounds=3 acceptance=0.90 links=false directory= record=true"
 )
 WARM_UP_PASSES = 12
-LARGEST_ID = 64
+LARGEST_ID, PROMPTS_PER_PASS = 64, 8
 
 
 def measure(arguments: list[str]) -> int:
@@ -50,9 +54,11 @@ def measure(arguments: list[str]) -> int:
         if not (directory / "config.json").exists():
             shape: dict[str, Any] = {"device": options["device"], "dtype": torch.bfloat16}
             write_checkpoint(directory, options["model"], **shape, num_hidden_layers=int(options["layers"]))
-        report = Report("tensor_parallel", options)
+        report, alone = Report("tensor_parallel", options), dict[int, float]()
         for size in sizes:
-            _add_rows(report, directory, size)
+            for links in options["links"].split(",") if size > 1 else ["false"]:
+                steps = _add_rows(report, directory, size, links == "true", alone)
+                alone = steps if size == 1 else alone
     return 0
 
 
@@ -76,38 +82,59 @@ def write_checkpoint(path: Path, model: str, *, device: str, dtype: torch.dtype,
     free_cached_memory()
 
 
-def _add_rows(report: Report, directory: Path, size: int) -> None:
-    """Result rows of AR and every stride on `size` GPUs."""
-    options = dict(report.options)
+def _add_rows(
+    report: Report, directory: Path, size: int, links: bool, alone: dict[int, float]
+) -> dict[int, float]:
+    """Add rows of AR, which is stride 1, and every stride on `size` GPUs; returns milliseconds of a pass by
+    stride. `alone`: those of one GPU, if they are known.
+    """
+    options, found, acceptance = dict(report.options), dict[int, float](), float(report.options["acceptance"])
     case: dict[str, Any] = {name: int(options[name]) for name in ("concurrency", "context", "layers")}
-    case |= {"tensor_parallel": size, "model": options["model"]}
-    ar = step_ms(options, directory, size, stride=1)
-    report.add({**case, "stride": 1}, "step_ms", ar, "ms")
-    acceptance = float(options["acceptance"])
-    for stride in numbers(options["strides"]):
-        step = step_ms(options, directory, size, stride=stride)
-        ratio = tokens_per_forward_cold([acceptance] * (stride - 1)) * ar / step
-        report.add({**case, "stride": stride}, "step_ms", step, "ms")
-        here = {**case, "stride": stride, "acceptance": acceptance, "strategy": "cold"}
-        report.add(here, "isd_over_ar", ratio, "x")
+    case |= {"tensor_parallel": size, "model": options["model"]} | ({"links": True} if links else {})
+    group = None
+    if size > 1:
+        group = TensorParallelGroup.start(size, torch.device(options["device"]), links=links)
+    try:
+        for stride in (1, *numbers(options["strides"])):
+            here = {**case, "stride": stride}
+            found[stride] = step_ms(options, directory, group, stride=stride)
+            report.add(here, "step_ms", found[stride], "ms")
+            if stride > 1:
+                ratio = tokens_per_forward_cold([acceptance] * (stride - 1)) * found[1] / found[stride]
+                judged = {**here, "acceptance": acceptance, "strategy": "cold"}
+                report.add(judged, "isd_over_ar", ratio, "x")
+            if stride in alone:
+                report.add({**here, "gpus": size}, "speedup", alone[stride] / found[stride], "x")
+    finally:
+        if group is not None:
+            group.close()
+    return found
 
 
-def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int) -> float:
-    """Median over rounds of the time of a pass when all sequences decode."""
+def step_ms(
+    options: dict[str, str], directory: Path, group: TensorParallelGroup | None, *, stride: int
+) -> float:
+    """Median over rounds of the time of a pass when all sequences decode, by the ranks of `group`."""
     concurrency, context, passes = (int(options[name]) for name in ("concurrency", "context", "passes"))
     rounds = int(options["rounds"])
     num_tokens = stride * (WARM_UP_PASSES + rounds * passes + 128)
     own: dict[str, Any] = {"stride": stride, "rejection_strategy": "cold"} if stride > 1 else {}
-    engine = Engine.from_pretrained(
-        directory,
-        "isd" if stride > 1 else "ar",
-        tensor_parallel=size,
-        device=options["device"],
-        max_num_seqs=concurrency,
-        max_length=context + num_tokens,
-        prefix_cache=False,
+    settings: dict[str, Any] = {
+        "device": options["device"],
+        "max_num_seqs": concurrency,
+        "max_length": context + num_tokens,
+        "max_num_batched_tokens": PROMPTS_PER_PASS * context,
+        "prefix_cache": False,
         **own,
-    )
+    }
+    decoder = "isd" if stride > 1 else "ar"
+    if group is None:
+        engine = Engine.from_pretrained(directory, decoder, **settings)
+    else:
+        settings["tensor_parallel"] = group.shards.size
+        worker = create_worker(directory, check_options(decoder, settings), group)
+        engine = Engine(worker.parts, worker)
+        del worker
     try:
         rng = torch.Generator().manual_seed(0)
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=0)
@@ -127,7 +154,10 @@ def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int)
             found.append(1e3 * (time.perf_counter() - start) / passes)
         assert engine.has_work, "the answers have ended"
     finally:
-        engine.close()
+        if group is None:
+            engine.close()
+        del engine
+        free_cached_memory()
     return sorted(found)[len(found) // 2]
 
 

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -71,8 +72,9 @@ class TensorParallelGroup:
         self._undo, self._end = end, weakref.finalize(self, end.close)
 
     @classmethod
-    def start(cls, size: int, device: torch.device) -> TensorParallelGroup:
-        """Start one process for each further rank and join them in a process group.
+    def start(cls, size: int, device: torch.device, *, links: bool = False) -> TensorParallelGroup:
+        """Start one process for each further rank and join them in a process group. With `links` GPUs sum few
+        rows in each other's memory, if they reach it; all other sums are NCCL's.
 
         UserError IDLM-0425: too few GPUs; IDLM-0427: a launcher or another tensor-parallel engine is active
         in this process; IDLM-0426: a rank did not start."""
@@ -82,7 +84,8 @@ class TensorParallelGroup:
         # We report a lost rank; torch would end this process with a stack trace only.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         folder = tempfile.mkdtemp(prefix="idlm-ranks-")
-        hello: Message = {"size": size, "device": device.type, "store": str(Path(folder) / "store")}
+        store = str(Path(folder) / "store")
+        hello: Message = {"size": size, "device": device.type, "store": store, "links": links}
         with contextlib.ExitStack() as end:
             end.callback(shutil.rmtree, folder, ignore_errors=True)
             end.callback(_leave_process_group)
@@ -94,7 +97,9 @@ class TensorParallelGroup:
             group.broadcast({"state": "join"})
             group.shards = join(rank=0, **hello)
         if device.type == "cuda":
-            group.free_when_stuck(_abort)
+            free = partial(_end_waiting, group.shards)
+            group._undo.callback(group.shards.stop_waiting)
+            group.free_when_stuck(free)
         return group
 
     def end_after(self, clear: Callable[[], None]) -> None:
@@ -256,7 +261,7 @@ def create_worker(
     return DriverWorker(parts, group)
 
 
-def join(*, rank: int, size: int, device: str, store: str) -> Shards:
+def join(*, rank: int, size: int, device: str, store: str, links: bool) -> Shards:
     """Create the process groups of this process. On "cuda" it uses the device with the number `rank`."""
     shared = dist.FileStore(store, size)
     if device != "cuda":
@@ -266,7 +271,8 @@ def join(*, rank: int, size: int, device: str, store: str) -> Shards:
     dist.init_process_group(
         "nccl", store=shared, rank=rank, world_size=size, device_id=torch.device("cuda", rank)
     )
-    return Shards(rank=rank, size=size, control=dist.new_group(backend="gloo"))
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True) if links else None
+    return Shards(rank=rank, size=size, control=dist.new_group(backend="gloo"), stop=stop)
 
 
 def _leave_process_group() -> None:
@@ -281,6 +287,12 @@ def _leave_process_group() -> None:
     with contextlib.suppress(RuntimeError):
         abort.start()
         abort.join(SHUTDOWN_TIMEOUT)
+
+
+def _end_waiting(shards: Shards) -> None:
+    """End all kernels that wait for ranks that are gone."""
+    shards.stop_waiting()
+    _abort()
 
 
 def _abort() -> None:

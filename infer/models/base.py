@@ -19,8 +19,13 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.kernels.experts.types import Routing
+from idlm.kernels.peer_sum import PeerBoxes, open_boxes, peer_sum_rms_norm, reaches_all
+from idlm.kernels.rms_norm import add_rms_norm
 from idlm.registry import Registry
 from idlm.semantics import Semantics
+
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name in torch 2.13, and before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +86,20 @@ class Shards:
 
     Attention heads, hidden units of each MLP and experts are divided (Megatron-LM, arXiv 1909.08053, section
     3), so a layer needs two sums; the head's vocabulary rows are divided too and its logits gathered. All
-    ranks must sample from the same bits. A gather copies bits. An all-reduce computes each element once, on
-    one rank and in one order, and then copies it (gloo's ring; NCCL's rings and trees).
-    `TensorParallelGroup.compare` checks this from time to time."""
+    ranks must sample from the same bits. A gather copies bits. Sums of few rows add in the order of ranks, in
+    one launch over NVLink (`kernels/peer_sum`). Others are all-reduces by NCCL, or gloo on a CPU, which
+    compute each element once, on one rank and in one order, and then copy it (rings and trees).
+    `TensorParallelGroup.compare` checks this from time to time.
+
+    `stop`: an int32 in pinned memory that GPUs with `boxes` read while they wait for each other (None: ranks
+    have no boxes, whatever their links)."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    stop: Tensor | None = None
+    boxes: PeerBoxes | None = None
 
     def local(self, spec: ModelSpec) -> ModelSpec:
         """The spec of one rank's layers; `moe` stays that of the whole model, whose router every rank has.
@@ -126,6 +137,18 @@ class Shards:
         each = -(-size // self.size)
         return slice(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
+    def linked(self, width: int, dtype: torch.dtype) -> Shards:
+        """These shards with boxes for rows of `width`, if every GPU reaches the memory of all others."""
+        if self.stop is None or not self.least(int(reaches_all(self.rank, self.size))):
+            return self
+        boxes = open_boxes(self.rank, width, dtype, size=self.size, hosts=self.control, stop=self.stop)
+        return replace(self, boxes=boxes)
+
+    def stop_waiting(self) -> None:
+        """End what GPUs of this process wait for, when a rank is gone: sums are wrong from then on."""
+        if self.stop is not None:
+            self.stop.fill_(1)
+
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over ranks, with the same bits on each; in place if `partial` is contiguous."""
         if self.size > 1:
@@ -133,15 +156,26 @@ class Shards:
             dist.all_reduce(partial, group=self.group)
         return partial
 
+    def add_rms_norm(
+        self, x_RD: Tensor, residual_RD: Tensor | None, weight_D: Tensor, *, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`add_rms_norm` of the sum of `x_RD` over ranks; without a residual, of `x_RD`, which all hold."""
+        if residual_RD is None or self.size == 1:
+            return add_rms_norm(x_RD, residual_RD, weight_D, eps=eps)
+        if self.boxes is not None and self.boxes.holds(x_RD):
+            return peer_sum_rms_norm(x_RD, residual_RD, weight_D, eps=eps, boxes=self.boxes)
+        return add_rms_norm(self.sum(x_RD), residual_RD, weight_D, eps=eps)
+
     def gather(self, part_XV: Tensor, num_columns: int) -> Tensor:
         """The columns of all ranks [X, num_columns], where each holds those of `part(num_columns)`."""
         if self.size == 1:
             return part_XV
         each = -(-num_columns // self.size)
-        padded_XV = F.pad(part_XV, (0, each - part_XV.shape[1])).contiguous()
-        parts = [torch.empty_like(padded_XV) for _ in range(self.size)]
-        dist.all_gather(parts, padded_XV, group=self.group)
-        return torch.cat(parts, dim=1)[:, :num_columns]
+        if part_XV.shape[1] < each:
+            part_XV = F.pad(part_XV, (0, each - part_XV.shape[1]))
+        num_rows, parts = len(part_XV), part_XV.new_empty(self.size * len(part_XV), each)
+        ALL_GATHER(parts, part_XV.contiguous(), group=self.group)
+        return parts.view(self.size, num_rows, each).transpose(0, 1).reshape(num_rows, -1)[:, :num_columns]
 
     def minimum(self, number: int) -> int:
         """The minimum of `number` over the hosts of all ranks."""

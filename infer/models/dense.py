@@ -21,11 +21,11 @@ from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
-from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.row_compaction import gather_rows
 
 SUMMED = ("o", "down")
-"""Projections whose input is divided among ranks: their outputs are summed over ranks."""
+"""Projections whose input is divided among ranks: each rank computes a summand of their outputs, and the
+norm that follows is that of the sum."""
 Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
 """Of a fused projection: its modules in the checkpoint, their output widths, weight and bias."""
 
@@ -91,17 +91,16 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """The feed-forward output [R, D]; padding rows (negative slot) may have any finite values."""
+        """This rank's summand of the feed-forward output [R, D]; padding rows (negative slot) may have any
+        finite values."""
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
         """Projection `name` of all rows, [R, E]; an adapter changes the rows of the gate only.
 
-        For `o` and `down` each rank computes a summand, the first rank with the bias."""
+        Of `o` and `down` it is this rank's summand; the first rank's has the bias."""
         weight_ED, bias_E, lora = self.operands(name, gate_R)
-        if name not in SUMMED:
-            return linears.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora)
-        own_bias_E = bias_E if self.shards.rank == 0 else None
-        return self.shards.sum(linears.linear(x_RD, weight_ED, bias_E=own_bias_E, lora=lora))
+        own_bias_E = None if name in SUMMED and self.shards.rank else bias_E
+        return linears.linear(x_RD, weight_ED, bias_E=own_bias_E, lora=lora)
 
     def operands(
         self, name: str, gate_R: Tensor | None
@@ -116,8 +115,9 @@ class Layer(nn.Module, ABC):
     def forward(
         self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
     ) -> tuple[Tensor, Tensor, Rows]:
-        """The output, the residual to add it to (in place of `residual_RD`), and the remaining rows."""
-        spec = self.spec
+        """This rank's summand of the output, the residual to add the output to (in place of `residual_RD`),
+        and the remaining rows. `x_RD` is such a summand if there is a residual."""
+        spec, add_rms_norm = self.spec, self.shards.add_rms_norm
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
         qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
         (keys, values), (k_scale_K, v_scale_K) = kv.layer(number), kv.scales(number)
@@ -225,7 +225,7 @@ class DenseTrunk(nn.Module):
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
             x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)
-        return add_rms_norm(x_RD, residual_RD, self.final_norm, eps=self.spec.norm_eps)[0]
+        return self.shards.add_rms_norm(x_RD, residual_RD, self.final_norm, eps=self.spec.norm_eps)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """Return logits_XV in the dtype of the weights."""

@@ -49,7 +49,7 @@ class Experts(nn.Module):
         slot_mapping_R: Tensor | None = None,
         positions_R: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum of the chosen experts' outputs plus the shared expert's, [R, D].
+        """This rank's summand of the weighted sum of the chosen experts' outputs plus the shared expert's.
 
         Sums run in fp32 and in order of experts. Rows with a negative slot are padding and reach no expert.
         A router with a capacity needs positions."""
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         shared_RD = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared_RD = linears.linear(linears.swiglu(x_RD, self.shared_gate_up), self.shared_down)
-        out_RD = experts(
+        out_RD: Tensor = experts(
             x_RD,
             self.gate_up,
             self.down,
@@ -67,7 +67,7 @@ class Experts(nn.Module):
             num_choices=self.moe.num_experts,
             shared_RD=shared_RD,
         )
-        return self.shards.sum(out_RD)
+        return out_RD
 
     def route(
         self,
@@ -116,7 +116,7 @@ class MoeLayer(Layer):
         return self.mlp.targets(number, names)
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """The output of the experts, [R, D]."""
+        """This rank's summand of the output of the experts, [R, D]."""
         return self.mlp(normed_RD, rows.linears, slot_mapping_R, rows.rope.positions_R)
 
 

@@ -38,7 +38,12 @@ def add_rms_norm_kernel(
         residual = tl.load(p_residual, mask=m_column, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(p_residual, x, mask=m_column)
+    tl.store(normed_RD + row * stride_normed + o_column, norm_row(x, weight, D, eps), mask=m_column)
+
+
+@triton.jit
+def norm_row(x, weight, D, eps):
+    """rms_norm(x) * weight of a row, in its dtype."""
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-    normed = normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(normed_RD + row * stride_normed + o_column, normed.to(x.dtype), mask=m_column)
+    return (normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)

@@ -181,11 +181,11 @@ def test_trap_21_an_adapter_on_all_rows_is_noticed(
     base, adapter = random_pair
     prompts = prompts_of([3, 7, 20])
     expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=12)))
-    plain = DenseTrunk._gate
+    plain = DenseTrunk.forward
     monkeypatch.setattr(
         DenseTrunk,
-        "_gate",
-        lambda self, is_mask_R: plain(self, torch.ones_like(is_mask_R)),
+        "forward",
+        lambda self, *inputs: plain(self, *inputs[:3], torch.ones_like(inputs[3])),
     )
     assert answers(build_engine(adapter, "isd").generate(prompts, greedy(max_tokens=12))) != expected
 

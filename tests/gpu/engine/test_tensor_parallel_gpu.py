@@ -69,9 +69,15 @@ PATIENCE = 30.0
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:stride")]
 
 
+@pytest.fixture(scope="module", params=["nccl", "links"])
+def links(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "links")
+
+
 @pytest.fixture(scope="module", params=SIZES)
-def group(request: pytest.FixtureRequest) -> Iterator[TensorParallelGroup]:
-    group = TensorParallelGroup.start(request.param, torch.device(DEVICE))
+def group(request: pytest.FixtureRequest, links: bool) -> Iterator[TensorParallelGroup]:
+    group = TensorParallelGroup.start(request.param, torch.device(DEVICE), links=links)
+    assert DEVICE == "cpu" or (group.shards.stop is not None) is links
     yield group
     group.close()
 
