@@ -3,7 +3,7 @@
 #   make test   lint, types, import rules and the tests of every rule in its smallest form (before a commit)
 #   make test-all   these, and then the sweeps: all sizes, settings and families, soaks, fuzzing, benchmarks
 #   make docs   the documentation as a site, in site/
-#   make gpu-test PART=engine|block|kernels   the tests of tests/gpu, on a machine with a GPU
+#   make gpu-test PART=engine|block|kernels|ranks   the tests of tests/gpu, on a machine with a GPU
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
 PYTHON ?= python3
@@ -63,7 +63,7 @@ test-all: test $(VENV)/.sweep-$(KEY)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:
-	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block or PART=kernels"; exit 1; }
+	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block, PART=kernels or PART=ranks"; exit 1; }
 	$(PYTHON) -m pytest -m "gpu and alone" tests/gpu/$(PART) || test $$? -eq 5
 	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu/$(PART)
 

@@ -1,6 +1,6 @@
 """The kernel of sums over ranks in the interpreter: started by test_interpreted.py.
 
-Ranks are processes that share their boxes. tests/gpu/test_peer_sum_gpu.py runs it over NVLink."""
+Ranks are processes that share their boxes. tests/gpu/ranks/test_peer_sum_gpu.py runs it over NVLink."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tensor parallelism over NCCL, collectives inside CUDA graphs: 2 and 4 GPUs answer as one does.
 
-    python -m pytest tests/gpu/engine/test_tensor_parallel_gpu.py -m gpu -s
+    python -m pytest tests/gpu/ranks/test_tensor_parallel_gpu.py -m gpu -s
 
 IDLM_RANKS_DEVICE=cpu rehearses it without a GPU, over gloo and without graphs being captured.
 """
@@ -193,7 +193,7 @@ def test_a_killed_rank_is_an_error_and_the_next_engine_works() -> None:
     """Also when the killed rank leaves a captured collective hanging on the GPU of rank 0."""
     code = (
         "import sys, time\n"
-        "from tests.gpu.engine import test_tensor_parallel_gpu as it\n"
+        "from tests.gpu.ranks import test_tensor_parallel_gpu as it\n"
         "it.lose_a_rank()\n"
         "print('began anew', flush=True)\n"
     )

@@ -1,7 +1,7 @@
 """Sums over ranks in each other's memory, one process per GPU: values, order, graphs, and ranks that are late
 or gone.
 
-    python -m pytest tests/gpu/test_peer_sum_gpu.py -m multigpu -s
+    python -m pytest tests/gpu/ranks/test_peer_sum_gpu.py -m multigpu -s
 """
 
 from __future__ import annotations
