@@ -139,7 +139,7 @@ class Shards:
 
     def linked(self, width: int, dtype: torch.dtype) -> Shards:
         """These shards with boxes for rows of `width`, if every GPU reaches the memory of all others."""
-        if self.stop is None or not self.least(int(reaches_all(self.rank, self.size))):
+        if self.stop is None or not self.minimum(int(reaches_all(self.rank, self.size))):
             return self
         boxes = open_boxes(self.rank, width, dtype, size=self.size, hosts=self.control, stop=self.stop)
         return replace(self, boxes=boxes)
