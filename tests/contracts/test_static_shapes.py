@@ -195,7 +195,7 @@ def test_bad_settings_are_named(checkpoint: Path, options: dict[str, Any], words
     assert words in caught.value.message
 
 
-@pytest.mark.parametrize(("width", "most"), [(1, 256), (7, 256), (16, 64), (64, 8)])
+@pytest.mark.parametrize(("width", "maximum"), [(1, 256), (7, 256), (16, 64), (64, 8)])
 def test_sizes_to_capture_are_few_and_near(width: int, maximum: int) -> None:
     sizes = buckets.batch_sizes(width, maximum, 512)
     assert sizes[0] == 1
