@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +20,7 @@ from idlm.errors import UserError
 from idlm.infer.distributed import launcher as groups
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
 from idlm.infer.engine import Engine
+from idlm.infer.models import base
 from idlm.infer.models.base import Shards
 from idlm.infer.runtime.graphs.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
@@ -300,6 +302,19 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(tmp_path: Path) -> Non
         for rank in range(1, size):
             for mine, other in zip(found[rank], found[0], strict=True):
                 assert torch.equal(mine, other)
+
+
+def test_ranks_share_no_memory_if_one_gpu_does_not_reach_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "reaches_all", lambda rank, size: rank == 0)
+
+    def linked(rank: int) -> Shards:
+        shards = replace(shards_of(rank, 2, tmp_path), stop=torch.zeros(1, dtype=torch.int32))
+        return shards.linked(8, torch.float32)
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert [shards.boxes for shards in ranks.map(linked, range(2))] == [None, None]
 
 
 def _collect(rank: int, size: int, folder: Path, found: dict[int, list[torch.Tensor]]) -> None:
