@@ -8,7 +8,7 @@ from benchmarks.serving.host import Case
 
 
 @pytest.mark.parametrize(
-    ("reader", "decoder", "most"),
+    ("reader", "decoder", "maximum"),
     [("generate", "ar", 11), ("generate", "isd", 17), ("stream", "ar", 19), ("stream", "isd", 25)],
 )
 def test_the_books_of_a_sequence_take_few_calls(reader: str, decoder: str, maximum: int) -> None:
