@@ -203,7 +203,7 @@ def _is_text(value: object) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """Log-probability (nats) of a token under the model's own distribution, before temperature. `top`: those
-    of the most likely tokens, as many as were asked for, the likeliest first."""
+    of the most likely tokens, as many as were requested, the likeliest first."""
 
     token_id: int
     logprob: float
@@ -221,7 +221,7 @@ class Completion:
     `tested_by_position[j]` drafts at position j+1 were tested and `accepted_by_position[j]` accepted; drafts
     after a stop do not count. `exactness` is "exact" if the answer follows the distribution that its decoder
     stands for (ar, isd: the AR model's; block: that of the unmasking procedure), else "lossy".
-    `prompt_logprobs`, if they were asked for and of the first sample (`index` 0) only, has an entry for each
+    `prompt_logprobs`, if they were requested and of the first sample (`index` 0) only, has an entry for each
     token of the prompt; the first one, which nothing precedes, is None."""
 
     request_id: str

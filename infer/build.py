@@ -474,7 +474,7 @@ def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePoo
 
 
 def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
-    """The back end of paged attention: the one asked for, or for "auto" the first that supports the model.
+    """The back end of paged attention: the requested one, or for "auto" the first that supports the model.
 
     Raises UserError IDLM-0422 with the reasons of every back end tried."""
     names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)

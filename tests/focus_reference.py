@@ -61,7 +61,7 @@ class BlockState:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of one pass: which positions of the block go on behind layer 1, the budget K, the first position that
+    """Of one pass: which positions of the block go on after layer 1, the budget K, the first position that
     no row may see from the attention of layer 1 on, and what it was decided by.
     """
 

@@ -211,7 +211,7 @@ class Window:
 
     @property
     def padding_share(self) -> float:
-        """Rows computed behind layer 1 beyond those that were asked for."""
+        """Rows computed after layer 1 beyond those that were requested."""
         return self.computed.kept / max(1, self.requested.kept) - 1
 
     def tokens_per_second(self, traced: float) -> float:

@@ -65,7 +65,7 @@ class UnmaskTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Means over the passes of a trace, for one sequence: rows `fed` to layer 0, `kept` behind layer 1, of
+    """Means over the passes of a trace, for one sequence: rows `fed` to layer 0, `kept` after layer 1, of
     the `head` (masks that are kept), tokens decided; and `committed`: rows of clean blocks, which all layers
     compute.
     """
@@ -113,7 +113,7 @@ def rows_of(blocks: Sequence[BlockTrace], rules: FocusRules, *, evicts: bool) ->
 def _select(
     state: BlockState, masks: list[int], deltas: dict[int, float], rules: FocusRules, *, evicts: bool
 ) -> Selection:
-    """What a pass keeps behind layer 1."""
+    """What a pass keeps after layer 1."""
     if evicts:
         return select_by(state, masks, masks, deltas, rules)
     everything = tuple(range(rules.size))

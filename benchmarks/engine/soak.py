@@ -156,9 +156,9 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
     """Run all requests, twice as many as lanes at a time; abort some in the queue or a few passes later."""
     soaked, waiting_for_abort = Soaked(num_requests=num_requests), dict[str, int]()
     num_open = num_passes = num_added = 0
-    most_open = 2 * engine.settings.max_sequences
+    max_open = 2 * engine.settings.max_sequences
     while num_added < num_requests or engine.has_work:
-        while num_added < num_requests and num_open < most_open:
+        while num_added < num_requests and num_open < max_open:
             request_id = f"q{num_added}"
             engine.add_request(request_id, *arrivals.request())
             num_added, num_open = num_added + 1, num_open + 1

@@ -6,7 +6,7 @@
 It needs a block-diffusion checkpoint (recipes tiny_block32, tiny_deep32). Decoding is greedy on held-out
 questions, the same in every arm, in blocks of the model's size. `judged` compares full blocks and FOCUS by
 threshold; `selection` keeps the K masks of highest, random and lowest delta (table 3 of FOCUS).
-`rows_per_token` (table 5) counts rows behind layer 1, clean blocks that are stored included, prompts left
+`rows_per_token` (table 5) counts rows after layer 1, clean blocks that are stored included, prompts left
 out. A difference is one of paired answers.
 """
 
@@ -105,7 +105,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(ArmResult):
-    """The answers of `arm`, and its rows behind layer 1 for each emitted token."""
+    """The answers of `arm`, and its rows after layer 1 for each emitted token."""
 
     rows_per_token: float
 
@@ -204,7 +204,7 @@ def is_above(found: Result, worse: Result) -> bool:
 
 
 def block_rows(engine: Engine, samples: Sequence[TaskSample], evaluation: Evaluation) -> int:
-    """Rows behind layer 1 of all blocks that were decided, and of those that were stored when they were clean
+    """Rows after layer 1 of all blocks that were decided, and of those that were stored when they were clean
     (all but the last of each answer). Without an accelerator that drops rows, every pass computes a block.
     """
     size = engine.semantics.block_size

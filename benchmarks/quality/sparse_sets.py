@@ -3,8 +3,8 @@
 `Probe` runs a checkpoint through transformers' modules, layer by layer: the context once, then passes over a
 block, of which it keeps the queries. Sets are computed from these with exact attention in every pass, as in
 MAGE's paper (ICML 2026 workshop AdaptFM, equations 1 and 2): what a set misses changes no later pass.
-W places of a block, P slots before it, R rows, N query heads, K KV heads, G = N / K, H head dim, D width, T
-pages, V vocabulary.
+W positions of a block, P slots before it, R rows, N query heads, K KV heads, G = N / K, H head dim, D width,
+T pages, V vocabulary.
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ def quest_set(looks: Looks, k: int) -> Tensor:
     padding = -num_slots % PAGE
     # The last key stands in for slots that are not there: no bound changes.
     keys = torch.cat([looks.k_PKH, looks.k_PKH[-1:].expand(padding, -1, -1)]).unflatten(0, (-1, PAGE))
-    least_TKH, most_TKH = keys.amin(dim=1), keys.amax(dim=1)
+    min_TKH, max_TKH = keys.amin(dim=1), keys.amax(dim=1)
     q_WKGH = looks.q_WNH.unflatten(1, (num_kv_heads, -1))
     # max(q least, q most) is q most where q is positive, else q least. Means of both over queries are enough.
     up_KH, down_KH = (part.mean(dim=(0, 2)) for part in (q_WKGH.clamp(min=0), q_WKGH.clamp(max=0)))
-    bounds_KT = torch.einsum("kh,tkh->kt", up_KH, most_TKH) + torch.einsum("kh,tkh->kt", down_KH, least_TKH)
+    bounds_KT = torch.einsum("kh,tkh->kt", up_KH, max_TKH) + torch.einsum("kh,tkh->kt", down_KH, min_TKH)
     pages_KT = largest(bounds_KT, math.ceil(k / PAGE))
     return pages_KT.repeat_interleave(PAGE, dim=1)[:, :num_slots]
 

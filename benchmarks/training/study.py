@@ -204,7 +204,7 @@ def flops_per_step(options: dict[str, str], name: str) -> float:
     # Fractions of stages need some steps to split.
     words = train_arguments({**options, "seed": "0", "workers": "0"}, name, 20, base=None, output=Path("x"))
     config = compose("train", TrainConfig, words)
-    # Any rate will do: FLOPs are asked for, not seconds.
+    # Any rate will do: FLOPs are wanted, not seconds.
     config.plan.tflops = 1.0
     tokenizer = prepare_tokenizer(config)
     # An adapter needs a stored base, FLOPs its shape alone.

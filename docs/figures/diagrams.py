@@ -31,14 +31,14 @@ def one_pass(theme: Theme) -> Figure:
             kind = theme.known if offset == 0 else theme.mask if word == "MASK" else theme.draft
             size = 9.5 if word == "MASK" else 11
             box(axes, theme, (at(first + offset), y), CELL, word, fill=kind, fontsize=size)
-    said = {
+    labels = {
         221: [
             *((1, "has", "yes"), (2, "5", "yes"), (3, "nuts", "yes"), (4, ".", "new")),
             *((5, "Mia", "next"), (6, "earns", "next"), (7, "6", "next")),
         ],
         41: [(5, "Mia", "yes"), (6, "buys", "no")],
     }
-    for y, words in said.items():
+    for y, words in labels.items():
         for column, word, verdict in words:
             line = {"yes": theme.good, "new": theme.good, "no": theme.bad, "next": theme.muted}[verdict]
             box(axes, theme, (at(column), y), CELL, word, fill="none", line=line, dashed=verdict == "next")

@@ -1,7 +1,7 @@
 """Needles in filler: " Lea finds shells. baq. Tom sells nuts. ... du? ba?" is answered by ": du x ba q."
 
-A record is a word of a key and its value; `asked` of the records are asked for, and each answer repeats its
-key. The rest of the context is filler without keys. With as many records as are asked the task is needle
+A record is a word of a key and its value; the question has `asked` of them, and each answer repeats its key.
+The rest of the context is filler without keys. With as many records as are asked the task is needle
 retrieval, with more it is multi-key recall. `recall_check.py` judges answers and must not import this file.
 
 What makes it learnable in minutes: a record is one token. Attention from a key to it has a gradient from the

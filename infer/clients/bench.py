@@ -112,7 +112,7 @@ def plan_arms(config: BenchConfig, arguments: EngineArguments, words: Sequence[s
 
 
 def decoder_arms(config: BenchConfig, arguments: EngineArguments) -> list[tuple[str, EngineArguments]]:
-    """The decoder with one token per pass, and then the one asked for if it is another one."""
+    """The decoder with one token per pass, and then the requested one if it is another one."""
     from idlm.infer.decoders.base import choose_decoder
     from idlm.infer.evaluation.arms import AUTO, choose_baseline
     from idlm.infer.models.loader import read_outline

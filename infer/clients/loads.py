@@ -28,7 +28,7 @@ QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
 class Job(NamedTuple):
-    """One request: token ids, or for the chat template a text or messages, and what is asked for it."""
+    """One request: token ids, or for the chat template a text or messages, and what is requested for it."""
 
     prompt: Any
     params: SamplingParams

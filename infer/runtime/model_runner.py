@@ -49,7 +49,7 @@ NUM_COUNTS = 8
 class StepResult:
     """The result of a pass that the host reads, still on the device.
 
-    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for room (1: nothing was decided),
+    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for rows (1: nothing was decided),
     the numbers of rows that it needed, as in `ActiveBlocks` (wanted, fed, kept; 0: the decoder or the
     runner does not say), the numbers of emitted tokens, accepted drafts and tested drafts, then the token
     ids. `widths`: rows that the pass computed, padding included. With logprobs (else None): those of the

@@ -106,7 +106,7 @@ class Reply(ABC):
         return {**self._head, **own, **self._extras(), "exactness": self._figures[0].exactness}
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
+        """Server-sent events: a chunk for each emission, then usage if it is requested. An error ends it."""
         try:
             async for index, event in self._generation:
                 yield self.chunks(index, event)

@@ -85,7 +85,7 @@ class PassGrammars:
             for each in followers
             for token_id in (*each.only[:num_drafts], *[-1] * (num_drafts - len(each.only)))
         ]
-        bits_MAW = _beside(self.bits(device), device)
+        bits_MAW = _moved(self.bits(device), device)
         numbers = to_device([*self._followers, *self._lanes, *rows, *masks, *only], device)
         sizes = [len(followers), len(followers), len(rows), len(rows), len(only)]
         self.index_M, lanes_M, rows_Y, masks_Y, only_Q = numbers.split(sizes)
@@ -130,7 +130,7 @@ def follower_of(grammar: Grammar) -> Follower:
     return found
 
 
-def _beside(values: Tensor, device: torch.device) -> Tensor:
+def _moved(values: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, which does not wait for what runs there; values of a GPU are pinned."""
     if device.type != "cuda":
         return values.to(device)

@@ -1,5 +1,5 @@
-"""How much attention the positions of a block get from each other, and which rows go on: two launches for the
-first, one for the second, nothing waits for the device. Contract in README.md.
+"""How much attention the positions of a block get from each other, and which rows remain: two launches for
+the first, one for the second, nothing waits for the device. Contract in README.md.
 
 R rows, B sequences, W positions of a block, P parts of a sum, N query heads, K KV heads, H head dim."""
 
@@ -18,8 +18,8 @@ MIN_DOT = 16
 def block_importance(
     q_RNH: Tensor, rows_BW: Tensor, keys: BlockKeys, *, is_query_BW: Tensor, is_key_BW: Tensor, scale: float
 ) -> Tensor:
-    """The attention that each place of a block gets from the block's queries, in parts [B, P, W] (fp32; fp64
-    from fp64) whose sum over P it is; 0 where `is_key_BW` is false (FOCUS, equations 2 and 15).
+    """The attention that each position of a block gets from the block's queries, in parts [B, P, W] (fp32;
+    fp64 from fp64) whose sum over P it is; 0 where `is_key_BW` is false (FOCUS, equations 2 and 15).
 
     `q_RNH` (rotated) is contiguous in H; `rows_BW` int64: the row of each position; `is_query_BW` and
     `is_key_BW` bool: the positions that count, queries only where there is a row. The largest score of
@@ -57,7 +57,7 @@ def block_importance(
 def select_positions(
     first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
 ) -> Selected:
-    """The positions that go on behind the second of two layers, by what they gained from the first to the
+    """The positions that remain behind the second of two layers, by what they gained from the first to the
     second (FOCUS, section 4 and algorithm 1).
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,

@@ -92,7 +92,7 @@ def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
 
 
 def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
-    """Return the positions that go on, bool [B, W]: the chosen masks, decoded tokens that are fed, the
+    """Return the positions that remain, bool [B, W]: the chosen masks, decoded tokens that are fed, the
     predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
     keys and values yet."""
     index_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)

@@ -42,7 +42,7 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """`kept_BW` (bool): positions that go on. `ends_B` (int64): how many of a block's first positions they
+    """`kept_BW` (bool): positions that remain. `ends_B` (int64): how many of a block's first positions they
     see. `budget_B` (int64): K of each sequence."""
 
     kept_BW: Tensor

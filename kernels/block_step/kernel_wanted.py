@@ -1,4 +1,4 @@
-"""Device functions of `pack_blocks_kernel`: which positions of blocks ask for a wanted row, and those rows.
+"""Device functions of `pack_blocks_kernel`: which positions of blocks need a wanted row, and those rows.
 
 b some sequences, X wanted rows, W positions of a block."""
 
@@ -32,7 +32,7 @@ def editable_positions(decided_bw, known_b, samples_b, opens_b, w, SHAPE: tl.con
 def positions_of(
     lanes, blocks, lanes_B, b, m_b, samples_b, opens_b, SHAPE: tl.constexpr, EDITS: tl.constexpr
 ):
-    """Of sequences `b`: the masks that may be decided, and the positions that ask for a wanted row, [b,
+    """Of sequences `b`: the masks that may be decided, and the positions that need a wanted row, [b,
     w]."""
     w = tl.arange(0, SHAPE.padded_size)
     lane = tl.load(lanes_B + b, mask=m_b, other=0)

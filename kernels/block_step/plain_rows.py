@@ -28,7 +28,7 @@ since a later pass could not compute it."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueRows:
     """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on; and, if all fit, whether
-    it decides something, its masks that may be decided, and the positions that ask for logits."""
+    it decides something, its masks that may be decided, and the positions that need logits."""
 
     known_B: Tensor
     feed_B: Tensor
@@ -162,7 +162,7 @@ def editable(is_decided_BW: Tensor, known_B: Tensor, is_mine_B: Tensor, shape: B
 def _with_capacity(
     is_due_BW: Tensor, predicting_X: Tensor, lanes_B: Tensor, priority_B: Tensor, num_wanted: int
 ) -> WantedPositions:
-    """A wanted row for every position that asks for one, in the order of priorities, then of sequences, until
+    """A wanted row for every position that needs one, in the order of priorities, then of sequences, until
     a sequence exceeds it: that one and those behind it wait.
 
     `predicting_X`: the row that predicts each position, [B * W]."""

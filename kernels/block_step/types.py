@@ -23,7 +23,7 @@ class BlockLanes(NamedTuple):
     """The active block of each lane: the tokens decided so far (known ones are in the table), which positions
     are decided, the number of denoising passes, and how many of these began without a mask (edits only).
     `whole_part_Z`: the part that was being decided when the whole block was last computed; -1: the cache has
-    nothing of this block. `num_waits_Z`: the passes in a row in which the lane found no room."""
+    nothing of this block. `num_waits_Z`: the passes in a row in which the lane did not fit."""
 
     tokens_ZW: Tensor
     is_decided_ZW: Tensor
@@ -91,8 +91,8 @@ class WantedPositions:
     """The positions whose proposals a pass may use, each with one wanted row; int64 but for `waits_B`.
 
     Wanted row x is row `rows_X[x]` of the pass. It predicts `positions_X[x]` (b * W + w) of a sequence on
-    lane `lanes_X[x]`; `number_BW` is its number x, -1 for positions without one. Rows behind the last are
-    padding: row 0, position 0. `num_B`: the rows that each sequence asked for, from number `first_B` on;
+    lane `lanes_X[x]`; `number_BW` is its number x, -1 for positions without one. Rows after the last are
+    padding: row 0, position 0. `num_B`: the rows that each sequence requested, from number `first_B` on;
     `waits_B` (bool): the sequences for which there was no room, so that they have none."""
 
     rows_X: Tensor

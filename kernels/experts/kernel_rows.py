@@ -152,8 +152,8 @@ def route_kernel(
     num_before = tl.sum(chosen, axis=1)
     num_before = tl.cumsum(num_before, axis=0) - num_before
     at = num_before[:, None] + tl.cumsum(chosen, axis=1) - chosen
-    said = tl.where(is_padding, -1, number)
-    tl.store(experts_RC + row * ROUTING.num_chosen + at, said, mask=is_chosen)
+    stated = tl.where(is_padding, -1, number)
+    tl.store(experts_RC + row * ROUTING.num_chosen + at, stated, mask=is_chosen)
     tl.store(weights_RC + row * ROUTING.num_chosen + at, weights, mask=is_chosen)
 
 

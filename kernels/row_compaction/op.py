@@ -40,7 +40,7 @@ def compact_rows(
     limit: RowCapacity | None = None,
     drops_stored: bool = False,
 ) -> Compacted:
-    """Pack the rows that go on into `num_left` rows, in order; the others are padding, which is row 0 with
+    """Pack the rows that remain into `num_left` rows, in order; the others are padding, which is row 0 with
     mapping -1, origin `num_origins` and no mask.
 
     With `limit`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
@@ -169,7 +169,7 @@ def find_index(
 def spread_index(
     kept_BW: Tensor, ends_B: Tensor, starts_B: Tensor, rows_BW: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """`Drop.keep_R` and `Drop.limits_R` [num_rows] of positions that go on (bool) and see the first `ends_B`
+    """`Drop.keep_R` and `Drop.limits_R` [num_rows] of positions that remain (bool) and see the first `ends_B`
     positions of blocks that begin at slots `starts_B`. They say nothing of rows other than `rows_BW`."""
     if not runs_kernels(rows_BW):
         return plain.spread_index(kept_BW, ends_B, starts_B, rows_BW, num_rows)

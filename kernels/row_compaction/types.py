@@ -31,11 +31,11 @@ class PackedRows(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """What goes on. `rows_BW` int64: the row at each place of a block, -1: none. `keep_R` bool, read at these
-    rows: whether they go on; rows before a block always do, and all of the block of `needs_all_B` (bool).
-    `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
+    """What remains. `rows_BW` int64: the row at each position of a block, -1: none. `keep_R` bool, read at
+    these rows: whether they remain; rows before a block always do, and all of the block of `needs_all_B`
+    (bool). `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
     `scheduled_B` int64: the first rows of a sequence, of those that go on, that the host scheduled; None: all
-    before its block. `waits_B` (bool): sequences that found no room earlier in this pass."""
+    before its block. `waits_B` (bool): sequences that did not fit earlier in this pass."""
 
     rows_BW: Tensor
     keep_R: Tensor
@@ -58,7 +58,7 @@ class KeptWanted:
     """Row h of the head is row `index_H[h]` of those that are left, and wanted row `origin_H[h]` (None: row
     h); padding is 0 in both. `numbers_X` int64: the row of the head of each wanted row, -1: dropped, or no
     room. `waits_B` (bool): sequences that found none, now or before; `demand_B` int64: rows of the head that
-    each asked for, 0 if it waited before."""
+    each requested, 0 if it waited before."""
 
     index_H: Tensor
     origin_H: Tensor | None
@@ -75,7 +75,7 @@ class KeptWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
     """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each position `rows_BW`, the
-    sequences that found no room `waits_B` (bool), and the rows that each asked for `demand_B` (int64)."""
+    sequences that did not fit `waits_B` (bool), and the rows that each requested `demand_B` (int64)."""
 
     rows: PackedRows
     numbers_I: Tensor

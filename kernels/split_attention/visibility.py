@@ -107,11 +107,11 @@ def visibility(
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
     own_until, own_from = _reached(doc + clean_half * ~noisy, positions_BT, reach_BT, is_real)
     queries = slice(num_queries)
-    across, own, seen, asked = (
+    across, own, seen, requested = (
         (start[:, queries], end[:, queries])
         for start, end in (across, (own_start, own_until), seen, (own_from, own_end))
     )
-    return _with_tiles(across, own, seen, asked, is_real, num_queries)
+    return _with_tiles(across, own, seen, requested, is_real, num_queries)
 
 
 Ranges = tuple[torch.Tensor, torch.Tensor]
@@ -121,14 +121,14 @@ def _with_tiles(
     across: Ranges,
     own: Ranges,
     seen: Ranges,
-    asked: Ranges,
+    requested: Ranges,
     is_real_BT: torch.Tensor,
     num_queries: int | None,
 ) -> Visibility:
     """The ranges of keys that a row sees, across and in its own half, and of queries that see it."""
     is_real = is_real_BT[:, :num_queries]
     query_tiles = torch.cat((_tiles(*across, is_real), _tiles(*own, is_real)), dim=2)
-    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(*asked, is_real)), dim=2)
+    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(*requested, is_real)), dim=2)
     return Visibility(
         across_start_BT=_table(across[0]),
         across_end_BT=_table(across[1]),
@@ -136,8 +136,8 @@ def _with_tiles(
         own_until_BT=_table(own[1]),
         seen_start_BT=_table(seen[0]),
         seen_end_BT=_table(seen[1]),
-        own_from_BT=_table(asked[0]),
-        own_end_BT=_table(asked[1]),
+        own_from_BT=_table(requested[0]),
+        own_end_BT=_table(requested[1]),
         num_rows_B=is_real_BT.sum(dim=1, dtype=torch.int32),
         num_queries_B=is_real.sum(dim=1, dtype=torch.int32),
         query_tiles_BI8=query_tiles.int().contiguous(),

@@ -65,7 +65,7 @@ def _params(count: int) -> list[SamplingParams]:
     ]
 
 
-def _said(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
+def _output(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
     return [(c.token_ids, c.finish_reason, c.tested_by_position) for c in completions]
 
 
@@ -80,7 +80,7 @@ def _uncached(
     completions = clear_answers(engine, prompts, params)
     assert {c.num_cached_tokens for c in completions} == {0}
     assert decoder == "ar" or acceptance_of(completions) > 0.2, acceptance_of(completions)
-    return prompts, params, _said(completions)
+    return prompts, params, _output(completions)
 
 
 @pytest.mark.sweep_but("ar-3")
@@ -91,15 +91,15 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_i
     are so few that they are evicted and sequences preempted."""
     prompts, params, expected = _uncached(checkpoint, decoder)
     engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=num_inflight_steps)
-    assert _said(engine.generate(prompts, params)) == expected
+    assert _output(engine.generate(prompts, params)) == expected
     again = engine.generate(prompts, params)
-    assert _said(again) == expected
+    assert _output(again) == expected
     assert [c.num_cached_tokens for c in again] == [(c.num_prompt_tokens - 1) // PAGE * PAGE for c in again]
     assert_idle(engine)
 
     tight = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=num_inflight_steps)
     for _ in range(2):
-        assert _said(tight.generate(prompts, params)) == expected
+        assert _output(tight.generate(prompts, params)) == expected
     assert tight.scheduler.num_preemptions > 0
     assert tight.pool.cache is not None
     assert tight.pool.cache.counts.num_evicted > 0
@@ -114,7 +114,7 @@ def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
     prompts, params, expected = _uncached(checkpoint, decoder)
     engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=3, graphs="on")
     for _ in range(2):
-        assert _said(engine.generate(prompts, params)) == expected
+        assert _output(engine.generate(prompts, params)) == expected
 
 
 @pytest.mark.sweep
@@ -146,7 +146,7 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
     poison(range(engine.pool.num_pages))
     prompts, params, expected = _uncached(checkpoint, decoder)
     for _ in range(2):
-        assert _said(engine.generate(prompts, params)) == expected
+        assert _output(engine.generate(prompts, params)) == expected
     assert num_poisoned > 200
 
 
@@ -174,7 +174,7 @@ def test_samples_share_their_prompt(checkpoint: Path) -> None:
     assert [c.num_cached_tokens for c in completions] == [0, *[28] * 7]
     plain = _engine(checkpoint, "tree", **ROOMY, prefix_cache=False)
     expected = clear_answers(plain, [prompt], SamplingParams(max_tokens=6, seed=3, n=8))
-    assert _said(completions) == _said(expected)
+    assert _output(completions) == _output(expected)
 
 
 def test_a_conversation_goes_on_where_it_ended(checkpoint: Path) -> None:

@@ -51,7 +51,7 @@ class _Driver:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Names of kernels, and how many variants Triton is asked for, of which it compiles none."""
+    """Names of kernels, and how many variants are requested of Triton, of which it compiles none."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

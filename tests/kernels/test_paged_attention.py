@@ -130,7 +130,7 @@ def test_the_walk_compiles_for_hopper(
     )
     assert ("wgmma" in ptx) == (launch.block_m >= 64)
     waits = [int(number) for number in re.findall(r"async_wait %.*num = (\d+)", result.asm["ttgir"])]
-    assert min(waits) >= 2 * (launch.stages - 1) - 2 > 0, "no block is waited for as soon as it is asked for"
+    assert min(waits) >= 2 * (launch.stages - 1) - 2 > 0, "no block is waited for as soon as it is requested"
     first_wait = ptx.index("griddepcontrol.wait")
     assert ptx.index("ld.global") < first_wait < ptx.index("wgmma" if "wgmma" in ptx else "mma.sync")
     products = ptx.index("mma"), ptx.rindex("mma")

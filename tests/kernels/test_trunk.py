@@ -351,7 +351,7 @@ def test_bits_of_a_row_of_a_cpu_product_do_not_depend_on_the_number_of_rows() ->
 def test_products_of_an_intel_cpu_keep_the_bits_of_a_row() -> None:
     info = Path("/proc/cpuinfo").read_text()
     if "GenuineIntel" not in info or " avx2 " not in info or os.environ["MKL_CBWR"] != "AUTO,STRICT":
-        pytest.skip("no Intel CPU with AVX2 whose MKL is asked for it")
+        pytest.skip("no Intel CPU with AVX2 whose MKL offers it")
     assert rows_keep_bits()
 
 

@@ -101,7 +101,7 @@ class DataConfig:
         return parts
 
     def split_fix(self, splits: Sequence[str]) -> str:
-        """Return what to do where an hf dataset has `splits`, and not the one that is asked for."""
+        """Return what to do where an hf dataset has `splits`, and not the one that is requested."""
         return f"set data.split to one of: {', '.join(splits)}"
 
 

@@ -41,7 +41,7 @@ OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack")
 
 
 class Stored(NamedTuple):
-    """Where a tensor is, and what its header says of it."""
+    """Where a tensor is, and what its header states of it."""
 
     path: Path
     shape: tuple[int, ...]

@@ -73,7 +73,7 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
             minimum = dict(zip(CHOSEN, (1, CPU_LENGTH, LARGE_RATE), strict=True))
             return _filled(config, with_values(config, minimum))
     filled = _filled(config, chosen)
-    log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_told(filled)))
+    log.info("sizes for %s: %s", gpu_name(config) or "this CPU", ", ".join(_stated(filled)))
     return filled
 
 
@@ -101,7 +101,7 @@ def _filled(config: TrainConfig, chosen: TrainConfig) -> TrainConfig:
     return with_values(config, found | {"adapter": config.adapter or chosen.adapter, "train.sizes": "given"})
 
 
-def _told(config: TrainConfig) -> Iterator[str]:
+def _stated(config: TrainConfig) -> Iterator[str]:
     yield "full fine-tuning" if config.adapter is None else f"a LoRA of rank {config.adapter.rank}"
     values = {key: value_of(config, key) for key in KEYS}
     yield from (f"{key}={value}" for key, value in values.items() if value not in (None, False))

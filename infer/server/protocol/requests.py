@@ -2,7 +2,7 @@
 
 The fields after `stop` are extensions, named as vLLM names them where it has them. Fields that the engine
 cannot honour are refused unless their value changes nothing: an answer never follows other rules than those
-that were asked for."""
+that were requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse passes have static shapes, never wait for the device, and rows that find no room change no answer.
+"""Sparse passes have static shapes, never wait for the device, and rows that do not fit change no answer.
 
 Two toys, one file each, stand for accelerators to come; the accelerators of the package go the same ways.
 """
@@ -292,7 +292,7 @@ def test_a_clean_block_that_waits_is_not_shared(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results are read late, so the device stores blocks that the host has not scheduled; where such a block
-    finds no room, the prefix cache must not offer its pages. New prompts go on behind blocks that were just
+    does not fit, the prefix cache must not offer its pages. New prompts go on behind blocks that were just
     emitted."""
     num_unscheduled = 0
     finish = SparseKV.finish

@@ -54,7 +54,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def test_logprobs_are_those_of_the_passes_that_decided(
     toys: dict[bool, Path], shifted: bool, options: dict[str, Any], way: dict[str, Any]
 ) -> None:
-    """Beside requests that ask for none, and for other numbers of alternatives."""
+    """Beside requests without any, and for other numbers of alternatives."""
     names = {"edit_threshold": "edit", "sub_block_size": "part", "dual_cache": "reuses"}
     fields: dict[str, Any] = {names.get(name, name): value for name, value in options.items()}
     slow = SlowBlocks(toys[shifted], Rules(size=SIZE, mask=MASK_ID, shifted=shifted, **fields))

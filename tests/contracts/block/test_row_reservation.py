@@ -228,7 +228,7 @@ def test_scheduled_rows_and_one_sequence_always_have_room() -> None:
 
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])
-def test_room_comes_in_eighths_of_all_places(num_sequences: int) -> None:
+def test_capacity_comes_in_eighths_of_all_positions(num_sequences: int) -> None:
     num_positions = num_sequences * 32
     assert head_bucket(None, num_sequences, 32) is None
     assert head_bucket(num_positions, num_sequences, 32) is None

@@ -113,12 +113,12 @@ def test_trap_10_the_head_and_the_ffn_have_one_name_in_two_places(tmp_path: Path
 
 
 def test_trap_12_the_router_does_not_normalise(tmp_path: Path) -> None:
-    """Whatever the config says: the published code does not read the field."""
+    """Whatever the config states: the published code does not read the field."""
     ids = [token for token in IDS if token != MASK_ID]
     tensors = full_reference.random_tensors("llada_moe")
     right = full_reference.logits("llada_moe", tensors, [*ids, MASK_ID])
-    for number, says in enumerate((True, False)):
-        directory = write(tmp_path / str(number), "llada_moe", norm_topk_prob=says)
+    for number, message in enumerate((True, False)):
+        directory = write(tmp_path / str(number), "llada_moe", norm_topk_prob=message)
         torch.testing.assert_close(engine_logits(engine_of(directory), IDS), right, atol=1e-4, rtol=0)
     wrong = full_reference.logits("llada_moe", tensors, [*ids, MASK_ID], normalises=True)
     assert (right - wrong).abs().max() > VISIBLE

@@ -242,6 +242,6 @@ def test_no_allocation_of_a_pass_grows_with_its_rows(wide: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 130, 5000])
-def test_ops_write_to_given_places(num_rows: int, dtype: torch.dtype) -> None:
+def test_ops_write_to_given_outputs(num_rows: int, dtype: torch.dtype) -> None:
     check_heads_in_place(num_rows, dtype, torch.device("cuda"))
     check_expert_steps(num_rows, dtype, torch.device("cuda"), D=128, F=64)

@@ -81,7 +81,7 @@ def pack_reference(
 def wanted_reference(
     demand: list[list[int]], num_waits: list[int], opens: list[bool], num_wanted: int
 ) -> list[list[tuple[int, int]] | None]:
-    """(Number of the wanted row, position) of the positions that each sequence asks for; None: it waits.
+    """(Number of the wanted row, position) of the positions that each sequence needs; None: it waits.
 
     Those that open a shifted block come first, then those that have waited longest, then in order. `demand`:
     positions in ascending order; `num_waits`: passes in a row in which each waited."""

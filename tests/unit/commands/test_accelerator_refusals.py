@@ -1,4 +1,4 @@
-"""What accelerators refuse, and how they are asked for."""
+"""What accelerators refuse, and how they are requested."""
 
 from __future__ import annotations
 

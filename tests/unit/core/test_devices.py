@@ -1,4 +1,4 @@
-"""A GPU that was asked for and is not there: refused by every command, before anything is written."""
+"""A GPU that was requested and is not there: refused by every command, before anything is written."""
 
 from __future__ import annotations
 

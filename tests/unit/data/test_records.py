@@ -134,7 +134,7 @@ def test_what_lies_beside_any_shape_is_used(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "says"),
+    ("beside", "message"),
     [
         ({"system": "s", "system_prompt": "t"}, "different system and system_prompt"),
         ({"system": 3}, "system=3"),
@@ -152,8 +152,8 @@ def test_what_lies_beside_any_shape_is_used(shape: str) -> None:
     ],
 )
 @pytest.mark.parametrize("shape", ["messages", "alpaca"])
-def test_what_cannot_be_used_is_refused_by_name(shape: str, beside: dict[str, Any], says: str) -> None:
-    assert says in refusal(BARE[shape] | beside)
+def test_what_cannot_be_used_is_refused_by_name(shape: str, beside: dict[str, Any], message: str) -> None:
+    assert message in refusal(BARE[shape] | beside)
 
 
 @pytest.mark.parametrize("shape", ["pair", "alpaca"])
@@ -191,7 +191,7 @@ def test_turns_without_weight_are_context(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("weights", "message"),
     [
         ({"weight": 0.5}, "weight=0.5"),
         ({"weight": "0"}, "weight='0'"),
@@ -203,8 +203,8 @@ def test_turns_without_weight_are_context(key: str, value: Any) -> None:
         ({"weight": 1, "masked": True}, "weights that disagree"),
     ],
 )
-def test_other_weights_are_refused_by_name(weights: dict[str, Any], says: str) -> None:
-    assert says in refusal({"messages": [USER, ANSWER | weights]})
+def test_other_weights_are_refused_by_name(weights: dict[str, Any], message: str) -> None:
+    assert message in refusal({"messages": [USER, ANSWER | weights]})
 
 
 def test_weights_in_a_list_beside_the_turns_and_weights_of_other_turns() -> None:
@@ -223,7 +223,7 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
 @pytest.mark.parametrize(
-    ("turn", "says"),
+    ("turn", "message"),
     [
         ({"from": "function_call", "value": "add(1)"}, "conversations[1] (function_call)='add(1)' is text"),
         ({"from": "function_call", "value": "{}"}, "conversations[1] (function_call)={}, which has no name"),
@@ -248,8 +248,8 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
         ("b", "conversations[1]='b', which is not an object"),
     ],
 )
-def test_malformed_turns_are_named(turn: Any, says: str) -> None:
-    assert says in refusal({"conversations": [USER, turn]})
+def test_malformed_turns_are_named(turn: Any, message: str) -> None:
+    assert message in refusal({"conversations": [USER, turn]})
 
 
 def test_reasoning_and_other_keys_of_turns_go_to_the_template() -> None:
@@ -300,7 +300,7 @@ def test_parts_of_a_question_are_not_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "says"),
+    ("record", "message"),
     [
         ({"data": CHAT}, "rename data to messages"),
         ({"promt": "a", "respnse": "b"}, "rename promt to prompt and rename respnse to response"),
@@ -316,8 +316,8 @@ def test_parts_of_a_question_are_not_left_out() -> None:
         ({"conversations": ["a", "b", "c"]}, "conversations has 3 texts"),
     ],
 )
-def test_other_records_are_refused_with_what_to_write(record: dict[str, Any], says: str) -> None:
-    assert says in refusal(record)
+def test_other_records_are_refused_with_what_to_write(record: dict[str, Any], message: str) -> None:
+    assert message in refusal(record)
 
 
 def test_answers_follow_their_prompt_as_it_was_given() -> None:

@@ -1,4 +1,4 @@
-"""Settings that follow the device's memory, and what a checkpoint says of its acceptance."""
+"""Settings that follow the device's memory, and what a checkpoint states of its acceptance."""
 
 from __future__ import annotations
 

@@ -188,10 +188,10 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
         choose_checkpoint(config, SHAPE)
 
 
-@pytest.mark.sweep_but(says="IDLM-0303")
-@pytest.mark.sweep_but(says="IDLM-0303.*month")
+@pytest.mark.sweep_but(message="IDLM-0303")
+@pytest.mark.sweep_but(message="IDLM-0303.*month")
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (b"1: 2", "IDLM-0507.*1: 2"),
         (b"a: 2026-13-45", "IDLM-0303.*month"),
@@ -199,12 +199,12 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
         (b"\xff", "IDLM-0303"),
     ],
 )
-def test_a_damaged_configuration_is_named(tmp_path: Path, text: bytes, says: str) -> None:
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: bytes, message: str) -> None:
     config = config_of(tmp_path)
     save(tmp_path, 4)
     store_config(config)
     (tmp_path / "out" / "run" / "config.yaml").write_bytes(text)
-    with pytest.raises(UserError, match=f"(?s){says}"):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         choose_checkpoint(config, SHAPE)
 
 

@@ -211,7 +211,7 @@ def check_wanted(seed: int, device: str = "cpu") -> None:
         first[b] = len(rows)
         rows += wanted[b]
     num_wanted = max(1, len(rows) + rng.choice([0, 3, 200]))
-    # The last sequence found no room before, and what it wanted is not there.
+    # The last sequence did not fit before, and what it wanted is not there.
     beyond = [num_wanted - rng.randrange(3), rng.randrange(1, size + 1)]
     padding = [rng.choice([*left, 0]) for _ in range(num_wanted - len(rows))]
     if beyond[0] < len(rows):

@@ -38,7 +38,7 @@ def select_reference(
     is_mine: bool,
     sees_processed: bool = True,
 ) -> tuple[set[int], int, int]:
-    """The positions that go on, how many of the first positions they see, and the budget.
+    """The positions that remain, how many of the first positions they see, and the budget.
 
     `deltas`: gained attention of every mask; `may_be_decided`: some of them."""
     values = list(deltas.values())

@@ -20,8 +20,8 @@ def compact_reference(
     """The numbers of the rows that each sequence goes on with, which sequences wait, and how many rows each
     asked for.
 
-    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on; `size`
-    of a block; `drops_stored`: the block before may lose rows as well."""
+    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that remain;
+    `size` of a block; `drops_stored`: the block before may lose rows as well."""
     left, needs = [], []
     for b, (before, block) in enumerate(rows):
         remains = [row for row in block if needs_all[b] or row in kept]
@@ -44,7 +44,7 @@ def wanted_reference(
     wanted: Sequence[Sequence[int]], order: Sequence[int], left: Sequence[int], *, num_head: int | None
 ) -> tuple[list[tuple[int, int]], list[int | None], list[int], list[bool]]:
     """The head's rows, each as (position among the rows that are left, number of the wanted row); for each
-    wanted row its row of the head, None: none; the rows that each sequence asked for, and which find no room.
+    wanted row its row of the head, None: none; the rows that each sequence requested, and which do not fit.
 
     `wanted`: of each sequence the rows that it wants; their numbers follow one another in the `order` of
     sequences. `left`: the rows that are left. With `num_head` None a row of the head has the number of its

@@ -35,7 +35,7 @@ def steady(arm: EvictionArm, *, batch: int = 3) -> SteadyTrace:
 @pytest.mark.parametrize("commit", ["clean", "unfrozen"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_passes_compute_the_rows_that_the_trace_implies(commit: str, graphs: bool) -> None:
-    """Over a window; without waits, rows asked for differ from those implied by where the window begins."""
+    """Over a window; without waits, rows requested differ from those implied by where the window begins."""
     arm = EvictionArm(name="focus", stride=8, alpha=1.5, commit=commit, graphs=graphs)
     found, implied = steady(arm).window(1, 40), implied_rows(synthetic_trace(8), arm)
     assert found.num_tokens / found.num_traced == pytest.approx(implied.tokens, rel=0.1)

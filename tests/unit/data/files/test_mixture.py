@@ -103,7 +103,7 @@ def test_equal_content_is_refused(tmp_path: Path, tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "says"),
+    ("sources", "message"),
     [
         ("[{path: A}, {path: A, weight: 2}]", "both hold"),
         ("[{path: A}, {path: FOLDER}]", "both hold"),
@@ -119,10 +119,10 @@ def test_equal_content_is_refused(tmp_path: Path, tokenizer) -> None:
         ("[{path: A, weight: much}]", "weight"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(tmp_path: Path, sources: str, says: str) -> None:
+def test_a_mixture_that_makes_no_sense_is_refused(tmp_path: Path, sources: str, message: str) -> None:
     path = write(tmp_path / "a.jsonl", 3)
     settings = sources.replace("FOLDER", str(tmp_path)).replace("A", str(path))
     given = ["data.sources=" + settings.split("] ")[0].removesuffix("]") + "]", *settings.split("] ")[1:]]
     arguments = ["objective=ar", "train.steps=3", "data.source=jsonl", *given]
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         check_config(compose("train", TrainConfig, arguments))

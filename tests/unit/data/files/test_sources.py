@@ -205,16 +205,16 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "says"), BAD_LINES)
+@pytest.mark.parametrize(("line", "code", "message"), BAD_LINES)
 def test_a_bad_line_is_named_or_skipped_and_counted(
-    tmp_path: Path, encoder: Encoder, line: str, code: str, says: str
+    tmp_path: Path, encoder: Encoder, line: str, code: str, message: str
 ) -> None:
     good = {"prompt": "Sam has 1", "response": "2"}
     if code:
         with pytest.raises(UserError) as caught:
             read(jsonl(tmp_path, good, line, good), encoder)
         assert caught.value.code == code
-        assert says in str(caught.value)
+        assert message in str(caught.value)
         assert "data.jsonl:2" in caught.value.message
         source = read(jsonl(tmp_path, good, line, good, on_bad_record="skip"), encoder)
         assert source.num_samples == 2
@@ -229,7 +229,7 @@ ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
 
 
 @pytest.mark.parametrize(
-    ("record", "code", "says"),
+    ("record", "code", "message"),
     [
         ({"title": "a", "body": "b"}, "IDLM-0202", "nearest shape"),
         ({"prompt": "a", "respnse": "b"}, "IDLM-0202", "nearest shape is 'pair', which lacks response"),
@@ -255,12 +255,12 @@ ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
     ],
 )
 def test_unknown_and_malformed_shapes_name_the_nearest(
-    tmp_path: Path, encoder: Encoder, record: dict[str, Any], code: str, says: str
+    tmp_path: Path, encoder: Encoder, record: dict[str, Any], code: str, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         read(jsonl(tmp_path, record), encoder)
     assert caught.value.code == code
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert "data.jsonl:1" in caught.value.message
 
 
@@ -361,10 +361,10 @@ def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path: Path, encoder: Encod
 
 def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: Encoder) -> None:
     path = tmp_path / "a.json"
-    for text, says in (
+    for text, message in (
         ('\n\n[\n{"text": "Sam"}, 3]', r"IDLM-0202.*a\.json:2"),
         ('[{"text": "Sam"}]\n[]', r"IDLM-0231.*Extra data"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
