@@ -92,9 +92,9 @@ def peer_sum_rms_norm_kernel(
 
 
 @triton.jit
-def _rows(box, place, stride_slot, dtype: tl.constexpr):
-    """The row `place` of a box. Rows begin at multiples of 16 bytes."""
-    return tl.multiple_of(box.to(tl.pointer_type(dtype)) + place * stride_slot, 16)
+def _rows(box, index, stride_slot, dtype: tl.constexpr):
+    """The row `index` of a box. Rows begin at multiples of 16 bytes."""
+    return tl.multiple_of(box.to(tl.pointer_type(dtype)) + index * stride_slot, 16)
 
 
 @triton.jit

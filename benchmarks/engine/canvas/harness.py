@@ -2,9 +2,8 @@
 
 The decisions (which places a pass decides, and which tokens) of the arm without a cache replace those of the
 other arms on the device, after their own have been computed: every arm sees the same canvas in every pass,
-and the own decisions say how often the arms agree. Recording and replaying cost a few small launches a pass,
-which count against us. Shapes: B sequences, W positions of a block, X wanted rows, S passes that are
-recorded.
+and the own decisions say how often the arms agree. Recording and replaying cost a few launches a pass,
+which count against us. Shapes: B sequences, W positions of a block, X wanted rows, S recorded passes.
 """
 
 from __future__ import annotations

@@ -101,14 +101,14 @@ def _numbered(boxes: PeerBoxes, rows: int, number: int) -> tuple[Tensor, float]:
 
 def _check_many(boxes: PeerBoxes) -> None:
     """Sums of changing numbers of rows and rounds, launched without waiting. Whole numbers, so exact ones."""
-    dice, residual_RD, weight_D = (
+    rng, residual_RD, weight_D = (
         random.Random(0),
         torch.zeros(96, 256, device="cuda"),
         torch.ones(256).cuda(),
     )
     expected_R1 = torch.zeros(96, 1)
     for number in range(MANY_CALLS):
-        rows, rounds = dice.choice((1, 2, 31, 64, 96)), dice.choice((1, 2))
+        rows, rounds = rng.choice((1, 2, 31, 64, 96)), rng.choice((1, 2))
         x_RD, total = _numbered(boxes, rows, number)
         if number % 500 == boxes.rank:
             time.sleep(LATE_SECONDS)
