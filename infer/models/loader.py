@@ -340,7 +340,7 @@ def _dtype(
         given = config.get("dtype") or config.get("torch_dtype")
         if given is None and embed in files:
             given = weights.tensor(files, embed).dtype
-    found = DTYPES.get(str(given).removeprefix("torch."))
+    found = given if given in DTYPES.values() else DTYPES.get(str(given))
     if found is None:
         allowed = f"auto, {', '.join(DTYPES)}"
         raise UserError("IDLM-0608", f"dtype={given!r} is not one of {allowed}", fix="give dtype= explicitly")
