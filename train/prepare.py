@@ -114,7 +114,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         num_rows, weights = config.train.batch_size * data.dataset.row_length, num_parameters(layers)
         if is_short(weights / len(layers), num_rows=num_rows, is_gated=config.is_gated):
             share_inputs(layers)
-            if device.type == "cuda" and can_capture(model):
+            if config.model.graphs and device.type == "cuda" and can_capture(model):
                 model.body_graphs = BodyGraphs(model)
         compile_layers(model)
     return Prepared(

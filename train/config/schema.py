@@ -48,6 +48,7 @@ class ModelConfig:
     )
     gradient_checkpointing: bool = option("recompute activations in the backward pass", False)
     compile: str = option("on, off, or auto: torch.compile of the decoder layers on a GPU", "auto")
+    graphs: bool = option("replay the compiled layers of a small model as CUDA graphs", False)
 
 
 @dataclass(kw_only=True)

@@ -145,6 +145,7 @@ def run_setup(
         autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
+        is_replayed=config.model.graphs,
         adapter_parameters=num_adapted,
         batch_size=size,
         attention=config.model.attention,

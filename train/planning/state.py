@@ -55,6 +55,7 @@ class RunSetup:
     autocast: bool = False
     is_checkpointed: bool = False
     is_compiled: bool = False
+    is_replayed: bool = False
     offloads: bool = False
     rank: int = 0
     adapter_parameters: int = 0

@@ -4,8 +4,8 @@ gradients and optimizer, collectives, and the device's wait for the host.
 A product takes the time of its multiply-adds and most of that of moving its operands and its result. The
 constants are a compromise of profiled steps on one H200 and one H100: 8B, 1B, 0.6B and 135M shapes, full and
 gated LoRA. The plan is within a tenth of every measured step (tests/unit/planning/test_step_time.py). A small
-model would wait for its host, whose launches take as long whatever its width: CUDA graphs replay its layers
-(train/model/graphs.py), and the device waits for the host once a step.
+model waits for its host, whose launches take as long whatever its width. With `model.graphs` CUDA graphs
+replay its layers (train/model/graphs.py), and the device waits for the host once a step.
 Meant are compiled layers and the attention `idlm_split` on GPUs of one node: a dense mask, eager layers, an
 optimizer on the host or a network take longer."""
 
@@ -168,7 +168,8 @@ def _gpu_parts(
         "collectives": sent * (1 - 1 / setup.world_size) / rates.link,
     }
     layer_weights = work.layers / work.num_layers
-    if setup.is_compiled and is_short(layer_weights, num_rows=setup.rows, is_gated=work.is_gated):
+    is_replayed = setup.is_compiled and setup.is_replayed
+    if is_replayed and is_short(layer_weights, num_rows=setup.rows, is_gated=work.is_gated):
         return parts | {"host": REPLAYED_STEP}
     launches = GATED_LAUNCHES if work.is_gated else LAUNCHES
     layers = work.num_layers * micro_batches
