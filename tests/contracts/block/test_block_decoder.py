@@ -18,9 +18,7 @@ from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.graphs.pass_shape import shape_of
-from idlm.infer.scheduler import Scheduler
 from idlm.infer.state.batch import Batch, Schedule
-from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
@@ -108,25 +106,6 @@ def test_mixed_batches_equal_a_slow_decoder(
     found = engine.generate(PROMPTS, params_of())
     assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(False, strategy)]
     assert_idle(engine)
-
-
-def test_the_host_counts_stored_tokens_once_results_are_read() -> None:
-    kv_policy = KVWritePolicy(kind="block", block_size=4)
-    scheduler = SimpleNamespace(_kv_policy=kv_policy)
-
-    def num_computed(num_computed: int, *, num_before: int, num_known: int) -> int:
-        request = SimpleNamespace(
-            num_computed=num_computed, num_known=num_known, num_inflight=1, num_passes=0
-        )
-        Scheduler.book(scheduler, request, num_before)  # type: ignore[arg-type]
-        return request.num_computed
-
-    # A tail of the prompt, then two blocks whose results come at once.
-    assert num_computed(0, num_before=6, num_known=8) == 4
-    assert num_computed(4, num_before=8, num_known=12) == 8
-    # A pass on its way stores the last one; one that decided too few emits nothing.
-    assert num_computed(12, num_before=12, num_known=12) == 12
-    assert num_computed(12, num_before=11, num_known=12) == 12
 
 
 @pytest.mark.parametrize("num_feed", [[0] * 64, [32] * 64, [0] * 60 + [320] * 4, [32]], ids=sum)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
+from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.page_pool import PagePool, PrefixCache
 from tests.prefix_simulation import Simulation, World, check_pages, simulate
 
@@ -325,3 +327,22 @@ def test_the_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises((AssertionError, KeyError, IndexError)):
         for seed in range(NUM_WORLDS):
             simulate(_world(seed), seed)
+
+
+def test_the_host_counts_stored_tokens_once_results_are_read() -> None:
+    kv_policy = KVWritePolicy(kind="block", block_size=4)
+    scheduler = SimpleNamespace(_kv_policy=kv_policy)
+
+    def num_computed(num_computed: int, *, num_before: int, num_known: int) -> int:
+        request = SimpleNamespace(
+            num_computed=num_computed, num_known=num_known, num_inflight=1, num_passes=0
+        )
+        Scheduler.book(scheduler, request, num_before)  # type: ignore[arg-type]
+        return request.num_computed
+
+    # A tail of the prompt, then two blocks whose results come at once.
+    assert num_computed(0, num_before=6, num_known=8) == 4
+    assert num_computed(4, num_before=8, num_known=12) == 8
+    # A pass on its way stores the last one; one that decided too few emits nothing.
+    assert num_computed(12, num_before=12, num_known=12) == 12
+    assert num_computed(12, num_before=11, num_known=12) == 12
