@@ -133,6 +133,7 @@ class Scheduler:
             return
         policy = self._kv_policy
         if policy.kind == "append":
+            assert request.num_known > num_before, f"a pass decoded nothing: {request.num_known=}"
             request.num_computed = request.num_known - 1
             return
         # Not more is certain: what the pass has made clean may be stored by the next one.
