@@ -335,4 +335,5 @@ def test_a_server_of_ours_gets_the_engines_arguments() -> None:
         served, engine = read_arguments("serve", ServeConfig, words)
         assert (plan.name, ready, engine.decoder) == (decoder, "/ready", decoder)
         assert engine.options == ({"stride": 3} if decoder == "isd" else {})
-        assert served.options() == {**config.options(), "max_num_seqs": 4, "warmup": "auto"}
+        of_servers = {"warmup": "auto", "schedule": "latency"}
+        assert served.options() == {**config.options(), "max_num_seqs": 4, **of_servers}
