@@ -84,7 +84,11 @@ def test_an_adapter_on_clean_rows_is_seen(
     law_toy: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power of the test: without the gate the same check fails."""
-    plain = DenseTrunk._gate
-    monkeypatch.setattr(DenseTrunk, "_gate", lambda self, is_mask_R: plain(self, torch.ones_like(is_mask_R)))
+    plain = DenseTrunk.forward
+    monkeypatch.setattr(
+        DenseTrunk,
+        "forward",
+        lambda self, *inputs: plain(self, *inputs[:3], torch.ones_like(inputs[3])),
+    )
     sampled = sample(build_engine(adapter, "isd", stride=4), SETTINGS[:1], 5_000)
     assert len(misfits(fits(law_toy, sampled), LEVEL)) == 2
