@@ -281,7 +281,7 @@ class Engine:
 
         The list may be empty: a step that only stores prompts emits nothing. Call until `has_work` is False.
         Ctrl-C and SIGTERM wait for the end of the step, a second one does not."""
-        self._run_and_tell(None)
+        self._run_and_report(None)
         return self._taken(None)
 
     def take_events(self) -> list[StreamEvent]:
@@ -291,7 +291,7 @@ class Engine:
         return self._taken(None)
 
     @uninterrupted()
-    def _run_and_tell(self, request_ids: Collection[str] | None) -> None:
+    def _run_and_report(self, request_ids: Collection[str] | None) -> None:
         self.run_step()
         self._make_events(request_ids)
 
@@ -314,7 +314,7 @@ class Engine:
 
     def _event(self, request: Request) -> StreamEvent:
         """The event of the tokens that none has yet."""
-        start, new_ids = request.num_told, self._tell(request)
+        start, new_ids = request.num_reported, self._report(request)
         answer = self._texts.get(request)
         return StreamEvent(
             request.request_id,
@@ -326,10 +326,10 @@ class Engine:
             prompt_logprobs=None if start else request.all_prompt_logprobs(),
         )
 
-    def _tell(self, request: Request) -> list[int]:
+    def _report(self, request: Request) -> list[int]:
         """The tokens that no event has yet, which become text."""
-        new_ids = request.token_ids[request.num_told :]
-        request.num_told = len(request.token_ids)
+        new_ids = request.token_ids[request.num_reported :]
+        request.num_reported = len(request.token_ids)
         answer = self._texts.get(request)
         if answer is not None and not answer.has_stops:
             answer.push(strip_stop_id(new_ids, request.stop_ids))
@@ -473,7 +473,7 @@ class Engine:
         return new_ids
 
     def _observe_drafts(self, request: Request, accepted: int, tested: int, mode: int) -> None:
-        """Tell the stride controller of drafts, but not those that a grammar forces, which are always
+        """Report drafts to the stride controller, but not those that a grammar forces, which are always
         accepted."""
         if self._stride_controller is not None and request.grammar is None:
             from_masks = not request.has_other_drafts
@@ -490,7 +490,7 @@ class Engine:
         samples.remove(request)
         if not samples:
             del self._active[request.request_id]
-        self._tell(request)
+        self._report(request)
         self._unread.pop(request, None)
         answer = self._texts.pop(request, None)
         if answer is not None:
@@ -504,7 +504,7 @@ class Engine:
         """Run a step and take the events of these requests; others stay for their own reader.
 
         Raises the error of a request that failed."""
-        self._run_and_tell(request_ids)
+        self._run_and_report(request_ids)
         own = self._taken(request_ids)
         error = next((event.error for event in own if event.error is not None), None)
         if error is not None:

@@ -55,7 +55,7 @@ class Request:
     but from rows that verified rejected ones. `prompt_logprobs` are those of the prompt's tokens from the
     second one on, as far as they are known. `grammar` is that of a constraint, after the tokens of the
     answer. `turn`: whose it is, which decides when it is admitted. `is_read`: it has events before the last
-    one too, and those so far have `num_told` tokens of the answer."""
+    one too, and those so far have `num_reported` tokens of the answer."""
 
     request_id: str
     index: int
@@ -87,7 +87,7 @@ class Request:
     grammar: Grammar | None = None
     turn: QueueOrder = ANONYMOUS
     is_read: bool = True
-    num_told: int = 0
+    num_reported: int = 0
     num_known: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import tempfile
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,9 @@ from typing import Any
 
 from idlm.infer.decoders.base import StrideMode
 from idlm.infer.runtime.draft_acceptance import PRIOR_ACCEPTANCE, DraftAcceptance
-from idlm.infer.runtime.graphs.pass_costs import Captured
+from idlm.infer.runtime.graphs.pass_costs import Captured, Point, interpolated
 from idlm.infer.state.batch import Schedule
 from idlm.log import get_logger
-
-Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class StepTimes:
         """Seconds of a pass that only decodes, over `num_slots` tokens of context in all."""
         width, points = self.widths[mode], self._points_of(mode)
         if points and num_sequences <= points[-1][0]:
-            seconds = _interpolated(points, num_sequences)
+            seconds = interpolated(points, num_sequences)
         elif points:
             last, seconds = points[-1]
             seconds += self._rows(num_sequences * width) - self._rows(last * width)
@@ -76,16 +73,7 @@ class StepTimes:
     def _rows(self, num_rows: float) -> float:
         """Seconds of a pass by its rows alone; proportional to them beyond the measured ones."""
         last, seconds = self._by_rows[-1]
-        return seconds * num_rows / last if num_rows > last else _interpolated(self._by_rows, num_rows)
-
-
-def _interpolated(points: list[Point], at: float) -> float:
-    """Linear between the points, constant outside."""
-    number = bisect_left(points, (at,))
-    if number in (0, len(points)):
-        return points[min(number, len(points) - 1)][1]
-    (before, low), (after, high) = points[number - 1], points[number]
-    return low + (at - before) / (after - before) * (high - low)
+        return seconds * num_rows / last if num_rows > last else interpolated(self._by_rows, num_rows)
 
 
 def cache_file(key: Mapping[str, Any]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from idlm.infer.runtime.graphs.pass_shape import PROMPT_GRAPHS, STREAMED_ROWS, PassShape
@@ -14,6 +14,19 @@ WEIGHT_ROWS = 184
 """Rows that are computed in the time of reading the weights, before it is measured (an H200, bfloat16)."""
 MAX_SLOWDOWNS = {"latency": 2.5, "throughput": math.inf}
 """By schedule, how many times as long as a pass that only decodes one with prompts may take."""
+
+
+Point = tuple[float, float]
+"""A number of rows or sequences, and the time of a pass with so many."""
+
+
+def interpolated(points: Sequence[Point], at: float) -> float:
+    """Linear between the points, constant outside."""
+    number = bisect_left(points, (at,))
+    if number in (0, len(points)):
+        return points[min(number, len(points) - 1)][1]
+    (before, low), (after, high) = points[number - 1], points[number]
+    return low + (at - before) / (after - before) * (high - low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +38,7 @@ class PassCosts:
     sequence that decodes. `graph_rows`: prompt rows to which a pass is padded, ascending; with more than the
     last one a pass is launched kernel by kernel, which takes `launch_rows`."""
 
-    by_rows: tuple[tuple[float, float], ...]
+    by_rows: tuple[Point, ...]
     slot_rows: float
     sequence_rows: int
     graph_rows: tuple[int, ...] = ()
@@ -42,14 +55,8 @@ class PassCosts:
         return taken if has_graph else max(taken, self.launch_rows)
 
     def _computing(self, num_rows: int) -> float:
-        index = bisect_left(self.by_rows, (num_rows,))
-        if index == 0:
-            return self.by_rows[0][1]
-        before, low = self.by_rows[index - 1]
-        if index == len(self.by_rows):
-            return low + num_rows - before
-        after, high = self.by_rows[index]
-        return low + (num_rows - before) / (after - before) * (high - low)
+        last, taken = self.by_rows[-1]
+        return taken + num_rows - last if num_rows > last else interpolated(self.by_rows, num_rows)
 
     def measured(self, seconds: dict[int, float], launch_seconds: float) -> PassCosts:
         """The same with times by number of rows, and with what launching a pass takes. Those of fewer rows
