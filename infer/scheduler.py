@@ -133,7 +133,8 @@ class Scheduler:
             return
         policy = self._kv_policy
         if policy.kind == "append":
-            assert request.num_known > num_before, f"a pass decoded nothing: {request.num_known=}"
+            is_done = request.finish_reason is not None
+            assert is_done or request.num_known > num_before, f"a pass decoded nothing: {request.num_known=}"
             request.num_computed = request.num_known - 1
             return
         # Not more is certain: what the pass has made clean may be stored by the next one.
