@@ -12,7 +12,9 @@ they do not depend on the machine.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -110,18 +112,26 @@ def answer(engine: Engine, reader: str, *, num_sequences: int, num_tokens: int) 
 
 
 def calls_of(run: Callable[[], None]) -> int:
-    """Python functions that are called by `run`."""
+    """Python functions that are called by `run`, as in a fresh process: commands that this one has run leave
+    handlers of signals, which the engine wraps in every step, and garbage that calls back when collected."""
     counter = itertools.count()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
             next(counter)
 
+    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    handlers = {number: signal.signal(number, handler) for number, handler in plain.items()}
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return next(counter)
 
 
