@@ -17,6 +17,7 @@ from idlm.infer.clients.loads import Load, make_jobs, mixed_lengths
 
 REQUESTS = {256: 512, 64: 256, 16: 64, 1: 3}
 """Requests of a load by concurrency: with Qwen3-8B's shape on an H200, AR takes about 55 s for all."""
+MAX_LENGTH, PROMPT_ROWS = 4096, 8192
 STEADY_PROMPT, STEADY_LENGTHS = 1024, (33, 333)
 SCALES = {"tiny": 16}
 """Models for tests have lengths divided by this."""
@@ -50,9 +51,10 @@ class Bench:
     beside: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """Add a row, whose case has the settings that were given."""
+        """Add a row, whose case has the model and the settings that were given."""
+        case = {"model": self.options["model"], **case}
         if case.get("engine", "idlm") == "idlm":
-            case = {**case, **self.settings, **self.beside}
+            case |= {**self.settings, **self.beside}
         self.report.add(case, metric, value, unit, **more)
 
     @property
@@ -72,9 +74,11 @@ class Bench:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Further settings of the engines."""
+        """Further settings of the engines. Beside vLLM they store as many prompt rows a pass as it does."""
         pairs = (part.split("=", 1) for part in self.options["settings"].split(",") if part)
-        return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+        given = {name: int(value) if value.isdecimal() else value for name, value in pairs}
+        rows = {"max_num_batched_tokens": PROMPT_ROWS // self.scale} if self.options["vllm"] else {}
+        return {**rows, **given}
 
     @property
     def ids(self) -> range:
@@ -96,9 +100,8 @@ class Bench:
         return long - short
 
     def prefill_case(self, num_prompts: int) -> dict[str, Any]:
-        """What rows of the part `prefill` say of the load: the short one of `steady_loads`."""
-        length = STEADY_PROMPT // self.scale
-        return {"load": "prefill", "model": self.options["model"], "prompts": num_prompts, "length": length}
+        """What rows of prompts alone say of the load: the short one of `steady_loads`."""
+        return {"load": "prefill", "prompts": num_prompts, "length": STEADY_PROMPT // self.scale}
 
     def steady_loads(self, concurrency: int) -> list[Load]:
         """The same prompts with short and with long answers, all at once."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.serving.bench import Bench
+from benchmarks.serving.bench import MAX_LENGTH, PROMPT_ROWS, Bench
 from benchmarks.serving.vllm_peer import run_vllm
 from idlm.errors import UserError
 from idlm.infer.clients.arms import (
@@ -21,20 +21,18 @@ from idlm.infer.clients.loads import Job
 from idlm.infer.engine import Engine
 
 PARITY = {"num": 16, "num_prompt_tokens": 64, "num_tokens": 32}
-STEADY_NAMES = ("steady short", "steady long")
-MAX_LENGTH, PROMPT_ROWS = 4096, 8192
-GREEDY = "greedy"
-PREFILL_TURNS = 2
-"""The first one finds kernels that are not compiled yet."""
+MIXED, GREEDY = "mixed", "greedy"
+STEADY_TURNS = ("first", "short", "long")
+"""Loads of steady decoding. The first one, as short as the second, finds kernels that are not compiled."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
-    """What vLLM did: output tokens per second by load, seconds of the part `prefill` by prompts, and greedy
-    answers of `jobs`."""
+    """What vLLM did: output tokens per second by load and concurrency, seconds of the prompts alone by their
+    number, and greedy answers of `jobs`."""
 
     engine: str
-    rates: dict[str, float]
+    rates: dict[tuple[str, int], float]
     prefill: dict[int, float]
     jobs: Sequence[Job]
     answers: list[list[int]]
@@ -55,23 +53,14 @@ class Peer:
 
 
 def measure_vllm(bench: Bench) -> Peer:
-    """Put the loads of the highest concurrency on vLLM, and add its rows."""
+    """Put steady loads, and the mixed load of the highest concurrency, on vLLM, and add its rows."""
     maximum, prompt_rows = max(bench.concurrency), PROMPT_ROWS // bench.scale
-    if "steady" in bench.parts and bench.settings.get("max_num_batched_tokens") != prompt_rows:
-        fix = f"add settings=max_num_batched_tokens={prompt_rows}: then prompts cancel in both engines"
-        raise UserError("IDLM-0107", "steady decoding beside vLLM needs its prompt rows a pass", fix=fix)
-    mixed, steady = bench.mixed_load(maximum), bench.steady_loads(maximum)
-    jobs: dict[str, list[Job]] = {}
-    if "mixed" in bench.parts:
-        jobs["mixed"] = mixed.jobs
-    if "steady" in bench.parts:
-        jobs |= {name: load.jobs for name, load in zip(STEADY_NAMES, steady, strict=True)}
-    if "prefill" in bench.parts:
-        jobs |= {
-            f"prefill {number} {turn}": bench.steady_loads(number)[0].jobs
-            for number in bench.concurrency
-            for turn in range(PREFILL_TURNS)
-        }
+    mixed, jobs = bench.mixed_load(maximum), dict[str, list[Job]]()
+    for number in bench.concurrency if "steady" in bench.parts else ():
+        short, long = (load.jobs for load in bench.steady_loads(number))
+        jobs |= {f"{turn} {number}": each for turn, each in zip(STEADY_TURNS, (short, short, long))}
+    if MIXED in bench.parts:
+        jobs[MIXED] = mixed.jobs
     jobs[GREEDY] = greedy_jobs(mixed.jobs, **PARITY)
     requests = {name: list(map(_request, each)) for name, each in jobs.items()}
     found = run_vllm(
@@ -91,18 +80,21 @@ def measure_vllm(bench: Bench) -> Peer:
     case: dict[str, Any] = {"engine": f"vllm {found['version']}", "decoder": "ar"}
     case["max_num_batched_tokens"] = prompt_rows
     bench.add(case, "ready_s", found["load_s"], "s")
-    rates = _rates(loads, bench.steady_tokens)
-    for name, rate in rates.items():
-        own = {**case, "load": name, "concurrency": maximum}
-        bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
-    prefill = dict[int, float]()
-    for number in bench.concurrency if "prefill" in bench.parts else ():
-        seconds = [loads[f"prefill {number} {turn}"]["seconds"] for turn in range(PREFILL_TURNS)]
-        prefill[number] = min(seconds)
+    peer = Peer(
+        engine=case["engine"], rates={}, prefill={}, jobs=jobs[GREEDY], answers=loads[GREEDY]["token_ids"]
+    )
+    for number in bench.concurrency if "steady" in bench.parts else ():
+        first, short, long = (loads[f"{turn} {number}"]["seconds"] for turn in STEADY_TURNS)
+        peer.prefill[number] = min(first, short)
+        peer.rates["steady", number] = number * bench.steady_tokens / (long - peer.prefill[number])
         own = {**case, **bench.prefill_case(number)}
-        bench.add(own, "prefill_s", prefill[number], "s", gate_passed=is_complete)
-    answers = loads[GREEDY]["token_ids"]
-    return Peer(engine=case["engine"], rates=rates, prefill=prefill, jobs=jobs[GREEDY], answers=answers)
+        bench.add(own, "prefill_s", peer.prefill[number], "s", gate_passed=is_complete)
+    if MIXED in bench.parts:
+        peer.rates[MIXED, maximum] = sum(loads[MIXED]["num_tokens"]) / loads[MIXED]["seconds"]
+    for (load, number), rate in peer.rates.items():
+        own = {**case, "load": load, "concurrency": number}
+        bench.add(own, "output_tokens_per_s", rate, "tokens/s", gate_passed=is_complete)
+    return peer
 
 
 def _request(job: Job) -> tuple[list[int], int]:
@@ -110,23 +102,12 @@ def _request(job: Job) -> tuple[list[int], int]:
     return job.prompt, job.params.max_tokens
 
 
-def _rates(loads: dict[str, Any], steady_tokens: int) -> dict[str, float]:
-    """Output tokens per second by load."""
-    rates = {}
-    if "mixed" in loads:
-        rates["mixed"] = sum(loads["mixed"]["num_tokens"]) / loads["mixed"]["seconds"]
-    if STEADY_NAMES[0] in loads:
-        short, long = (loads[name] for name in STEADY_NAMES)
-        taken = long["seconds"] - short["seconds"]
-        rates["steady"] = len(short["num_tokens"]) * steady_tokens / taken
-    return rates
-
-
-def compare(bench: Bench, peer: Peer, decoder: str, engine: Engine, rates: dict[str, float]) -> None:
+def compare(
+    bench: Bench, peer: Peer, decoder: str, engine: Engine, rates: dict[tuple[str, int], float]
+) -> None:
     """Add what an engine's rates are over vLLM's; AR is checked first."""
     if decoder == "ar":
         peer.check(engine, bench.options["dtype"])
-    for load, rate in rates.items():
-        case = {"engine": "idlm", "decoder": decoder, "load": load, "concurrency": max(bench.concurrency)}
-        ratio = rate / peer.rates[load]
-        bench.add(case, "over_vllm", ratio, "x", gate_passed=peer.agrees)
+    for (load, number), rate in rates.items():
+        case = {"engine": "idlm", "decoder": decoder, "load": load, "concurrency": number}
+        bench.add(case, "over_vllm", rate / peer.rates[load, number], "x", gate_passed=peer.agrees)

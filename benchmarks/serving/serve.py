@@ -1,7 +1,7 @@
 """Mixed traffic through the public API: AR and ISD on one checkpoint, from the first request on.
 
     python -m benchmarks.serve [model=qwen3-8b] [path=DIR] [decoders=ar,isd] [concurrency=256,64,16,1]
-        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,prefill,steady]
+        [stride=4] [trace=p0.90] [requests=N] [warmup=auto|full|off] [parts=mixed,steady]
         [settings=NAME=VALUE,...] [vllm=DIR] [record=true]
 
 It needs a GPU (`device=cpu model=tiny` is for tests). A load has up to 512 requests of 32 to 2,048 prompt
@@ -9,10 +9,14 @@ tokens (log-normal) and 64 to 768 answer tokens, with so many at a time. The fir
 start, the others are warm. The checkpoint has random weights, so that a trace replaces the verdicts on drafts
 (decoding/replay.py). `settings` are further settings of the engines.
 
-`vllm=DIR`, a folder with vLLM, puts the loads of the highest concurrency on it first (vllm_peer.py); its
-greedy answers must be AR's. Part `steady` decodes that many sequences at a time: the difference of two
-lengths, so that prompts cancel as far as they are all stored at once. Part `prefill` takes the time of the
-shorter length: so many prompts at once, and 33 tokens.
+Part `steady` decodes so many sequences at a time, by the difference of two lengths of answers: prompts cancel
+as far as they are all stored at once. The time of the shorter one (the prompts and 33 tokens) is `prefill_s`.
+
+`vllm=DIR`, a folder with vLLM, puts the steady loads, and the mixed load of the highest concurrency, on it
+first (vllm_peer.py); its greedy answers must be AR's:
+
+    python -m benchmarks.serve vllm=DIR model=qwen3-0.6b decoders=ar parts=mixed,steady \\
+        concurrency=256,128,64,16,1
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ import torch
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import trace_of
 from benchmarks.engine.tensor_parallel import write_checkpoint
-from benchmarks.serving.bench import Bench, output_rate
-from benchmarks.serving.beside_vllm import MAX_LENGTH, PREFILL_TURNS, Peer, compare, measure_vllm
+from benchmarks.serving.bench import MAX_LENGTH, Bench, output_rate
+from benchmarks.serving.beside_vllm import Peer, compare, measure_vllm
 from benchmarks.shared import Report, chosen, defaults, parse_options, start
 from idlm.devices import free_cached_memory
 from idlm.errors import UserError
@@ -44,7 +48,7 @@ DEFAULTS = defaults(
     "model=qwen3-8b path= device=cuda dtype=bfloat16 decoders=ar,isd concurrency=256,64,16,1 "
     "stride=4 trace=p0.90 requests= warmup=auto parts=mixed settings= vllm= record=true"
 )
-PARTS, DECODERS = ("mixed", "prefill", "steady"), ("ar", "isd")
+PARTS, DECODERS = ("mixed", "steady"), ("ar", "isd")
 
 
 def measure(arguments: list[str]) -> int:
@@ -109,26 +113,25 @@ def _measure_decoder(bench: Bench, decoder: str, peer: Peer | None) -> None:
         for metric, unit in (("graphs_captured_ahead", "graphs"), ("warm_up_seconds", "s")):
             bench.add(case, metric, ahead[metric], unit)
         bench.add(case, "warm_up_bytes", ahead["warm_up_bytes"], "bytes")
-        rates = _measure_engine(bench, decoder, engine)
-        if "prefill" in bench.parts:
-            for number in concurrency:
-                _prefill(bench, decoder, engine, number, None if peer is None else peer.prefill[number])
+        rates = _measure_engine(bench, decoder, engine, peer)
         if peer is not None:
             compare(bench, peer, decoder, engine, rates)
         engine.close()
 
 
-def _measure_engine(bench: Bench, decoder: str, engine: Engine) -> dict[str, float]:
-    """All loads. Returns output tokens per second of those with the highest concurrency."""
-    concurrency, start, rates = bench.concurrency, "cold", dict[str, float]()
-    if "mixed" in bench.parts:
-        for number in concurrency:
-            rate = _mixed(bench, decoder, engine, number, start)
-            if number == max(concurrency):
-                rates["mixed"] = rate
-            start = "warm"
-    if "steady" in bench.parts:
-        rates["steady"] = _steady(bench, decoder, engine, max(concurrency))
+def _measure_engine(
+    bench: Bench, decoder: str, engine: Engine, peer: Peer | None
+) -> dict[tuple[str, int], float]:
+    """All loads. Returns output tokens per second by load and concurrency; beside vLLM of what it did too."""
+    start, rates = "cold", dict[tuple[str, int], float]()
+    for number in bench.concurrency if "steady" in bench.parts else ():
+        beside = None if peer is None else peer.prefill[number]
+        rates["steady", number] = _steady(bench, decoder, engine, number, beside)
+        start = "warm"
+    for number in bench.concurrency if "mixed" in bench.parts else ():
+        if peer is None or number == max(bench.concurrency):
+            rates["mixed", number] = _mixed(bench, decoder, engine, number, start)
+        start = "warm"
     return rates
 
 
@@ -164,31 +167,23 @@ def _mixed(bench: Bench, decoder: str, engine: Engine, concurrency: int, start: 
     return rate
 
 
-def _steady(bench: Bench, decoder: str, engine: Engine, concurrency: int) -> float:
-    """Output tokens per second of as many sequences that all decode, and its row."""
-    seconds = []
-    for load in bench.steady_loads(concurrency):
-        records = run_on_engine(engine, load, streams=False)
-        seconds.append(max(record.end for record in records) - min(record.start for record in records))
-    rate = concurrency * bench.steady_tokens / (seconds[1] - seconds[0])
-    case = {"engine": "idlm", "decoder": decoder, "load": "steady", "concurrency": concurrency}
-    bench.add(case, "output_tokens_per_s", rate, "tokens/s")
-    return rate
-
-
-def _prefill(bench: Bench, decoder: str, engine: Engine, num_prompts: int, beside: float | None) -> None:
-    """Rows of so many prompts at once and few tokens: the shortest time, and that of half the first tokens.
-    `beside`: vLLM's time."""
-    load = bench.steady_loads(num_prompts)[0]
-    turns = [run_on_engine(engine, load, streams=False) for _ in range(PREFILL_TURNS)]
-    seconds = {max(each.end for each in records) - records[0].start: records for records in turns}
-    minimum = min(seconds)
-    case = {"engine": "idlm", "decoder": decoder, **bench.prefill_case(num_prompts)}
-    bench.add(case, "prefill_s", minimum, "s")
-    ttft = aggregate(seconds[minimum], load)["stats"]["ttft"]
+def _steady(bench: Bench, decoder: str, engine: Engine, number: int, beside: float | None) -> float:
+    """Rows of so many prompts at once. With few tokens: the shorter of two times, and that of half the first
+    tokens; with many more: output tokens per second, returned. `beside`: vLLM's time of the prompts."""
+    short, long = bench.steady_loads(number)
+    turns = [run_on_engine(engine, load, streams=False) for load in (short, short, long)]
+    first, second, whole = (max(each.end for each in records) - records[0].start for records in turns)
+    prefill = min(first, second)
+    case = {"engine": "idlm", "decoder": decoder, **bench.prefill_case(number)}
+    bench.add(case, "prefill_s", prefill, "s")
+    ttft = aggregate(turns[second < first], short)["stats"]["ttft"]
     bench.add(case, "ttft_ms", 1e3 * ttft["p50"], "ms")
     if beside is not None:
-        bench.add(case, "prefill_over_vllm", minimum / beside, "x")
+        bench.add(case, "prefill_over_vllm", prefill / beside, "x")
+    rate = number * bench.steady_tokens / (whole - prefill)
+    case = {"engine": "idlm", "decoder": decoder, "load": "steady", "concurrency": number}
+    bench.add(case, "output_tokens_per_s", rate, "tokens/s")
+    return rate
 
 
 if __name__ == "__main__":

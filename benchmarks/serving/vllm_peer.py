@@ -94,7 +94,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         generation_config="vllm",
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.85,
+        gpu_memory_utilization=0.9,
         seed=0,
         attention_config={"backend": "FLASH_ATTN"},
         **job["limits"],

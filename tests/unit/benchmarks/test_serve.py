@@ -51,22 +51,30 @@ def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
     (tmp_path / "vllm.py").write_text(FAKE_VLLM.replace("SHIFT) % 100", "0)" if is_right else "1) % 100"))
     arguments = [
         "decoders=ar",
-        "parts=mixed,prefill,steady",
+        "parts=mixed,steady",
         f"vllm={tmp_path}",
-        "settings=num_inflight_steps=2,max_num_batched_tokens=512",
+        "settings=num_inflight_steps=2",
     ]
     assert serve.measure([*SMALL, *arguments, f"results={tmp_path}"]) == int(not is_right)
     rows = read_rows("serve", results=tmp_path)
     over = [row for row in rows if row["metric"] == "over_vllm"]
-    assert [(row["case"]["load"], row["gate_passed"]) for row in over] == [
-        ("mixed", is_right),
-        ("steady", is_right),
+    loads = [("steady", 4), ("steady", 2), ("mixed", 4)]
+    assert [(row["case"]["load"], row["case"]["concurrency"], row["gate_passed"]) for row in over] == [
+        (*load, is_right) for load in loads
     ]
     assert all(row["case"]["num_inflight_steps"] == 2 for row in over)
+    assert all(row["case"]["max_num_batched_tokens"] == 512 for row in rows)
     peers = [row for row in rows if row["case"].get("engine") == "vllm 0.0"]
-    assert [row["metric"] for row in peers] == ["ready_s", *["output_tokens_per_s"] * 2, *["prefill_s"] * 2]
+    assert [row["metric"] for row in peers] == ["ready_s", *["prefill_s"] * 2, *["output_tokens_per_s"] * 3]
+    rates = {
+        (row["case"]["load"], row["case"]["concurrency"]): row["value"]
+        for row in rows
+        if row["metric"] == "output_tokens_per_s" and row["case"]["engine"] == "idlm"
+    }
+    for row, theirs, load in zip(over, peers[3:], loads, strict=True):
+        assert row["value"] == pytest.approx(rates[load] / theirs["value"])
     own = [row for row in rows if row["metric"] == "prefill_over_vllm"]
-    for ours, theirs, number in zip(own, peers[3:], (4, 2), strict=True):
+    for ours, theirs, number in zip(own, peers[1:3], (4, 2), strict=True):
         assert all(row["case"]["model"] == "tiny" and row["case"]["length"] == 64 for row in (ours, theirs))
         assert ours["case"]["prompts"] == theirs["case"]["prompts"] == number
         [seconds] = [
