@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, pass_cost, whole_answers
-from benchmarks.engine.decoding.arms import linears_ms
+from benchmarks.engine.decode import linears_ms
 from benchmarks.engine.decoding.harness import SAMPLING, Load
-from benchmarks.engine.decoding.trace import Trace, trace_of
+from benchmarks.engine.decoding.replay import Trace, trace_of
 from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory
 

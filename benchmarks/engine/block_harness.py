@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.decoding.harness import Arm, Load, Measured, SteadyEngine
-from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
-from benchmarks.engine.decoding.trace import Trace
+from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES, Trace
 from benchmarks.models import slot_bytes, weights_of
 from idlm.devices import free_cached_memory
 from idlm.infer.decoders.block import BlockDecoder

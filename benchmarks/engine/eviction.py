@@ -32,7 +32,7 @@ from benchmarks.engine.eviction_harness import (
     parity_error,
 )
 from benchmarks.engine.eviction_trace import UnmaskTrace, limit_ms, linear_flops, synthetic_trace
-from benchmarks.engine.sparse_harness import largest_batch
+from benchmarks.engine.sparse_attention import largest_batch
 from benchmarks.models import free_bytes, slot_bytes
 from benchmarks.shared import chosen, defaults, numbers, parse_options, start
 from idlm.devices import free_cached_memory

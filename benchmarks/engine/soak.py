@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.replay import Replay, replaying
-from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.engine.decoding.replay import Replay, replaying, trace_of
 from benchmarks.models import assembled, random_model
 from benchmarks.shared import Report, defaults, parse_options, start
 from idlm.contracts import Completion, SamplingParams

@@ -15,27 +15,38 @@ an arm that fails is left out (exit status 1). It needs a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from benchmarks import models
-from benchmarks.engine.block_harness import BlockMeasured
-from benchmarks.engine.decoding.harness import SAMPLING, Load
-from benchmarks.engine.sparse_harness import (
-    ARMS,
-    GATE_LIMIT,
-    SPARSE,
-    SparseArm,
-    block_floor_ms,
-    largest_batch,
-    parity_error,
-    steady_contexts,
-    tpob_ms,
+from benchmarks.engine.block_harness import (
+    WARM_UP_PASSES,
+    BlockArm,
+    BlockMeasured,
+    SteadyBlocks,
+    logits_of_pass,
+    pass_cost,
+    relative_error,
 )
+from benchmarks.engine.decoding.harness import SAMPLING, Load
+from benchmarks.engine.decoding.replay import Trace
+from benchmarks.models import free_bytes, slot_bytes, weight_bytes
 from benchmarks.shared import chosen, defaults, numbers, parse_options, start
+from benchmarks.stream import Rates
 from idlm.devices import free_cached_memory
+from idlm.infer.accelerators.prefix import EVERYTHING
+from idlm.infer.models.loader import LoadedModel
+from idlm.infer.models.moe import Experts
+from idlm.infer.sparse.accelerator import ACCELERATORS
 
+SPARSE = ("mage", "quest", "sparsed")
+ARMS = ("exact", "exact_unsplit", *SPARSE)
 DEFAULTS = defaults(
     "model=qwen3-8b device=cuda dtype=bfloat16 cells=131072x1,131072xmax,32768x1,32768xmax "
     "k=1024 passes=32 block=32 exact_layers=2 parts=gate,blocks blocks=1 rounds=2 record=true",
@@ -149,6 +160,179 @@ def _blocks(bench: Bench, arm: SparseArm, load: Load) -> BlockMeasured:
     bench.add(arm, load, "tpob_ms", tpob_ms(measured), "ms", floor=floor)
     bench.add(arm, load, "step_ms", measured.step_ms(), "ms")
     return measured
+
+
+NO_SPLITS = 1 << 20
+"""Blocks of slots below which a walk is not split: none is."""
+RESERVED_BYTES = 7 << 30
+"""For graphs, logits, and what accelerators take beside KV, when the largest batch is sought."""
+SLACK = 1024
+"""Slots of a sequence for tokens of passes in progress."""
+GATE_PASSES = 2
+GATE_LIMIT = 0.02
+"""Relative root mean square of the difference between logits at full budget and those of exact attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseArm(BlockArm):
+    """One of `ARMS` with `k` slots, in blocks that take `num_passes` passes. `exact_share`: of sparsed."""
+
+    k: int = 1024
+    exact_layers: int = 2
+    num_passes: int = 32
+    exact_share: float = 0.2
+
+    def decoder_options(self) -> dict[str, Any]:
+        """Those of a block that takes its quota."""
+        # Named in full: `slots=True` makes a class anew, which a bare super() does not know.
+        return {**BlockArm.decoder_options(self), "steps": self.num_passes}
+
+    def accelerators(self) -> Mapping[str, Any]:
+        """The accelerator of this name; none for exact attention."""
+        if self.name not in SPARSE:
+            return {}
+        kind = ACCELERATORS.get(self.name)
+        options = {"exact_share": self.exact_share} if self.name == "sparsed" else {}
+        return {self.name: kind.Config(k=self.k, exact_layers=self.exact_layers, **options)}
+
+
+def trace_of_passes(num_passes: int, size: int) -> Trace:
+    """Any `num_passes` passes in a row decide `size` positions."""
+    ends = [size * (index + 1) // num_passes for index in range(num_passes)]
+    decided = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    return Trace(
+        name=f"{num_passes} passes", num_drafts=size - 1, accepted=tuple(count - 1 for count in decided)
+    )
+
+
+class SteadyContexts(SteadyBlocks):
+    """`SteadyBlocks` whose arm may walk contexts without splits. The first blocks, of which a part is fixed,
+    end before a round is timed: then every sequence emits whole blocks, one after another.
+    """
+
+    def start_and_warm_up(self) -> None:
+        """Start all requests and run them into their second blocks."""
+        assert isinstance(self.arm, SparseArm)
+        runner: Any = self.engine._parts.runner
+        if self.arm.name == "quest":
+            # Nothing has stored the context's keys, so nothing has summarised them: ties would be listed.
+            bounds = runner._stack.kv.bounds
+            bounds.largest.normal_().abs_()
+            bounds.minimum.normal_().abs_().neg_()
+        self.start_requests()
+        self.run_passes(self.arm.num_passes + WARM_UP_PASSES)
+        self.drain()
+
+    @contextlib.contextmanager
+    def toggled(self) -> Iterator[None]:
+        """One program per KV head and tile for `exact_unsplit`: the kind of baseline of MAGE's paper."""
+        with super().toggled():
+            if self.arm.name != "exact_unsplit" or not torch.cuda.is_available():
+                yield
+                return
+            from idlm.kernels.paged_attention import planning
+
+            chosen = planning.choose_launch
+
+            def unsplit(*given: Any, **named: Any) -> Any:
+                return replace(chosen(*given, **named), min_blocks=NO_SPLITS)
+
+            with patch.object(planning, "choose_launch", unsplit):
+                yield
+
+
+def steady_contexts(model: LoadedModel, arm: SparseArm, load: Load, *, num_blocks: int) -> SteadyContexts:
+    """An engine whose rounds take `num_blocks` blocks of every sequence."""
+    trace = trace_of_passes(arm.num_passes, arm.stride)
+    return SteadyContexts(model, arm, load, trace, num_blocks * arm.num_passes)
+
+
+def tpob_ms(measured: BlockMeasured) -> float:
+    """Time per output block of a sequence, over the fastest round."""
+    num_blocks = [tokens / measured.width / measured.load.concurrency for tokens in measured.tokens]
+    assert min(num_blocks) > 0, f"{measured.tokens=}: no block became clean in a round"
+    return min(1e3 * seconds / num for seconds, num in zip(measured.seconds, num_blocks, strict=True))
+
+
+def largest_batch(model: LoadedModel, context: int, num_tokens: int) -> int:
+    """Sequences whose KV fits beside graphs and buffers."""
+    if model.device.type != "cuda":
+        return 2
+    free = int(free_bytes(model)) - RESERVED_BYTES
+    return max(1, free // ((context + num_tokens + SLACK) * slot_bytes(model)))
+
+
+def block_floor_ms(model: LoadedModel, arm: SparseArm, load: Load, rates: Rates) -> float | None:
+    """Lower bound of a block by bytes and products at the measured rates; None where none is given. With MAGE
+    a first pass sees everything and reads the keys of sparse layers once more, the others see lists.
+    """
+    if arm.accelerators() and arm.name != "mage":
+        return None
+    batch, rows = load.concurrency, load.concurrency * arm.stride
+    flops = pass_cost(model, num_sequences=batch, rows=rows, slots=0).linears(rows, rows)
+    linears = max(weight_bytes(model) / rates.stream, flops / rates.product)
+
+    def attention(slots: float) -> float:
+        cost = pass_cost(model, num_sequences=batch, rows=rows, slots=slots)
+        return max(cost.kv_bytes / rates.stream, cost.attention_flops / rates.product)
+
+    everything = attention(load.context + arm.stride)
+    if not arm.accelerators():
+        return 1e3 * arm.num_passes * (linears + everything)
+    sparse_share = 1 - arm.exact_layers / model.spec.num_layers
+    listed = attention(min(arm.k, load.context) + arm.stride)
+    ranking = batch * load.context * slot_bytes(model) / 2 * sparse_share / rates.stream
+    sparse = linears + sparse_share * listed + (1 - sparse_share) * everything
+    return 1e3 * (linears + everything + ranking + (arm.num_passes - 1) * sparse)
+
+
+def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
+    """How far the logits of a block's second pass, over lists of all slots, are from those of exact
+    attention: root mean square of the difference over that of the logits. 1 if that pass has no lists. Rows
+    go to the experts that they chose with exact attention: rounding would choose others, and what those
+    compute says nothing of lists.
+    """
+    full = replace(arm, k=EVERYTHING, graphs=False, num_inflight_steps=0, exact_share=1 / arm.num_passes)
+    routes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with routing(routes, replays=False):
+        expected, _ = _second_logits(model, replace(full, name="exact"), load)
+    with routing(routes, replays=True):
+        found, is_listed = _second_logits(model, full, load)
+    return relative_error(found, expected) if is_listed else 1.0
+
+
+@contextlib.contextmanager
+def routing(routes: list[tuple[torch.Tensor, torch.Tensor]], *, replays: bool) -> Iterator[None]:
+    """Note the experts of all rows and their weights, layer by layer; or take them from there, in order."""
+    original = Experts.route
+
+    def recorded(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        routes.append(original(self, *given))
+        return routes[-1]
+
+    def replayed(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return routes.pop(0)
+
+    with patch.object(Experts, "route", replayed if replays else recorded):
+        yield
+
+
+def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torch.Tensor, bool]:
+    """Logits of the second pass over the first blocks, and whether all sequences see lists in it. The first
+    pass of all arms is the same.
+    """
+    torch.manual_seed(0)
+    steady = steady_contexts(model, arm, load, num_blocks=1)
+    runner: Any = steady.engine._parts.runner
+    make_plan, is_listed = runner._plan_attention, False
+
+    def watched_plan(table: Any, plan: Any, lists: Any = None) -> Any:
+        nonlocal is_listed
+        is_listed = lists is not None and bool(lists.listed_B.all())
+        return make_plan(table, plan, lists)
+
+    runner._plan_attention = watched_plan
+    return logits_of_pass(steady, GATE_PASSES), is_listed
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def calls_of(run: Callable[[], None]) -> int:
         if event == "call":
             next(counter)
 
-    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    plain: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     handlers = {number: signal.signal(number, handler) for number, handler in plain.items()}
     gc.collect()
     gc.disable()

@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.replay import Replay, replaying
-from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.engine.decoding.replay import Replay, replaying, trace_of
 from benchmarks.engine.tensor_parallel import write_checkpoint
 from benchmarks.serving.bench import MAX_LENGTH, Bench, output_rate
 from benchmarks.serving.beside_vllm import Peer, compare, measure_vllm

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("idlm", "infer", "train", "kernels")
-MAX_FILES_IN_FOLDER, MAX_PRODUCT_LINES, MAX_BENCHMARK_LINES = 14, 60_509, 10_970
+MAX_FILES_IN_FOLDER, MAX_PRODUCT_LINES, MAX_BENCHMARK_LINES = 14, 60_509, 10_859
 Graph = dict[str, set[str]]
 
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.engine.decoding.replay import Replay, replaying
-from benchmarks.engine.decoding.trace import Trace
+from benchmarks.engine.decoding.replay import Replay, Trace, replaying
 from benchmarks.models import assembled, free_bytes, slot_bytes, weight_bytes
 from idlm.contracts import SamplingParams
 from idlm.devices import free_cached_memory

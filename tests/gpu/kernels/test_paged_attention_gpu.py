@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import flash_attention
+from benchmarks.kernels.attention import flash_attend, flash_obstacle
 from idlm.kernels.paged_attention import BACKENDS, HeadShape, paged_attention, plan_attention, problems
 from tests.kernels.cases.paged_attention import (
     SCALE,
@@ -308,11 +308,11 @@ def test_flash_attention_of_the_benchmark_is_exact(page_size: int) -> None:
     """The benchmark's baseline computes the same attention."""
     sequences = [causal(0, 1), causal(900, 7), causal(33, 300), causal(2000, 1), causal(0, 65)]
     case = build(sequences, heads(32, 8, 128), page_size=page_size, device="cuda")
-    if obstacle := flash_attention.obstacle(case.shape):
+    if obstacle := flash_obstacle(case.shape):
         pytest.skip(obstacle)
     # The library multiplies unseen slots by zero, which NaN survives.
     keys, values = (cache.nan_to_num(0) for cache in _caches(case))
-    attend = flash_attention.make_attend(case.rows, SCALE)
+    attend = flash_attend(case.rows, SCALE)
     assert error_ratio(case, attend(case.q_RNH.contiguous(), keys, values)) <= 2.5
 
 

@@ -82,7 +82,7 @@ def test_quality_is_measured_on_any_checkpoint(
     model = tmp_path / "model"
     shutil.copytree(TINY_AR, model)
     Semantics(logit_shift=False, mask_token_id=165, stop_token_ids=(2,), **meaning).save(model)  # type: ignore[arg-type]
-    small = f"model={model} results={tmp_path} device=cpu num=2 max_tokens=8 record=true {options}"
+    small = f"model={model} results={tmp_path} device=cpu num=2 batch=2 max_tokens=8 record=true {options}"
     import_module(f"benchmarks.quality.{name}").measure(small.split())
     metrics = {row["metric"] for row in read_rows(name, results=tmp_path)}
     assert metrics >= {"exact_match", "standard_error", "tokens_per_forward", "tokens_per_second"}

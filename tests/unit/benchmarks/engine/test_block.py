@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.engine.block_harness import Answers, BlockArm, pass_cost, whole_answers
 from benchmarks.engine.decoding.harness import SAMPLING, Load
-from benchmarks.engine.decoding.trace import Trace, trace_of
+from benchmarks.engine.decoding.replay import Trace, trace_of
 from benchmarks.models import random_model
 
 SIZE, CONTEXT = 8, 16

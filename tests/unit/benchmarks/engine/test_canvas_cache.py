@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.engine.canvas.harness import (
+from benchmarks.engine.canvas_cache import (
     CanvasEngine,
     CanvasLoad,
     CanvasMeasured,

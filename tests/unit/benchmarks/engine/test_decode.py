@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
-from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.engine.decoding.replay import trace_of
 from benchmarks.models import random_model
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.engine.decoding.harness import SAMPLING, Load
-from benchmarks.engine.sparse_harness import SparseArm, block_floor_ms, trace_of_passes
+from benchmarks.engine.sparse_attention import SparseArm, block_floor_ms, trace_of_passes
 from benchmarks.models import random_model, weight_bytes
 from benchmarks.stream import Rates
 

@@ -1,1 +1,0 @@
-"""Speed of the engine: decoding, block diffusion, soak, tensor parallelism."""

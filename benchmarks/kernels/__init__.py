@@ -1,1 +1,0 @@
-"""Speed of single kernels."""

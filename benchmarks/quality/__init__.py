@@ -1,1 +1,0 @@
-"""Quality of answers: distributions and exact match."""

@@ -1,1 +1,0 @@
-"""Speed of training steps, and proof that a killed run resumes."""
