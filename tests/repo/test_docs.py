@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import docs.errors
 from benchmarks.table import main as table_main
 from docs.letters import legend, legends, meanings
 from idlm import __version__
+from tests.repo.files import ROOT, listed
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + DOCS
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -159,15 +158,8 @@ def test_a_shape_letter_has_one_meaning_per_file_and_is_reserved() -> None:
 
 def test_the_layout_names_every_top_level_file() -> None:
     layout = text_of(ROOT / "CONTRIBUTING.md").partition("## Layout")[2]
-    names = {name.split("/")[0] for name in tracked()}
+    names = {name.split("/")[0] for name in listed(untracked=False)}
     assert not sorted(name for name in names if not re.search(rf"`{re.escape(name)}[/`]", layout))
-
-
-def tracked() -> list[str]:
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
-    )
-    return [name for name in listed.stdout.split("\0") if name]
 
 
 def paths_named(text: str) -> list[str]:
@@ -187,7 +179,7 @@ def test_every_figure_of_the_generated_tables_has_a_row() -> None:
 
 
 def test_no_large_file_is_tracked_outside_the_assets() -> None:
-    small = [ROOT / name for name in tracked() if not name.startswith("recipes/assets/")]
+    small = [ROOT / name for name in listed(untracked=False) if not name.startswith("recipes/assets/")]
     assert not [str(path) for path in small if path.is_file() and path.stat().st_size > 512_000]
 
 

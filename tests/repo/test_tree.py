@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("idlm", "infer", "train", "kernels")
+from tests.repo.files import PRODUCT, imported, python_files, text_of, tree_of
+
 MAX_FILES_IN_FOLDER, MAX_PRODUCT_LINES, MAX_BENCHMARK_LINES = 14, 60_509, 10_859
-Graph = dict[str, set[str]]
-
-
-def python_files(*folders: str) -> list[str]:
-    """Return the Python files of `folders`, relative to the root, without links."""
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z", *folders],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\0")
-    return sorted({name for name in listed if name.endswith(".py") and (ROOT / name).is_file()})
 
 
 def module_name(name: str) -> str:
@@ -33,50 +21,20 @@ def module_name(name: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(code: str, modules: set[str]) -> set[str]:
-    """Return those of `modules` that `code` imports anywhere: in functions and under TYPE_CHECKING too."""
-    found = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            # `from package import name` imports a submodule if one has that name, and the package if not.
-            found |= {name if name in modules else node.module for name in names}
-    return found & modules
+def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
+    """Return those of `modules` that code imports; `from package import name` imports a submodule if one has
+    that name, and the package if not."""
+    names = imported(tree)
+    return {name if name in modules else name.rpartition(".")[0] for name in names} & modules
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Return the strongly connected components with more than one module (Kosaraju's algorithm)."""
-    order: list[str] = []
-    seen: set[str] = set()
-
-    def visit(node: str, arrows: Graph, out: list[str]) -> None:
-        stack = [(node, iter(sorted(arrows[node])))]
-        seen.add(node)
-        while stack:
-            unseen = next((one for one in stack[-1][1] if one not in seen), None)
-            if unseen is None:
-                out.append(stack.pop()[0])
-            else:
-                seen.add(unseen)
-                stack.append((unseen, iter(sorted(arrows[unseen]))))
-
-    for node in sorted(graph):
-        if node not in seen:
-            visit(node, graph, order)
-    reverse: Graph = {node: set() for node in graph}
-    for node, targets in graph.items():
-        for target in targets:
-            reverse[target].add(node)
-    seen.clear()
-    found = []
-    for node in reversed(order):
-        if node not in seen:
-            component: list[str] = []
-            visit(node, reverse, component)
-            found.append(sorted(component))
-    return sorted(component for component in found if len(component) > 1)
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of a circle of imports, the first one again at the end; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def folders() -> Counter[str]:
@@ -95,22 +53,18 @@ def test_a_folder_has_few_files(folder: str) -> None:
 def test_the_code_does_not_grow(folders: tuple[str, ...], maximum: int) -> None:
     lines = dict.fromkeys(folders, 0)
     for name in python_files(*folders):
-        lines[name.partition("/")[0]] += (ROOT / name).read_text(encoding="utf-8").count("\n")
+        lines[name.partition("/")[0]] += text_of(name).count("\n")
     assert sum(lines.values()) <= maximum, lines
 
 
 def test_no_circles_of_imports() -> None:
     names = {module_name(name): name for name in python_files(*PRODUCT)}
     modules = set(names)
-    graph = {
-        module: imports_of((ROOT / name).read_text(encoding="utf-8"), modules) - {module}
-        for module, name in names.items()
-    }
+    graph = {module: imports_of(tree_of(name), modules) - {module} for module, name in names.items()}
     # `idlm/__init__.py` loads the public classes on first use, and all modules are below it.
     graph["idlm"] = set()
     assert len(graph) > 100
-    found = circles(graph)
-    assert not found, "\n".join(" <-> ".join(circle) for circle in found)
+    assert not circle(graph), " <- ".join(circle(graph))
 
 
 @pytest.mark.parametrize(("product", "pairs"), [("train", {"checkpoint loop", "data objectives"})])
@@ -120,7 +74,7 @@ def test_few_folders_import_each_other(product: str, pairs: set[str]) -> None:
     arrows = {
         (folder[module], folder[other])
         for module, name in names.items()
-        for other in imports_of((ROOT / name).read_text(encoding="utf-8"), set(names))
+        for other in imports_of(tree_of(name), set(names))
         if module in folder and other in folder
     }
     assert len(arrows) > 10
@@ -129,11 +83,12 @@ def test_few_folders_import_each_other(product: str, pairs: set[str]) -> None:
 
 def test_the_check_itself_finds_circles() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
-    assert circles(graph) == [["a", "b", "c"]]
+    assert set(circle(graph)) == {"a", "b", "c"}
+    assert not circle(graph | {"c": {"d"}})
     code = (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from idlm.infer.a import A\n"
         "def f():\n    from idlm.infer import b\n    import idlm.infer.c\n    from idlm.infer import B\n"
     )
     modules = {f"idlm.infer.{name}" for name in "abcd"} | {"idlm.infer"}
-    assert imports_of(code, modules) == modules - {"idlm.infer.d"}
+    assert imports_of(ast.parse(code), modules) == modules - {"idlm.infer.d"}

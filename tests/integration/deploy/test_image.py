@@ -24,7 +24,7 @@ from idlm.infer.cli.config import read_arguments
 from idlm.infer.server.config import ServeConfig
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.run import KEY_VARIABLE, check_address
-from tests.repo.test_docs import tracked
+from tests.repo.files import listed
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -111,7 +111,7 @@ def test_only_tracked_files_are_copied() -> None:
     assert not [
         rule for rule in rules if not ignored & {rule, f"**/{rule}", "**/.*_cache" * rule.endswith("_cache")}
     ]
-    tops = {name.split("/")[0] for name in tracked()}
+    tops = {name.split("/")[0] for name in listed(untracked=False)}
     assert not tops & ignored
 
 

@@ -1,16 +1,35 @@
-"""What the benchmarks of quality judge, and how sure a difference is."""
+"""What the benchmarks of quality measure on toys, what they judge, and how sure a difference is."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.quality import block_quality, decodability
+from benchmarks.quality import block_quality, decodability, law, sparse_fidelity
 from benchmarks.quality.arms import ArmResult, binomial_error, difference_error
 from benchmarks.quality.decodability import FOCUS, FULL, is_above, keeps_quality
+from benchmarks.quality.sparse_sets import (
+    Probe,
+    denoise,
+    fidelity,
+    largest,
+    quest_set,
+    shares,
+)
+from benchmarks.results import read_rows
+from idlm.infer.decoders import isd
 from idlm.infer.evaluation.evaluate import Evaluation
+from idlm.semantics import Semantics
+from idlm.tasks import TASKS
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.text.tokenizer import encode_prompt, load_tokenizer
+from tests.accelerator_reference import SlowLists, SlowMage, SlowQuest
+from tests.block_reference import Rules, Sampling
+from tests.toy import write_toy_checkpoint
 
 
 def result_of(marks: str, arm: Any = None, kind: type[ArmResult] = ArmResult, **more: Any) -> Any:
@@ -59,3 +78,123 @@ def test_what_is_judged_of_focus() -> None:
     assert keeps_quality(found(7, focus), full) is False
     assert keeps_quality(found(100, replace(focus, threshold=0.7)), full) is None
     assert is_above(full, found(20, base)) and not is_above(full, found(5, base))
+
+
+SMALL = ["draws=1000", "device=cpu", "workers=1", "lanes=256", "faults=false"]
+
+
+def test_a_case_keeps_the_law(tmp_path: Path) -> None:
+    assert law.measure([*SMALL, "cases=3-branch", f"results={tmp_path}"]) == 0
+    [row] = read_rows("law", results=tmp_path)
+    assert row["metric"] == "p_value_min"
+    assert row["gate_passed"]
+    assert row["value"] > law.LEVEL
+
+
+def test_a_wrong_law_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts by argmax, tested with the softmax."""
+    draw = isd.emit_and_draft
+    monkeypatch.setattr(
+        isd, "emit_and_draft", lambda *args, **more: draw(*args, **more | {"takes_best": True})
+    )
+    assert law.measure([*SMALL, "cases=4-cold", f"results={tmp_path}"]) == 1
+    [row] = read_rows("law", results=tmp_path)
+    assert not row["gate_passed"]
+
+
+SIZE = 8
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A block-diffusion checkpoint of random weights with the tasks' tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    num_ids = save_tokenizer(directory, "recall")
+    write_toy_checkpoint(directory, vocab_size=num_ids + 1, num_layers=3)
+    Semantics(
+        causality="block", logit_shift=False, block_size=SIZE, mask_token_id=num_ids, stop_token_ids=(2,)
+    ).save(directory)
+    return directory
+
+
+def prompt_of(model: Path, context: int) -> list[int]:
+    task = TASKS.get("recall")(level="tiny", min_context=context, max_context=context)
+    return encode_prompt(load_tokenizer(model), task.sample(0, "test").prompt)
+
+
+@pytest.mark.parametrize("rule", [SlowMage(k=24, exact_layers=1), SlowQuest(k=24, exact_layers=1)])
+def test_sets_are_those_of_the_slow_reference(model: Path, rule: SlowMage | SlowQuest) -> None:
+    mask = Semantics.load(model).mask_token_id
+    assert mask is not None
+    prompt = prompt_of(model, 90)
+    slow = SlowLists(model, Rules(size=SIZE, mask=mask, strategy="sequential"), rule)
+    slow.answer(prompt, Sampling(temperature=0, max_tokens=5))
+    probe, start = Probe(model, SIZE, CPU), 88
+    probe.read(prompt[:start])
+    _, looks = probe.look([*prompt[start:], *[mask] * (start + SIZE - len(prompt))])
+    is_mage = isinstance(rule, SlowMage)
+    for layer in (1, 2):
+        # MAGE lists in the second pass what it ranked in the first.
+        expected = slow.trace[start // SIZE, int(is_mage), layer]
+        assert expected is not None
+        mine = largest(shares(looks[layer]).mean(dim=1), 24) if is_mage else quest_set(looks[layer], 24)
+        assert [torch.nonzero(row).flatten().tolist() for row in mine] == expected
+
+
+def test_what_a_set_of_all_slots_and_a_stale_set_cover(model: Path) -> None:
+    mask = Semantics.load(model).mask_token_id
+    assert mask is not None
+    probe = Probe(model, SIZE, CPU)
+    probe.read(prompt_of(model, 96))
+    read = denoise(probe, [mask] * SIZE, mask, steps=4)
+    assert [block.count(mask) for block in read] == [8, 6, 4, 2]
+    everything = fidelity(probe, read, k=96, exact_layers=1)
+    assert set(everything.recall.values()) == set(everything.estimation.values()) == {1.0}
+    found = fidelity(probe, read, k=16, exact_layers=1)
+    assert {step for arm, step in found.recall if arm == "mage"} == {1, 2, 3}
+    assert {step for arm, step in found.recall if arm == "sparsed"} == {1, 2, 3}
+    assert all(found.recall["oracle", step] == 1.0 for step in range(4))
+    assert all(0 < found.recall["mage", step] < 1 for step in (1, 2, 3))
+    # A pass that reads what the first one read has the first one's set.
+    assert fidelity(probe, [read[0]] * 2, k=16, exact_layers=1).recall["mage", 1] == 1.0
+    # The oracle of the block covers more of its rows' own sets than any other set of its size.
+    for step in range(1, 4):
+        assert found.estimation["oracle", step] > found.estimation["quest", step] - 0.05
+
+
+def test_rows_of_a_run(model: Path, tmp_path: Path) -> None:
+    arguments = [
+        f"model={model}",
+        f"base={model}",
+        "level=tiny",
+        "contexts=64,96",
+        "records=8",
+        "parts=4",
+        "sets_parts=4",
+    ]
+    sizes = [
+        "steps=4",
+        "exact_layers=1",
+        "num=3",
+        "sets_num=2",
+        "sets_context=96",
+        "max_tokens=24",
+        "batch=2",
+    ]
+    options = [f"results={tmp_path}", "device=cpu", "record=true"]
+    assert sparse_fidelity.measure([*arguments, *sizes, *options]) == 0
+    rows = read_rows("sparse_fidelity", results=tmp_path)
+    cases = {
+        metric: [row["case"] for row in rows if row["metric"] == metric]
+        for metric in ("oracle_recall", "estimation_accuracy", "needle_accuracy", "agreement_with_exact")
+    }
+    steps = [case["step"] for case in cases["oracle_recall"] if case["model"] == "base"]
+    assert steps == [2, 3, 4, "mean", "mean", "mean"]
+    assert [case["arm"] for case in cases["estimation_accuracy"]] == ["mage", "quest", "sparsed", "oracle"]
+    # Exact attention at both contexts, the arms at the better one.
+    assert [case["arm"] for case in cases["needle_accuracy"]] == [*["exact"] * 2, "mage", "quest", "sparsed"]
+    assert [case["arm"] for case in cases["agreement_with_exact"]] == ["mage", "quest", "sparsed"]
+    values = {(row["metric"], *row["case"].values()): row["value"] for row in rows}
+    # The same weights: the base's sets are the model's.
+    assert values["oracle_recall", "trained", "1/4", 96, 2] == values["oracle_recall", "base", "1/4", 96, 2]

@@ -1,13 +1,15 @@
-"""The benchmark of mixed traffic, tiny and on a CPU."""
+"""The benchmarks of serving, tiny and on a CPU: mixed traffic, and how many functions the host calls."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from benchmarks.results import read_rows
 from benchmarks.serving import serve
+from benchmarks.serving.host import Case
 
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "concurrency=4,2", "requests=6"]
 
@@ -81,3 +83,22 @@ def test_vllm_answers_the_same_loads_and_its_greedy_answers_are_a_gate(
             row["value"] for row in rows if row["metric"] == "prefill_s" and row["case"] == {**ours["case"]}
         ]
         assert ours["value"] == pytest.approx(seconds / theirs["value"])
+
+
+@pytest.mark.parametrize(
+    ("reader", "decoder", "maximum"),
+    [("generate", "ar", 11), ("generate", "isd", 17), ("stream", "ar", 19), ("stream", "isd", 25)],
+)
+def test_the_books_of_a_sequence_take_few_calls(reader: str, decoder: str, maximum: int) -> None:
+    case = Case(reader, decoder, 64, stride=4, num_passes=64)
+    assert 1 < case.calls() <= maximum
+
+
+def test_calls_do_not_depend_on_what_the_process_ran_before() -> None:
+    case = Case("generate", "ar", 4, stride=1, num_passes=8)
+    calls = case.calls()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert case.calls() == calls
+    finally:
+        signal.signal(signal.SIGTERM, before)

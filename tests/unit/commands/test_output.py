@@ -1,4 +1,6 @@
-"""An output file holds valid JSON, whatever numbers a model returned, and belongs to one run at a time."""
+"""An output file holds valid JSON, whatever numbers a model returned, and belongs to one run at a time; its
+records are found again by the run after.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ import math
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from idlm.contracts import Completion, TokenLogprob
+from idlm.contracts import Completion, SamplingParams, TokenLogprob
 from idlm.errors import UserError
 from idlm.files.disk import lock_file
 from idlm.infer.cli.batch import figures
 from idlm.infer.cli.output import answer_file, exclusive_output
+from idlm.infer.cli.prompts import PromptLine
+from idlm.infer.cli.resume import ResumeState, find_resume_state, of_request
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -126,3 +132,102 @@ def test_invalid_unicode_is_escaped(tmp_path: Path) -> None:
     with answer_file(str(tmp_path / "out")) as answers:
         answers.write({"model": "caf\udce9"})
     assert json.loads((tmp_path / "out").read_bytes()) == {"model": "caf\udce9"}
+
+
+COMMON = {"model": "m", "model_digest": "d", "decoder": "ar", "sampling.temperature": 0}
+
+
+def _line(number: int, name: str, **sampling: Any) -> PromptLine:
+    params = SamplingParams(**sampling)
+    return PromptLine(location=f"in:{number}", request_id=name, prompt="p", params=params)
+
+
+def _record(line: PromptLine, **changes: Any) -> str:
+    made = of_request(COMMON, line.params)
+    output = {
+        "request_id": line.request_id,
+        "index": 0,
+        "prompt": line.prompt,
+        "run_config": made,
+        "error": None,
+    }
+    return json.dumps(output | changes) + "\n"
+
+
+def _resume_state(tmp_path: Path, lines: list[PromptLine], text: str) -> ResumeState:
+    source = tmp_path / "out.partial"
+    source.write_text(text)
+
+    def run_config(line: PromptLine) -> dict[str, Any]:
+        return of_request(COMMON, line.params)
+
+    def read() -> Iterator[PromptLine]:
+        return iter(lines)
+
+    return find_resume_state(source, read, run_config)
+
+
+def _locations(found: ResumeState) -> list[str]:
+    return [line.location for line in found.missing]
+
+
+@pytest.mark.parametrize("there", [(1,), (1, 0), (2, 1), (2, 0, 1), (0, 2), (2,)])
+def test_lines_without_a_record_are_missing(tmp_path: Path, there: tuple[int, ...]) -> None:
+    lines = [_line(number + 1, str(number), max_tokens=6 - number) for number in range(3)]
+    found = _resume_state(tmp_path, lines, "".join(_record(lines[number]) for number in there))
+    assert len(found.kept_lines) == len(there)
+    assert _locations(found) == [line.location for number, line in enumerate(lines) if number not in there]
+
+
+def test_a_record_with_other_settings_is_refused(tmp_path: Path) -> None:
+    lines, other = [_line(1, "a", max_tokens=6), _line(2, "b")], _line(1, "a", max_tokens=4)
+    with pytest.raises(
+        UserError, match=r"in:1: .*sampling.max_tokens=4, .* has sampling.max_tokens=6"
+    ) as caught:
+        _resume_state(tmp_path, lines, _record(lines[1]) + _record(other))
+    assert caught.value.code == "IDLM-0463"
+
+
+def test_a_record_without_settings_is_of_an_older_version(tmp_path: Path) -> None:
+    line = _line(1, "a")
+    with pytest.raises(UserError, match="IDLM-0463: in:1: .* was made by an older version"):
+        _resume_state(tmp_path, [line], _record(line, run_config={}))
+
+
+@pytest.mark.parametrize("changes", [{"request_id": "b"}, {"prompt": "q"}])
+def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    line = _line(1, "a")
+    with pytest.raises(UserError, match="IDLM-0444.*no line of the input"):
+        _resume_state(tmp_path, [line], _record(line, **changes))
+
+
+def test_a_failure_with_other_settings_is_answered_again(tmp_path: Path) -> None:
+    lines = [_line(1, "a", max_tokens=6), _line(2, "b", max_tokens=3)]
+    failed = _record(_line(1, "a", max_tokens=4), error="IDLM-0448: memory")
+    found = _resume_state(tmp_path, lines, failed + _record(lines[1]))
+    assert (len(found.kept_lines), found.num_failed, _locations(found)) == (1, 1, ["in:1"])
+
+
+def test_a_line_lacking_a_sample_is_answered_again(tmp_path: Path) -> None:
+    line = _line(1, "a", n=2)
+    found = _resume_state(tmp_path, [line], _record(line, index=1))
+    assert (found.kept_lines, found.num_unanswered, _locations(found)) == (frozenset(), 1, ["in:1"])
+    assert _resume_state(tmp_path, [line], _record(line, index=1) + _record(line)).is_whole
+
+
+def test_equal_numbers_are_equal_settings_and_a_model_may_move(tmp_path: Path) -> None:
+    line = _line(1, "a", top_p=0.5, min_p=0)
+    made = {**of_request(COMMON, line.params), "sampling.temperature": 0.0, "model": "elsewhere"}
+    assert _resume_state(tmp_path, [line], _record(line, run_config=made)).is_whole
+
+
+def test_blank_lines_are_skipped_and_broken_ones_have_a_number(tmp_path: Path) -> None:
+    lines = [_line(number, str(number)) for number in range(1, 5)]
+    records = [_record(line) for line in lines]
+    blank = _resume_state(tmp_path, lines, "\n" + records[0] + " \n\n" + "".join(records[1:]) + "\n")
+    assert blank.is_whole and blank.broken_lines == () and blank.kept_lines == {2, 5, 6, 7}
+    broken = _resume_state(
+        tmp_path, lines, records[0] + '{"request_id"\n' + records[2] + "\n" + records[3][:-9]
+    )
+    assert (broken.kept_lines, broken.broken_lines) == ({1, 3}, (2, 5))
+    assert _locations(broken) == ["in:2", "in:4"]

@@ -1,5 +1,6 @@
 """What of a conversation is trained under templates of many forms: thoughts, first turns, ends, and what a
-template leaves out."""
+template leaves out.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.text.tokenizer import encode_messages, load_tokenizer
+from idlm.train.data.base import without_thinking
 from idlm.train.data.encoder import Encoder
 from idlm.train.data.layout import Sample
 from tests.unit.data.template_forms import (
@@ -327,3 +329,22 @@ def test_calls_that_are_left_out_do_not_teach_empty_answers(folder: Path) -> Non
     knows_calls = form_tokenizer(folder, "calls")
     (sample,) = encoder_of(knows_calls, left_out="accept").messages(messages[:2], origin="here")
     assert "zone" in parts(knows_calls, sample)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<think>\nhm\n</think>\n\n4", "4"),
+        ("\n<think></think>4", "4"),
+        ("hm</think>\n4", "4"),
+        ("4", "4"),
+        ("use <think>x</think> tags", "use <think>x</think> tags"),
+    ],
+)
+def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
+    assert without_thinking(text, origin="here") == left
+
+
+def test_a_thought_without_an_end_is_refused() -> None:
+    with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
+        without_thinking("<think>and so on", origin="here")

@@ -1,13 +1,24 @@
-"""The decode benchmark, tiny and on a CPU: replay, counts, and all its parts."""
+"""Benchmarks of decoding, tiny and on a CPU: all arms replay the same decisions, and their counts follow."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.engine.block_harness import Answers, BlockArm, pass_cost, whole_answers
+from benchmarks.engine.canvas_cache import (
+    CanvasEngine,
+    CanvasLoad,
+    CanvasMeasured,
+    Decisions,
+)
 from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine
-from benchmarks.engine.decoding.replay import trace_of
-from benchmarks.models import random_model
+from benchmarks.engine.decoding.replay import Trace, trace_of
+from benchmarks.engine.sparse_attention import SparseArm, block_floor_ms, trace_of_passes
+from benchmarks.models import random_model, weight_bytes
+from benchmarks.stream import Rates
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
 from idlm.infer.decoders.base import max_rows
@@ -45,3 +56,96 @@ def test_without_a_trace_random_weights_accept_little() -> None:
 def test_a_missing_trace_is_refused(name: str, stride: int) -> None:
     with pytest.raises(UserError, match="IDLM-0109"):
         trace_of(name, stride)
+
+
+SIZE, CONTEXT = 8, 16
+
+
+def answers_of(trace: Trace, *, fused: bool, sampling: str = "T1") -> Answers:
+    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
+    load = Load(concurrency=4, context=CONTEXT, num_tokens=2 * SIZE, sampling=SAMPLING[sampling])
+    return whole_answers(model, BlockArm(name="arm", stride=SIZE, fused=fused), load, trace)
+
+
+@pytest.mark.parametrize("sampling", ["T1", "qwen3"])
+def test_answers_take_the_passes_of_the_trace(sampling: str) -> None:
+    """Whatever the confidence of random weights; without fused commits another pass stores a clean block."""
+    trace = trace_of("p0.53", SIZE)
+    separate = answers_of(trace, fused=False, sampling=sampling)
+    assert separate.num_passes == separate.num_expected
+    assert separate.num_tokens == 4 * 2 * SIZE
+
+
+def test_fused_commits_save_a_pass_per_block() -> None:
+    trace = Trace(name="two", num_drafts=SIZE - 1, accepted=(1,))
+    fused, separate = answers_of(trace, fused=True), answers_of(trace, fused=False)
+    # Two are decided in each pass; 0, 2, 4 or 6 of the first block are fixed, and 16 tokens are wanted.
+    assert fused.num_expected == (4 + 4) + (3 + 4 + 4) + (2 + 4 + 4) + (1 + 4 + 4)
+    # All blocks but an answer's last are stored.
+    assert separate.num_passes == separate.num_expected == fused.num_expected + 1 + 2 + 2 + 2
+    assert fused.num_passes <= fused.num_expected + 1
+
+
+def test_the_cost_of_a_pass_follows_its_rows() -> None:
+    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
+    spec = model.spec
+    work = pass_cost(model, num_sequences=2, rows=16, slots=10)
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    layer = spec.width * spec.head_dim * (heads + spec.num_heads) + 3 * spec.width * spec.ffn_width
+    head = spec.width * spec.vocab_size
+    assert work.linears(16, 8) == 2 * (16 * spec.num_layers * layer + 8 * head)
+    assert work.attention_flops == 2 * 2 * 16 * 10 * spec.num_heads * spec.head_dim * spec.num_layers
+
+
+LOAD = CanvasLoad(canvas=48, answer=24, block=8, passes=3, num_blocks=2)
+
+
+def test_every_arm_makes_the_decisions_of_the_first() -> None:
+    model = random_model("tiny_llada", device="cpu", dtype=torch.float32)
+    decisions = Decisions(LOAD, model.device)
+    answers = {}
+    for cache in (None, "dual", "prefix", "delayed"):
+        engine = CanvasEngine(model, LOAD, cache, decisions, graphs=True)
+        measured = CanvasMeasured(load=LOAD)
+        engine.measure(measured)
+        assert len(measured.rounds[0]) == LOAD.num_blocks * LOAD.passes
+        if cache is None:
+            # Eight positions in three passes.
+            assert decisions.chosen_SW[:-1].sum(-1).tolist() == [3, 3, 2, 3, 3, 2]
+        else:
+            assert measured.num_replayed == LOAD.num_blocks * LOAD.block
+            assert 0 < measured.num_equal <= measured.num_replayed
+        answers[cache] = engine.engine.table.tokens_ZL[0, LOAD.num_prompt :][: LOAD.num_blocks * LOAD.block]
+    expected = answers[None]
+    for tokens in answers.values():
+        assert torch.equal(tokens, expected)
+    chosen_BPW = decisions.chosen_SW[:-1].view(LOAD.num_blocks, LOAD.passes, LOAD.block)
+    tokens_BPW = decisions.tokens_SW[:-1].view_as(chosen_BPW)
+    assert torch.equal((tokens_BPW * chosen_BPW).sum(1).flatten(), expected)
+
+
+@pytest.mark.parametrize("num_passes", [32, 24, 16, 8])
+def test_any_passes_in_a_row_decide_a_block(num_passes: int) -> None:
+    decided = [1 + count for count in trace_of_passes(num_passes, 32).accepted]
+    for start in range(num_passes):
+        assert sum((decided * 2)[start : start + num_passes]) == 32
+    assert min(decided) >= 1
+
+
+def test_floors_follow_from_bytes() -> None:
+    """128K and six sequences, k 1024, one of two layers exact."""
+    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=32)
+    load = Load(concurrency=6, context=1 << 17, num_tokens=0, sampling=SAMPLING["greedy"])
+    mage, rates = SparseArm(name="mage", stride=32, exact_layers=1), Rates(stream=1e9, product=1e30)
+
+    def floor(arm: SparseArm) -> float:
+        return 1e6 * (block_floor_ms(model, arm, load, rates) or 0.0)
+
+    slots = 6 * 2 * 2 * 16 * 4  # Bytes of a slot of all sequences: keys and values, 2 heads of 16, a layer.
+    everything, listed = slots * ((1 << 17) + 32), slots * (1024 + 32)
+    exact = floor(replace(mage, name="exact")) / 32
+    weights = exact - 2 * everything
+    ranking = slots / 2 * (1 << 17)
+    assert weights == pytest.approx(weight_bytes(model), rel=1e-3)
+    assert floor(mage) == pytest.approx(exact + ranking + 31 * (weights + everything + listed))
+    assert block_floor_ms(model, replace(mage, name="quest"), load, rates) is None

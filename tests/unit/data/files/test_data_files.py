@@ -1,4 +1,4 @@
-"""Which files a path means, and how they are read: compressed, cut short, and in other encodings."""
+"""Which files a path means, how they are read, and what a stop signal leaves of processes that read them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import gzip
 import json
 import lzma
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import Dataset
 
 from idlm.errors import UserError
 from idlm.files.paths import likely_encoding
 from idlm.files.records import SUFFIXES, find_files, search
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
+from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import Encoder
 from idlm.train.data.checks import files_text
 from idlm.train.data.sources.jsonl import JsonlReader, jsonl_source
+from idlm.train.loop.trainer import IdlmTrainer
 
 RECORD = {"prompt": "a", "response": "b"}
 LINE = json.dumps(RECORD) + "\n"
@@ -183,3 +189,54 @@ def test_a_damaged_line_is_named_and_can_be_skipped(tmp_path: Path) -> None:
 def test_plain_text_under_the_name_of_a_compressed_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="IDLM-0231"):
         rows(written(tmp_path / "a.jsonl.gz"))
+
+
+ROOT = Path(__file__).resolve().parents[4]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+class WorkerIds(Dataset[int]):
+    """Every item is the process that made it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_data_workers_outlive_the_signals_that_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = DataLoaderShard(
+        WorkerIds(), num_workers=1, prefetch_factor=1, worker_init_fn=lambda worker: None
+    )
+    monkeypatch.setattr(SavingTrainer, "get_train_dataloader", lambda self: seeded, raising=False)
+    items = iter(IdlmTrainer.get_train_dataloader(object.__new__(IdlmTrainer)))
+    worker = int(next(items))
+    assert worker != os.getpid()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(worker, number)
+    assert [int(item) for item in items] == [worker] * 7
+
+
+FAILS_WITH_ITS_LOADER_OPEN = """
+from accelerate.data_loader import DataLoaderShard
+from tests.unit.data.files.test_data_files import WorkerIds
+from idlm.train.checkpoint.save import SavingTrainer
+from idlm.train.loop.trainer import IdlmTrainer
+
+loader = DataLoaderShard(WorkerIds(), num_workers=1, worker_init_fn=lambda worker: None)
+SavingTrainer.get_train_dataloader = lambda self: loader
+items = iter(IdlmTrainer.get_train_dataloader(object.__new__(IdlmTrainer)))
+next(items)
+raise RuntimeError("planted")
+"""
+
+
+@pytest.mark.sweep
+def test_a_run_that_fails_with_its_loader_open_ends() -> None:
+    # Its workers ignore the signal by which multiprocessing would end them.
+    command = [sys.executable, "-c", FAILS_WITH_ITS_LOADER_OPEN]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
+    )
+    assert done.returncode == 1 and "planted" in done.stderr

@@ -1,4 +1,6 @@
-"""The choice of the mode, on simulated machines with a memory-bound floor and a cost per row."""
+"""The choice of the mode, on simulated machines with a memory-bound floor and a cost per row, and what it
+remembers of drafts.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.contracts import SamplingParams
+from idlm.infer.decoders import isd
 from idlm.infer.decoders.base import StrideMode
+from idlm.infer.runtime.draft_acceptance import MAX_WINDOW, DraftAcceptance
 from idlm.infer.runtime.graphs.pass_costs import Captured
 from idlm.infer.runtime.graphs.pass_shape import PassShape
 from idlm.infer.runtime.stride_controller import StepLoad, StrideController, read_times
+from tests.contracts.engines import build_engine, prompts_of, write_converted_toy
 
 MODES = (
     StrideMode(stride=1, strategy="cold"),
@@ -198,3 +206,90 @@ def test_a_broken_file_of_times_is_no_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "times.json"
     path.write_text(text)
     assert read_times(path) == {}
+
+
+def _observe(acceptance: DraftAcceptance, chance: float, num: int, *, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    for _ in range(num):
+        accepted = next((index for index in range(3) if rng.random() >= chance), 3)
+        acceptance.observe(accepted, min(3, accepted + 1), from_masks=True)
+        acceptance.average()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.05, 0.6), (0.9, 0.3), (0.95, 0.0)])
+def test_a_jump_is_believed_after_a_window(before: float, after: float) -> None:
+    acceptance = DraftAcceptance([0.85] * 3)
+    _observe(acceptance, before, 5000)
+    assert acceptance.average()[0] == pytest.approx(before, abs=0.03)
+    _observe(acceptance, after, MAX_WINDOW, seed=1)
+    assert acceptance.average()[0] == pytest.approx(after, abs=0.15)
+    if after > before:
+        assert acceptance.average()[2] > (before + after) / 2, "positions that were hardly tested follow"
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.5, 0.9])
+def test_chance_alone_makes_it_forget_nothing(chance: float) -> None:
+    acceptance = DraftAcceptance([chance] * 3)
+    _observe(acceptance, chance, 6000)
+    assert acceptance._from_masks[0].tested > 2000
+    assert acceptance.average()[0] == pytest.approx(chance, abs=0.03)
+
+
+def test_drafts_from_verification_rows_count_for_requests_alone() -> None:
+    acceptance = DraftAcceptance([0.8] * 3)
+    for _ in range(100):
+        acceptance.observe(0, 1, from_masks=False)
+    assert acceptance.average() == pytest.approx([0.8] * 3)
+    [chances] = acceptance.classes([(33, 300)])
+    assert chances == pytest.approx([0.8] * 3, abs=0.05), "a request that accepts as little as all do"
+
+
+def test_requests_are_sorted_by_what_they_accept() -> None:
+    acceptance = DraftAcceptance([0.8] * 3)
+    classes = acceptance.classes([(290, 300)] * 3 + [(30, 300)] * 2 + [(0, 0)])
+    (low, mean, high), counts = sorted(classes), [classes[key] for key in sorted(classes)]
+    assert counts == [2, 1, 3]
+    assert mean == pytest.approx([0.8] * 3, abs=0.01)
+    assert low[0] < 0.3 and high[0] > 0.9
+    assert list(acceptance.classes([]).values()) == [1], "an average request"
+
+
+@pytest.mark.sweep_but("3-False")
+@pytest.mark.parametrize(("num_inflight_steps", "fails"), [(0, False), (3, False), (0, True)])
+def test_drafts_from_verification_rows_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_inflight_steps: int, fails: bool
+) -> None:
+    """Modes change at random; draws are rejected often. A pass that fails takes the drafts with it."""
+    engine = build_engine(
+        write_converted_toy(tmp_path), "isd", stride=4, adaptive=True, num_inflight_steps=num_inflight_steps
+    )
+    controller, rng, real = engine._stride_controller, random.Random(3), isd.verify
+    assert controller is not None
+    known: list[bool] = []
+    shown: list[bool] = []
+    num_failures = 2 if fails else 0
+
+    def verify(probs: Any, store: Any, tables: Any, *, layout_Z: torch.Tensor, **columns: Any) -> Any:
+        buffer_B = layout_Z[columns["lanes_B"]].clone()
+        verdict = real(probs, store, tables, layout_Z=layout_Z, **columns)
+        known.extend((buffer_B[verdict.tested_B > 0] <= engine.decoder.num_masks).tolist())
+        return verdict
+
+    def observe(num_accepted: int, num_tested: int, *, from_masks: bool) -> None:
+        shown.extend([from_masks] * (num_tested > 0))
+
+    def choose(load: StepLoad) -> int:
+        nonlocal num_failures
+        if num_failures and engine.scheduler.running[0].has_other_drafts:
+            num_failures -= 1
+            raise torch.OutOfMemoryError("injected")
+        return rng.randrange(len(engine.decoder.modes))
+
+    monkeypatch.setattr(isd, "verify", verify)
+    monkeypatch.setattr(controller, "observe_drafts", observe)
+    monkeypatch.setattr(controller, "choose", choose)
+    params = SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True, seed=0)
+    engine.generate(prompts_of([5], vocab_size=50), params)
+    assert shown == known[: len(shown)] and len(known) - len(shown) <= num_inflight_steps
+    assert not num_failures
+    assert len(shown) > 60 and shown.count(False) > 5
