@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 # Fastest of tiles 2048 to 16384 and 4 to 32 warps on an H200, at 512 and 640 rows of 151,936 bf16 logits.
 TILE, NUM_WARPS = 16384, 16
@@ -30,16 +29,9 @@ def _log_total(p_row, num_tokens, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(
-    p_logits,
-    p_labels,
-    p_coefficients,
-    p_nll,
-    row_stride,
-    num_tokens,
-    WITH_GRADIENT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def rows_kernel(p_logits, p_labels, p_coefficients, p_nll, row_stride, num_tokens, TILE: tl.constexpr):
+    """nll of a row; with coefficients, its logits become the gradient of the weighted loss. A label outside
+    [0, V) gives NaN."""
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + i_row * row_stride
     o_tile = tl.arange(0, TILE)
@@ -49,7 +41,7 @@ def _rows_kernel(
     log_total = _log_total(p_row, num_tokens, TILE)
     tl.store(p_nll + i_row, log_total - at_label)
 
-    if WITH_GRADIENT:
+    if p_coefficients is not None:
         coefficient = tl.load(p_coefficients + i_row)
         for start in range(0, num_tokens, TILE):
             o_token = start + o_tile
@@ -61,9 +53,10 @@ def _rows_kernel(
 
 
 @triton.jit
-def _overlap_kernel(
+def overlap_kernel(
     p_draft, p_verify, p_overlap, draft_stride, verify_stride, num_tokens, TILE: tl.constexpr
 ):
+    """sum_v min(softmax(draft), softmax(verify)) of a row."""
     i_row = tl.program_id(0).to(tl.int64)
     p_draft += i_row * draft_stride
     p_verify += i_row * verify_stride
@@ -80,7 +73,7 @@ def _overlap_kernel(
 
 
 @triton.jit
-def _distilled_kernel(
+def distilled_kernel(
     p_draft,
     p_verify,
     p_labels,
@@ -89,12 +82,12 @@ def _distilled_kernel(
     p_nll,
     draft_stride,
     verify_stride,
-    num_tokens,
     share,
+    num_tokens,
     IS_KL: tl.constexpr,
-    WITH_GRADIENT: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Loss and nll of a row of the draft; with coefficients, its logits become the gradient."""
     i_row = tl.program_id(0).to(tl.int64)
     p_draft += i_row * draft_stride
     p_verify += i_row * verify_stride
@@ -123,7 +116,7 @@ def _distilled_kernel(
     tl.store(p_nll + i_row, nll)
     tl.store(p_loss + i_row, (1.0 - share) * nll + share * divergence)
 
-    if WITH_GRADIENT:
+    if p_coefficients is not None:
         coefficient = tl.load(p_coefficients + i_row)
         for start in range(0, num_tokens, TILE):
             o_token = start + o_tile
@@ -144,93 +137,11 @@ def _distilled_kernel(
 
 
 @triton.jit
-def _scale_kernel(p_values, p_factor, num_values, TILE: tl.constexpr):
+def scale_kernel(p_values, p_factor, num_values, TILE: tl.constexpr):
+    """Multiply by a device scalar; does not access the values if it is 1."""
     factor = tl.load(p_factor).to(tl.float32)
     if factor != 1.0:
         o_value = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         m_value = o_value < num_values
         b_values = tl.load(p_values + o_value, mask=m_value).to(tl.float32)
         tl.store(p_values + o_value, (b_values * factor).to(p_values.dtype.element_ty), mask=m_value)
-
-
-def rows_inplace(logits_MV: Tensor, labels_M: Tensor, coefficients_M: Tensor | None, nll_M: Tensor) -> None:
-    """Write `nll_M` (fp32); with coefficients, overwrite `logits_MV` by the gradient of the weighted loss.
-
-    Rows of `logits_MV` are contiguous, `row_stride` apart. A label outside [0, V) gives a NaN loss."""
-    num_rows, num_tokens = logits_MV.shape
-    assert logits_MV.stride(1) == 1, f"{logits_MV.stride()=}"
-    assert labels_M.is_contiguous() and nll_M.is_contiguous()
-    if num_rows == 0:
-        return
-    _rows_kernel[(num_rows,)](
-        logits_MV,
-        labels_M,
-        nll_M if coefficients_M is None else coefficients_M,
-        nll_M,
-        logits_MV.stride(0),
-        num_tokens,
-        WITH_GRADIENT=coefficients_M is not None,
-        TILE=min(TILE, triton.next_power_of_2(num_tokens)),
-        num_warps=NUM_WARPS,
-    )
-
-
-def overlap_rows(draft_MV: Tensor, verify_MV: Tensor, overlap_M: Tensor) -> None:
-    """Write sum_v min(softmax(draft), softmax(verify)) per row into `overlap_M` (fp32)."""
-    num_rows, num_tokens = draft_MV.shape
-    assert draft_MV.stride(1) == verify_MV.stride(1) == 1, f"{draft_MV.stride()=} {verify_MV.stride()=}"
-    if num_rows:
-        _overlap_kernel[(num_rows,)](
-            draft_MV,
-            verify_MV,
-            overlap_M,
-            draft_MV.stride(0),
-            verify_MV.stride(0),
-            num_tokens,
-            TILE=min(TILE, triton.next_power_of_2(num_tokens)),
-            num_warps=NUM_WARPS,
-        )
-
-
-def distilled_rows_inplace(
-    draft_MV: Tensor,
-    verify_MV: Tensor,
-    labels_M: Tensor,
-    coefficients_M: Tensor | None,
-    *,
-    loss_M: Tensor,
-    nll_M: Tensor,
-    divergence: str,
-    share: float,
-) -> None:
-    """Write `loss_M` and `nll_M` (fp32); with coefficients, overwrite `draft_MV` by the gradient of the
-    weighted loss. Rows are contiguous; a label outside [0, V) gives NaN."""
-    num_rows, num_tokens = draft_MV.shape
-    assert draft_MV.stride(1) == verify_MV.stride(1) == 1, f"{draft_MV.stride()=} {verify_MV.stride()=}"
-    assert labels_M.is_contiguous() and loss_M.is_contiguous() and nll_M.is_contiguous()
-    if num_rows:
-        _distilled_kernel[(num_rows,)](
-            draft_MV,
-            verify_MV,
-            labels_M,
-            nll_M if coefficients_M is None else coefficients_M,
-            loss_M,
-            nll_M,
-            draft_MV.stride(0),
-            verify_MV.stride(0),
-            num_tokens,
-            share,
-            IS_KL=divergence == "kl",
-            WITH_GRADIENT=coefficients_M is not None,
-            TILE=min(TILE // 2, triton.next_power_of_2(num_tokens)),
-            num_warps=NUM_WARPS,
-        )
-
-
-def scale_inplace(values: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous `values` by the device scalar `factor`; does not access them if it is 1."""
-    assert values.is_contiguous(), f"{values.stride()=}"
-    num_values = values.numel()
-    if num_values:
-        grid = (triton.cdiv(num_values, SCALE_TILE),)
-        _scale_kernel[grid](values, factor, num_values, TILE=SCALE_TILE, num_warps=8)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from idlm.kernels.backend import runs_kernels
+
 MAX_LOGITS_BYTES = 200_000_000
 """Maximum bytes of logits in memory."""
 ROW_MULTIPLE = 128
@@ -278,10 +280,11 @@ def _softmax_inplace(
     logits_mV: Tensor, labels_m: Tensor, coefficients_m: Tensor | None, nll_m: Tensor
 ) -> None:
     """Fill `nll_m`; with coefficients, turn the logits into the gradient of the weighted loss, in place."""
-    if logits_mV.is_cuda:
-        from idlm.kernels.linear_cross_entropy.kernel import rows_inplace
+    if runs_kernels(logits_mV):
+        from idlm.kernels.linear_cross_entropy.kernel import TILE, rows_kernel
 
-        rows_inplace(logits_mV, labels_m, coefficients_m, nll_m)
+        given = logits_mV, labels_m, coefficients_m, nll_m, logits_mV.stride(0)
+        _launch(rows_kernel, logits_mV, *given, tile=TILE)
         return
     wide_mV = logits_mV.to(nll_m.dtype)
     log_total_m = wide_mV.logsumexp(dim=-1)
@@ -304,11 +307,12 @@ def _distilled_inplace(
     share: float,
 ) -> None:
     """Fill `loss_M` and `nll_M`; with coefficients, turn the draft's logits into the gradient, in place."""
-    if draft_mV.is_cuda:
-        from idlm.kernels.linear_cross_entropy.kernel import distilled_rows_inplace
+    if runs_kernels(draft_mV):
+        from idlm.kernels.linear_cross_entropy.kernel import TILE, distilled_kernel
 
-        given = draft_mV, verify_mV, labels_m, coefficients_m
-        distilled_rows_inplace(*given, loss_M=loss_M, nll_M=nll_M, divergence=divergence, share=share)
+        given = draft_mV, verify_mV, labels_m, coefficients_m, loss_M, nll_M
+        strides = draft_mV.stride(0), verify_mV.stride(0)
+        _launch(distilled_kernel, draft_mV, *given, *strides, share, tile=TILE // 2, IS_KL=divergence == "kl")
         return
     both = (logits.to(nll_M.dtype).log_softmax(dim=-1) for logits in (draft_mV, verify_mV))
     log_q_mV, log_p_mV = both
@@ -329,22 +333,39 @@ def _distilled_inplace(
 
 
 def _overlap(draft_mV: Tensor, verify_mV: Tensor, overlap_m: Tensor) -> None:
-    if draft_mV.is_cuda:
-        from idlm.kernels.linear_cross_entropy.kernel import overlap_rows
+    if runs_kernels(draft_mV):
+        from idlm.kernels.linear_cross_entropy.kernel import TILE, overlap_kernel
 
-        overlap_rows(draft_mV, verify_mV, overlap_m)
+        strides = draft_mV.stride(0), verify_mV.stride(0)
+        _launch(overlap_kernel, draft_mV, draft_mV, verify_mV, overlap_m, *strides, tile=TILE)
         return
     probs = (logits.softmax(dim=-1, dtype=overlap_m.dtype) for logits in (draft_mV, verify_mV))
     torch.sum(torch.minimum(*probs), dim=-1, out=overlap_m)
 
 
-def _scale(values: Tensor, factor: Tensor) -> None:
-    if values.is_cuda:
-        from idlm.kernels.linear_cross_entropy.kernel import scale_inplace
+def _launch(kernel: Any, rows_mV: Tensor, *arguments: Any, tile: int, **constants: Any) -> None:
+    """A program for each row of logits, whose number of tokens is the last argument."""
+    import triton
 
-        scale_inplace(values, factor)
-    else:
+    from idlm.kernels.linear_cross_entropy.kernel import NUM_WARPS
+
+    assert all(x.stride(-1) == 1 for x in arguments if isinstance(x, Tensor)), f"{rows_mV.stride()=}"
+    num_rows, num_tokens = rows_mV.shape
+    if num_rows:
+        tile = min(tile, triton.next_power_of_2(num_tokens))
+        kernel[(num_rows,)](*arguments, num_tokens, **constants, TILE=tile, num_warps=NUM_WARPS)
+
+
+def _scale(values: Tensor, factor: Tensor) -> None:
+    """Multiply by a device scalar in place, without a wait for it; on a GPU nothing is read if it is 1."""
+    if not runs_kernels(values):
         values.mul_(factor)
+    elif num_values := values.numel():
+        from idlm.kernels.linear_cross_entropy.kernel import SCALE_TILE, scale_kernel
+
+        assert values.is_contiguous(), f"{values.stride()=}"
+        grid = (-(-num_values // SCALE_TILE),)
+        scale_kernel[grid](values, factor, num_values, TILE=SCALE_TILE, num_warps=8)
 
 
 def _check(hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, bias_V: Tensor | None) -> None:

@@ -24,21 +24,10 @@ def add_rms_norm(
     `pdl` (None: if the device supports it) is a launch parameter."""
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
-    if runs_kernels(x_RD):
-        return _launched(x_RD, residual_RD, weight_D, eps, pdl, out_RD)
-    sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
-    normed_RD = F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D
-    return normed_RD if out_RD is None else out_RD.copy_(normed_RD), sum_RD
-
-
-def _launched(
-    x_RD: Tensor,
-    residual_RD: Tensor | None,
-    weight_D: Tensor,
-    eps: float,
-    pdl: bool | None,
-    out_RD: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    if not runs_kernels(x_RD):
+        sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
+        normed_RD = F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D
+        return normed_RD if out_RD is None else out_RD.copy_(normed_RD), sum_RD
     import triton
 
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel

@@ -58,12 +58,6 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
         store.probs_ZJV[lanes_B[index_M], draft_M] = probs.probs_XV[rows_BJ[index_M, draft_M]]
         return
     assert isinstance(store, DraftProbs), f"{type(store)=}"
-    _launched_put(store, lanes_B, probs, rows_BJ, active_B)
-
-
-def _launched_put(
-    store: DraftProbs, lanes_B: Tensor, probs: RowProbs, rows_BJ: Tensor, active_B: Tensor
-) -> None:
     dtypes = (probs.logits_XV.dtype, torch.float32)
     assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
     assert store.masses_ZJC.shape[2] == probs.masses_XC.shape[1], f"{probs.tuning=}"
@@ -100,14 +94,32 @@ def verify(
     `first_rows_B`: row of the pending token; `drafts_ZJ`, `layout_Z`, `lanes_B` int64, `active_B` bool,
     `tau_Z` and `uniforms_BJ` fp64 (at least J columns). `emit_and_draft` adds the last token."""
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
-    num_masks = drafts_ZJ.shape[1]
+    num_sequences, num_masks = len(lanes_B), drafts_ZJ.shape[1]
     assert tables.draft_rows_YAJ.shape[1:] == (num_masks + 1, num_masks), f"{tables.draft_rows_YAJ.shape=}"
     columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z)
     if isinstance(probs, PlainProbs):
         assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
         return _plain_verify(probs, store, tables, columns, uniforms_BJ)
     assert isinstance(store, DraftProbs), f"{type(store)=}"
-    return _launched_verify(probs, store, tables, columns, uniforms_BJ)
+    import triton
+
+    from idlm.kernels.sampling import kernel_verify
+
+    ints: dict[str, Any] = {"dtype": torch.int64, "device": probs.logits_XV.device}
+    values_FB = torch.empty(kernel_verify.NUM_VERDICT.value, num_sequences, **ints)
+    token_ids_BA = torch.empty(num_sequences, num_masks + 1, **ints)
+    draft_rows_BJ = torch.empty(num_sequences, num_masks, **ints)
+    if num_sequences:
+        kernel_verify.verify_kernel[(num_sequences,)](
+            *(probs.tensors(), store, columns, tables, uniforms_BJ),
+            (values_FB, token_ids_BA, draft_rows_BJ),
+            *(probs.logits_XV.stride(0), uniforms_BJ.stride(0)),
+            *(probs.logits_XV.shape[1], probs.masses_XC.shape[1], num_sequences, num_masks),
+            MASKS=triton.next_power_of_2(max(1, num_masks)),
+            CHUNK=ChunkShape(probs.logits_XV.shape[1], probs.tuning).chunk,
+            num_warps=1,
+        )
+    return Verdict(values_FB, token_ids_BA, draft_rows_BJ, *values_FB)
 
 
 def emit_and_draft(
@@ -135,51 +147,6 @@ def emit_and_draft(
         _plain_drafts(probs, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
         return
     assert isinstance(store, DraftProbs), f"{type(store)=}"
-    _launched_emit(probs, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best)
-
-
-def _launched_verify(
-    probs: RowProbs,
-    store: DraftProbs,
-    tables: LayoutTables,
-    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    uniforms_BJ: Tensor,
-) -> Verdict:
-    """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z."""
-    import triton
-
-    from idlm.kernels.sampling import kernel_verify
-
-    num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
-    ints: dict[str, Any] = {"dtype": torch.int64, "device": probs.logits_XV.device}
-    values_FB = torch.empty(kernel_verify.NUM_VERDICT.value, num_sequences, **ints)
-    token_ids_BA = torch.empty(num_sequences, num_masks + 1, **ints)
-    draft_rows_BJ = torch.empty(num_sequences, num_masks, **ints)
-    verdict = Verdict(values_FB, token_ids_BA, draft_rows_BJ, *values_FB)
-    if num_sequences:
-        kernel_verify.verify_kernel[(num_sequences,)](
-            *(probs.tensors(), store, columns, tables, uniforms_BJ),
-            (values_FB, token_ids_BA, draft_rows_BJ),
-            *(probs.logits_XV.stride(0), uniforms_BJ.stride(0)),
-            *(probs.logits_XV.shape[1], probs.masses_XC.shape[1], num_sequences, num_masks),
-            MASKS=triton.next_power_of_2(max(1, num_masks)),
-            CHUNK=ChunkShape(probs.logits_XV.shape[1], probs.tuning).chunk,
-            num_warps=1,
-        )
-    return verdict
-
-
-def _launched_emit(
-    probs: RowProbs,
-    store: DraftProbs,
-    verdict: Verdict,
-    lanes_B: Tensor,
-    uniforms_BA: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    takes_best: bool,
-) -> None:
-    """Two launches: the residual's masses, the draws. `state`: drafts_ZJ, layout_Z."""
     from idlm.kernels.sampling import kernel_verify
 
     num_sequences, num_masks = verdict.draft_rows_BJ.shape

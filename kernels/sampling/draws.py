@@ -36,12 +36,6 @@ def uniforms(
     exactly."""
     if not backend.has_kernels(seeds.device):
         return plain_uniforms(seeds, samples, steps, num_draws, lanes_B=lanes_B, steps_by_lane=steps_by_lane)
-    return _launched_uniforms(seeds, samples, steps, num_draws, lanes_B, steps_by_lane)
-
-
-def _launched_uniforms(
-    seeds: Tensor, samples: Tensor, steps: Tensor, num_draws: int, lanes_B: Tensor | None, steps_by_lane: bool
-) -> Tensor:
     import triton
 
     from idlm.kernels.sampling import kernel
@@ -111,13 +105,9 @@ def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
     if isinstance(probs, PlainProbs):
         return torch.where(rows_B >= 0, invert(probs.probs_XV[rows_B.clamp(min=0)], uniforms_B), 0)
-    return _launched_draw(probs, rows_B.contiguous(), uniforms_B)
-
-
-def _launched_draw(probs: RowProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     from idlm.kernels.sampling import kernel
 
-    shape = ChunkShape(probs.logits_XV.shape[1], probs.tuning)
+    shape, rows_B = ChunkShape(probs.logits_XV.shape[1], probs.tuning), rows_B.contiguous()
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](

@@ -221,11 +221,8 @@ def probs_kernel(
     num_chunks,
     rows_per_lane,
     KEY_SHIFT: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTED: tl.constexpr,
+    TUNING: tl.constexpr,
     GROUP: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    STEP: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -268,7 +265,7 @@ def probs_kernel(
             key = key_of(threshold, KEY_SHIFT)
             wanted = tl.full((), float("inf"), tl.float64)
             p_chunks += i_row * num_chunks
-            p_list += i_row * LIST
+            p_list += i_row * TUNING.capacity
             if by_count | (top_p < 1):
                 low = lowest_key(
                     b_max, m_chunk, largest, total, scale, by_count, top_k, top_p,
@@ -276,19 +273,20 @@ def probs_kernel(
                 )  # fmt: skip
                 lowest = logit_of(low, KEY_SHIFT)
                 num_listed = store_chunks(p_chunks, m_chunk & (b_max >= lowest), CHUNKS)
-                count = LIST + 1
-                if num_listed <= LISTED:
+                count = TUNING.capacity + 1
+                if num_listed <= TUNING.listed:
                     count = list_tokens(
-                        p_row, p_chunks, p_list, num_listed, lowest, num_tokens, LIST, GROUP, CHUNK
+                        p_row, p_chunks, p_list, num_listed, lowest, num_tokens, TUNING.capacity, GROUP, CHUNK
                     )
-                if count <= LIST:
+                if count <= TUNING.capacity:
                     key, wanted = solve_list(
-                        p_list, count, largest, total, scale, by_count, top_k, top_p, low, KEY_SHIFT, LIST
-                    )
+                        p_list, count, largest, total, scale, by_count, top_k, top_p, low,
+                        KEY_SHIFT, TUNING.capacity,
+                    )  # fmt: skip
                 else:
                     key, wanted = solve_row(
                         p_row, num_tokens, largest, total, scale, by_count, top_k, top_p, low,
-                        KEY_SHIFT, SAMPLE, STEP,
+                        KEY_SHIFT, TUNING.sample, TUNING.step,
                     )  # fmt: skip
             if min_p > 0:
                 floor = floor_key(largest, scale, min_p, KEY_SHIFT)

@@ -59,10 +59,6 @@ def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
         assert probs.is_nonfinite_X is not None, "these probs were not computed from logits"
         is_nonfinite_BJ = (rows_BJ >= 0) & probs.is_nonfinite_X[rows_BJ.clamp(min=0)]
         return torch.where(is_nonfinite_BJ.any(-1), is_nonfinite_BJ.long().argmax(-1) + 1, 0)
-    return _launched_nonfinite(probs, rows_BJ.contiguous())
-
-
-def _launched_nonfinite(probs: RowProbs, rows_BJ: Tensor) -> Tensor:
     import triton
 
     from idlm.kernels.sampling import kernel
@@ -71,10 +67,7 @@ def _launched_nonfinite(probs: RowProbs, rows_BJ: Tensor) -> Tensor:
     out_B = torch.empty(num_sequences, dtype=torch.int64, device=rows_BJ.device)
     if num_sequences:
         kernel.nonfinite_kernel[(num_sequences,)](
-            probs.numbers_XF,
-            rows_BJ,
-            out_B,
-            num_rows,
+            *(probs.numbers_XF, rows_BJ.contiguous(), out_B, num_rows),
             ROWS=triton.next_power_of_2(max(1, num_rows)),
             num_warps=1,
         )
@@ -96,14 +89,16 @@ def _launched_row_probs(
 
     num_rows, num_tokens = logits_XV.shape
     shape, device = ChunkShape(num_tokens, tuning), logits_XV.device
-    probs = _empty_probs(logits_XV, shape.num_chunks, tuning)
+    numbers_XF = torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device)
+    masses_XC = torch.empty(num_rows, shape.num_chunks, dtype=torch.float32, device=device)
+    probs = RowProbs(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
     if num_rows == 0:
         return probs
     sizes = (num_tokens, shape.num_chunks)
     rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
-    max_XC = torch.empty_like(probs.masses_XC)
+    max_XC = torch.empty_like(masses_XC)
     own_XC = tuple(torch.empty(2, *max_XC.shape, device=device)) if own else None
-    statistics = (max_XC, probs.masses_XC, own_XC)
+    statistics = (max_XC, masses_XC, own_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         *(logits_XV, settings[0], lanes_B, *statistics),
         *(logits_XV.stride(0), *sizes, shape.num_tiles, rows_per_lane),
@@ -115,10 +110,12 @@ def _launched_row_probs(
         num_warps=tuning.num_warps,
     )
     kernel_probs.probs_kernel[(num_rows,)](
-        *(logits_XV, settings, lanes_B, *statistics, probs.numbers_XF),
+        *(logits_XV, settings, lanes_B, *statistics, numbers_XF),
         _scratch(probs) if filters else None,
         *(logits_XV.stride(0), *sizes, rows_per_lane),
-        **_search_options(probs, shape),
+        KEY_SHIFT=KEY_SHIFTS[logits_XV.dtype],
+        TUNING=tuning,
+        GROUP=min(tuning.group, shape.chunks),
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
         **({"num_warps": tuning.row_warps, "maxnreg": ROW_REGISTERS} if filters else {"num_warps": 4}),
@@ -126,38 +123,11 @@ def _launched_row_probs(
     return probs
 
 
-def _empty_probs(logits_XV: Tensor, num_chunks: int, tuning: Tuning) -> RowProbs:
-    num_rows, device = len(logits_XV), logits_XV.device
-    return RowProbs(
-        logits_XV=logits_XV,
-        numbers_XF=torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device),
-        masses_XC=torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device),
-        tuning=tuning,
-    )
-
-
 def _scratch(probs: RowProbs) -> tuple[Tensor, Tensor, Tensor]:
     """Chunk numbers and ties [X, C], a list of candidates per row."""
-    num_rows, num_chunks = probs.masses_XC.shape
-    device = probs.masses_XC.device
     # Two tensors, so that both begin at 16 bytes: Triton compiles a kernel again for one that does not.
-    chunks_XC, ties_XC = (
-        torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device) for _ in range(2)
-    )
-    list_XL = torch.empty(num_rows, probs.tuning.capacity, dtype=torch.float32, device=device)
-    return chunks_XC, ties_XC, list_XL
-
-
-def _search_options(probs: RowProbs, shape: ChunkShape) -> dict[str, int]:
-    tuning = probs.tuning
-    return {
-        "KEY_SHIFT": KEY_SHIFTS[probs.logits_XV.dtype],
-        "LIST": tuning.capacity,
-        "LISTED": tuning.listed,
-        "GROUP": min(tuning.group, shape.chunks),
-        "SAMPLE": tuning.sample,
-        "STEP": tuning.step,
-    }
+    chunks_XC, ties_XC = (torch.empty_like(probs.masses_XC, dtype=torch.int32) for _ in range(2))
+    return chunks_XC, ties_XC, probs.masses_XC.new_empty(len(probs), probs.tuning.capacity)
 
 
 def plain_row_probs(

@@ -150,17 +150,11 @@ def map_slots(
     block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, *, page_size: int
 ) -> Tensor:
     """Physical slot of each row, [R]; -1 for padding rows."""
-    if runs_kernels(slots_R):
-        return _launched_slots(block_table_BP, sequence_R, slots_R, cu_rows_B1, page_size)
-    page_R = (slots_R // page_size).clamp(max=block_table_BP.shape[1] - 1)
-    physical_R = block_table_BP[sequence_R, page_R] * page_size + slots_R % page_size
-    rows_R = torch.arange(len(slots_R), device=slots_R.device)
-    return torch.where(rows_R < cu_rows_B1[-1], physical_R, -1)
-
-
-def _launched_slots(
-    block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, page_size: int
-) -> Tensor:
+    if not runs_kernels(slots_R):
+        page_R = (slots_R // page_size).clamp(max=block_table_BP.shape[1] - 1)
+        physical_R = block_table_BP[sequence_R, page_R] * page_size + slots_R % page_size
+        rows_R = torch.arange(len(slots_R), device=slots_R.device)
+        return torch.where(rows_R < cu_rows_B1[-1], physical_R, -1)
     import triton
 
     from idlm.kernels.step_rows.kernel import map_slots_kernel
@@ -188,29 +182,18 @@ def commit(
     """Append the emitted tokens, advance the KV pointer by `num_computed_B`, and count a sampling step.
 
     Tokens after the last column but one are dropped. A lane that occurs twice must have nothing to commit."""
-    if runs_kernels(lanes_B):
-        _launched_commit(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B)
+    if not runs_kernels(lanes_B):
+        last = lanes.tokens_ZL.shape[1] - 1
+        offsets_A = torch.arange(token_ids_BA.shape[1], device=lanes_B.device)
+        known_B = lanes.num_known_Z[lanes_B]
+        columns_BA = known_B[:, None] + offsets_A
+        keep_BA = (offsets_A < num_emitted_B[:, None]) & (columns_BA < last)
+        # Dropped tokens go to the last column, so that shapes do not depend on counts.
+        lanes.tokens_ZL[lanes_B[:, None], torch.where(keep_BA, columns_BA, last)] = token_ids_BA
+        lanes.num_known_Z[lanes_B] = known_B + num_emitted_B
+        lanes.num_computed_Z[lanes_B] += num_computed_B
+        steps_Z[lanes_B] += (num_emitted_B > 0).long()
         return
-    last = lanes.tokens_ZL.shape[1] - 1
-    offsets_A = torch.arange(token_ids_BA.shape[1], device=lanes_B.device)
-    known_B = lanes.num_known_Z[lanes_B]
-    columns_BA = known_B[:, None] + offsets_A
-    keep_BA = (offsets_A < num_emitted_B[:, None]) & (columns_BA < last)
-    # Dropped tokens go to the last column, so that shapes do not depend on counts.
-    lanes.tokens_ZL[lanes_B[:, None], torch.where(keep_BA, columns_BA, last)] = token_ids_BA
-    lanes.num_known_Z[lanes_B] = known_B + num_emitted_B
-    lanes.num_computed_Z[lanes_B] += num_computed_B
-    steps_Z[lanes_B] += (num_emitted_B > 0).long()
-
-
-def _launched_commit(
-    lanes: Lanes,
-    steps_Z: Tensor,
-    lanes_B: Tensor,
-    token_ids_BA: Tensor,
-    num_emitted_B: Tensor,
-    num_computed_B: Tensor,
-) -> None:
     import triton
 
     from idlm.kernels.step_rows.kernel import commit_kernel

@@ -15,14 +15,10 @@ def swiglu(gate_up_RE: Tensor, *, out_RF: Tensor | None = None) -> Tensor:
 
     `out_RF` receives it; it may be the gate's columns."""
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
-    if runs_kernels(gate_up_RE):
-        return _launched(gate_up_RE, out_RF)
-    gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
-    hidden_RF = F.silu(gate_RF) * up_RF
-    return hidden_RF if out_RF is None else out_RF.copy_(hidden_RF)
-
-
-def _launched(gate_up_RE: Tensor, out_RF: Tensor | None) -> Tensor:
+    if not runs_kernels(gate_up_RE):
+        gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
+        hidden_RF = F.silu(gate_RF) * up_RF
+        return hidden_RF if out_RF is None else out_RF.copy_(hidden_RF)
     import triton
 
     from idlm.kernels.swiglu.kernel import swiglu_kernel

@@ -31,10 +31,10 @@ def test_statistics_and_gradient(num_tokens: int) -> None:
     expected = functional.cross_entropy(plain, labels, reduction="none")
     (gradient,) = torch.autograd.grad((expected * coefficients).sum(), plain)
     nll = torch.empty(3)
-    kernel.rows_inplace(logits, labels, None, nll)
+    op._softmax_inplace(logits, labels, None, nll)
     assert torch.equal(logits, plain), "without coefficients the logits stay"
     torch.testing.assert_close(nll, expected.detach(), atol=5e-6, rtol=1e-6)
-    kernel.rows_inplace(logits, labels, coefficients, nll)
+    op._softmax_inplace(logits, labels, coefficients, nll)
     torch.testing.assert_close(logits, gradient, atol=2e-6, rtol=1e-5)
     assert memory.isnan().sum() == memory.numel() - logits.numel(), "nothing is written outside the rows"
 
@@ -42,7 +42,7 @@ def test_statistics_and_gradient(num_tokens: int) -> None:
 def test_labels_outside_give_nan_and_read_nothing_else() -> None:
     _, logits = rows_in_poison(3, 40)
     nll = torch.empty(3)
-    kernel.rows_inplace(logits, torch.tensor([-1, 40, 4]), torch.ones(3), nll)
+    op._softmax_inplace(logits, torch.tensor([-1, 40, 4]), torch.ones(3), nll)
     assert nll.isnan().tolist() == [True, True, False]
 
 
@@ -51,7 +51,7 @@ def test_tokens_that_cannot_be_drawn_cost_nothing() -> None:
     logits[:, : kernel.TILE + 3] = float("-inf")
     labels = torch.tensor([kernel.TILE + 3, 2 * kernel.TILE - 1])
     expected, nll = functional.cross_entropy(logits, labels, reduction="none"), torch.empty(2)
-    kernel.rows_inplace(logits, labels, torch.ones(2), nll)
+    op._softmax_inplace(logits, labels, torch.ones(2), nll)
     torch.testing.assert_close(nll, expected)
     assert not logits[:, : kernel.TILE].any()
 
@@ -60,7 +60,7 @@ def test_tokens_that_cannot_be_drawn_cost_nothing() -> None:
 def test_overlap(num_tokens: int) -> None:
     (_, draft), (_, verify) = (rows_in_poison(4, num_tokens, seed=seed) for seed in (0, 1))
     overlap = torch.empty(4)
-    kernel.overlap_rows(draft, verify, overlap)
+    op._overlap(draft, verify, overlap)
     expected = torch.minimum(draft.softmax(-1), verify.softmax(-1)).sum(-1)
     torch.testing.assert_close(overlap, expected, atol=1e-6, rtol=1e-5)
 
@@ -69,7 +69,9 @@ def test_overlap(num_tokens: int) -> None:
 @pytest.mark.parametrize("share", [1.0, 0.3])
 @pytest.mark.parametrize("divergence", ["kl", "overlap"])
 @pytest.mark.parametrize("num_tokens", [1, 7, kernel.TILE // 2, kernel.TILE // 2 + 1, kernel.TILE + 77])
-def test_distillation(num_tokens: int, divergence: str, share: float) -> None:
+def test_distillation(
+    num_tokens: int, divergence: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (memory, draft), (_, verify) = (rows_in_poison(3, num_tokens, seed=seed) for seed in (0, 1))
     if num_tokens > 7:
         verify[:, 3:5] = float("-inf")
@@ -79,9 +81,10 @@ def test_distillation(num_tokens: int, divergence: str, share: float) -> None:
     expected = {name: torch.empty(3) for name in ("loss_M", "nll_M")}
     found = {name: torch.empty(3) for name in ("loss_M", "nll_M")}
     before = draft.clone()
-    kernel.distilled_rows_inplace(draft, verify, labels, None, **found, **how)
+    op._distilled_inplace(draft, verify, labels, None, **found, **how)
     assert torch.equal(draft, before), "without coefficients the logits stay"
-    kernel.distilled_rows_inplace(draft, verify, labels, coefficients, **found, **how)
+    op._distilled_inplace(draft, verify, labels, coefficients, **found, **how)
+    monkeypatch.setattr(op, "runs_kernels", lambda _: False)
     op._distilled_inplace(before, verify, labels, coefficients, **expected, **how)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(draft, before, atol=2e-6, rtol=1e-5)
@@ -94,7 +97,7 @@ def test_distillation(num_tokens: int, divergence: str, share: float) -> None:
 def test_scaling(factor: float, num_values: int) -> None:
     memory = torch.randn(num_values + 1)
     expected = torch.cat([memory[:-1] * factor, memory[-1:]])
-    kernel.scale_inplace(memory[:-1], torch.tensor(factor))
+    op._scale(memory[:-1], torch.tensor(factor))
     assert torch.equal(memory, expected)
 
 
@@ -106,9 +109,7 @@ def test_the_op_on_these_kernels(num_rows: int, monkeypatch: pytest.MonkeyPatch)
     coefficients = torch.rand(num_rows, generator=generator)
     results = []
     for uses_kernels in (False, True):
-        if uses_kernels:
-            monkeypatch.setattr(op, "_softmax_inplace", kernel.rows_inplace)
-            monkeypatch.setattr(op, "_scale", kernel.scale_inplace)
+        monkeypatch.setattr(op, "runs_kernels", lambda _, answer=uses_kernels: answer)
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         loss, nll = linear_cross_entropy(*inputs, labels, coefficients, max_logits_bytes=2 * 40 * 4)
         results.append((loss.detach(), nll, *torch.autograd.grad(2 * loss, inputs)))
