@@ -53,9 +53,7 @@ def rows_kernel(p_logits, p_labels, p_coefficients, p_nll, row_stride, num_token
 
 
 @triton.jit
-def overlap_kernel(
-    p_draft, p_verify, p_overlap, draft_stride, verify_stride, num_tokens, TILE: tl.constexpr
-):
+def overlap_kernel(p_draft, p_verify, p_overlap, draft_stride, verify_stride, num_tokens, TILE: tl.constexpr):
     """sum_v min(softmax(draft), softmax(verify)) of a row."""
     i_row = tl.program_id(0).to(tl.int64)
     p_draft += i_row * draft_stride

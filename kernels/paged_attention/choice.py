@@ -67,6 +67,25 @@ class Launch:
     """The walk lets the sum launch when the walk begins, not when it ends."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What the compiled walk depends on. `block_h`: columns of a tile. `split_blocks`: blocks of the first
+    fixed splits. `early`: the sum may launch as soon as the walk has, else after its loop. `num_listed`:
+    width of the lists, 0 if the layer has none. `sums_before`: it also leaves the sums before the block."""
+
+    block_m: int
+    block_n: int
+    block_h: int
+    page_size: int
+    split_blocks: int
+    octave: int
+    stages: int
+    precision: str
+    early: bool
+    num_listed: int
+    sums_before: bool
+
+
 def choose_launch(
     shape: HeadShape,
     *,

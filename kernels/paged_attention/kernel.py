@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from idlm.kernels.paged_attention.kernel_parts import store_part, store_sums, write_before
+from idlm.kernels.paged_attention.kernel_plan import RECORD
 from idlm.kernels.paged_attention.kernel_walk import (
     NO_SLOT,
     listed_of,
@@ -25,53 +26,30 @@ from idlm.kernels.paged_attention.kernel_walk import (
 
 @triton.jit(do_not_specialize=["stride_table"])
 def attend_kernel(
-    q_RNH,
-    k_cache_SKH,
-    v_cache_SKH,
-    o_RNH,
+    tensors,
+    rows_of,
     items,
-    block_table,
-    limits_R,
-    branch_starts_R,
-    own_slots_R,
-    k_scale_K,
-    v_scale_K,
+    scales,
     lists_BKC,
-    highest_RN,
-    totals_RN,
-    partial_o,
-    partial_sums,
-    partial_before,
+    before_out,
+    parts,
     scale_log2,
-    stride_q_row,
-    stride_q_head,
-    stride_slot,
-    stride_head,
-    stride_o_row,
-    stride_o_head,
+    strides,
     stride_table,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    PAGE: tl.constexpr,
-    RECORD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
-    OCTAVE: tl.constexpr,
-    SCALED: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHAPE: tl.constexpr,
+    WALK: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-    NUM_LISTED: tl.constexpr,
-    BEFORE: tl.constexpr,
 ):
     """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
-    EARLY: the sum may launch as soon as this kernel has, else after its loop. NUM_LISTED: width of the lists,
-    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block."""
+    `scales`: of keys and values, None: they have none. `strides`: of rows and heads of the queries, of slots
+    and heads of the caches, of rows and heads of the output."""
+    q_RNH, k_cache_SKH, v_cache_SKH, o_RNH = tensors
+    block_table, limits_R, branch_starts_R, own_slots_R = rows_of
+    stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head = strides
+    K: tl.constexpr = SHAPE.num_kv_heads
+    G: tl.constexpr = SHAPE.group
+    H: tl.constexpr = SHAPE.head_dim
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -82,7 +60,7 @@ def attend_kernel(
     low, high = tl.load(record + 10), tl.load(record + 11)
     num_items, my_part = tl.load(record + 15), tl.load(record + 16)
 
-    m, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
+    m, columns = tl.arange(0, WALK.block_m), tl.arange(0, WALK.block_h)
     in_tile = m < count * G
     sees = in_tile & (end_block > 0)
     rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
@@ -91,21 +69,21 @@ def attend_kernel(
     owns = tl.load(own_slots_R + rows, mask=sees, other=0).to(tl.int32)
     table = block_table + b.to(tl.int64) * stride_table
     start, stop = low, high
-    if SPLIT_BLOCKS:
-        start = split_start(low, SPLIT_BLOCKS, OCTAVE)
-        stop = tl.minimum(split_start(high, SPLIT_BLOCKS, OCTAVE), end_block)
+    if WALK.split_blocks:
+        start = split_start(low, WALK)
+        stop = tl.minimum(split_start(high, WALK), end_block)
     # Page ids are read one block ahead: a load that depends on another one would be pipelined less deeply.
     before_start = tl.load(record + 19)
-    last_before = (before_start + BLOCK_N - 1) // BLOCK_N - 1
+    last_before = (before_start + WALK.block_n - 1) // WALK.block_n - 1
     slot_list = lists_BKC
-    if NUM_LISTED:
-        slot_list += (b.to(tl.int64) * K + kv_head) * NUM_LISTED
+    if WALK.num_listed:
+        slot_list += (b.to(tl.int64) * K + kv_head) * WALK.num_listed
     else:
-        slots = slots_of(start, start, walk, 0, BLOCK_N)
-        pages = pages_of(table, slots, start, stop, ends, PAGE)
+        slots = slots_of(start, start, walk, WALK)
+        pages = pages_of(table, slots, start, stop, ends, WALK)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if EARLY:
+        if WALK.early:
             tl.extra.cuda.gdc_launch_dependents()
     if count == 0:
         return
@@ -113,54 +91,35 @@ def attend_kernel(
     in_head = (columns < H)[None, :]
     at_q = rows[:, None] * stride_q_row + heads[:, None] * stride_q_head + columns[None, :]
     q = tl.load(q_RNH + at_q, mask=sees[:, None] & in_head, other=0.0)
-    if SCALED:
-        scale_log2 = scale_log2 * tl.load(k_scale_K + kv_head)
+    if scales is not None:
+        scale_log2 = scale_log2 * tl.load(scales[0] + kv_head)
     row_ends = tl.where(sees & (owns >= before_start), tl.minimum(limits, before_start), 0)
-    if NUM_LISTED:
+    if WALK.num_listed:
         # The layer before may have written the lists.
-        listed = listed_of(slot_list, start, stop, walk, NUM_LISTED, BLOCK_N)
-        slots = slots_of(listed, start, walk, NUM_LISTED, BLOCK_N)
-        pages = pages_of(table, slots, start, stop, ends, PAGE)
+        listed = listed_of(slot_list, start, stop, walk, WALK)
+        slots = slots_of(listed, start, walk, WALK)
+        pages = pages_of(table, slots, start, stop, ends, WALK)
     caches = (k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head)
+    memory, first, share = (caches, table, stride_slot), (slots, pages), (start, stop, low)
+    step = (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends))
+    target = (my_part, (in_tile, kv_head))
     acc, total, highest, before = walk_blocks(
-        q,
-        caches,
-        table,
-        slot_list,
-        (slots, pages),
-        (start, stop, low),
-        (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends)),
-        partial_o,
-        partial_sums,
-        partial_before,
-        (my_part, in_tile, kv_head),
-        scale_log2,
-        stride_slot,
-        K,
-        H,
-        PAGE,
-        BLOCK_N,
-        SPLIT_BLOCKS,
-        OCTAVE,
-        STAGES,
-        PRECISION,
-        NUM_LISTED,
-        BEFORE,
+        q, memory, slot_list, first, share, step, parts, target, scale_log2, SHAPE, WALK
     )
-    if PDL and not EARLY:
+    if PDL and not WALK.early:
         tl.extra.cuda.gdc_launch_dependents()
-    is_part = (SPLIT_BLOCKS == 0) | (low == 0)
-    if BEFORE:
+    is_part = (WALK.split_blocks == 0) | (low == 0)
+    if WALK.sums_before:
         if num_items == 1:
-            write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
+            write_before(before_out, rows, heads, in_tile, before[0], before[1], K * G)
         elif is_part:
-            store_sums(partial_before, my_part, in_tile, kv_head, before, K)
+            store_sums(parts.before, my_part, (in_tile, kv_head), before[0], before[1], K)
     if num_items == 1:
         # As in the sum of parts: divided first, then scaled.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        if SCALED:
-            acc = acc * tl.load(v_scale_K + kv_head)
+        if scales is not None:
+            acc = acc * tl.load(scales[1] + kv_head)
         at_o = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
         tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
     elif is_part:
-        store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)
+        store_part(parts, my_part, (in_tile, kv_head), acc, total, highest, K, H)

@@ -9,8 +9,7 @@ the values. Nothing makes them take turns (the paper's ping-pong), which was mea
 Layout: scores [64 rows, 64 slots] and sums [64 rows, H] are in registers as wgmma leaves them, and weights go
 into the next product without shared memory. That holds the queries and rings of 6 blocks of keys and of
 values: 225 KiB, so one program a multiprocessor. Barriers of a position in the rings: `full` completes when
-all
-256 threads have copied their pieces of keys or values, `free` when both warpgroups have read them.
+all 256 threads have copied their pieces of keys or values, `free` when both warpgroups have read them.
 
 Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file, tests/kernels
 compiles it, and interpreted runs take Triton's walk.
@@ -28,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from idlm.kernels.paged_attention.kernel_plan import RECORD
 
 NOTHING: gl.constexpr = gl.constexpr(-1e30)
 NO_SLOT: gl.constexpr = gl.constexpr(1 << 30)
@@ -226,13 +227,16 @@ def _barriers(COUNT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["stride_table"])
 def attend_kernel(
-    q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, items, block_table, limits_R, branch_starts_R, own_slots_R,
-    partial_o, partial_sums, scale_log2,
-    stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head, stride_table,
-    K: gl.constexpr, G: gl.constexpr, H: gl.constexpr, PAGE: gl.constexpr, RECORD: gl.constexpr,
-    WORKER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    tensors, rows_of, items, parts, scale_log2, strides, stride_table,
+    SHAPE: gl.constexpr, PAGE: gl.constexpr, WORKER_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One item of one KV head: the output if the tile has one item, else a part."""
+    q_RNH, k_cache_SKH, v_cache_SKH, o_RNH = tensors
+    block_table, limits_R, branch_starts_R, own_slots_R = rows_of
+    stride_q_row, stride_q_head, stride_slot, stride_head, stride_o_row, stride_o_head = strides
+    K: gl.constexpr = SHAPE.num_kv_heads
+    G: gl.constexpr = SHAPE.group
+    H: gl.constexpr = SHAPE.head_dim
     dtype: gl.constexpr = q_RNH.dtype.element_ty
     smem: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, H], dtype)
     q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, H], dtype)
@@ -256,11 +260,11 @@ def attend_kernel(
     table = block_table + b.to(gl.int64) * stride_table
     queries = q_RNH, stride_q_row, stride_q_head, q_smem
     cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head, stride_slot
-    rows_of = limits_R, branch_starts_R, own_slots_R
+    bounds_of = limits_R, branch_starts_R, own_slots_R
     item_of = row, num_read, low_limit, low_branch
-    outputs = o_RNH, partial_o, partial_sums, stride_o_row, stride_o_head
+    outputs = o_RNH, parts.o, parts.sums, stride_o_row, stride_o_head
     buffers = keys, values
-    share = queries, cache, buffers, bars, table, rows_of, walk, start, item_of, where, outputs, scale_log2
+    share = queries, cache, buffers, bars, table, bounds_of, walk, start, item_of, where, outputs, scale_log2
     gl.warp_specialize(
         [(_group, (share, False, SIZES, PDL)), (_group, (share, True, SIZES, PDL))], [4], [WORKER_REGISTERS]
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.paged_attention.kernel_plan import RECORD
+
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 """Maximum of no scores; finite, so that a row that has seen nothing yet gives exp2(-inf - it), not NaN."""
 
@@ -47,9 +49,9 @@ def _in_half(acc, total, highest):
 
 
 @triton.jit
-def store_sums(partial_sums, part, in_tile, kv_head, sums, K: tl.constexpr):
+def store_sums(partial_sums, part, target, total, highest, K: tl.constexpr):
     """Store the sum of weights and the maximum of each row of a part, interleaved."""
-    total, highest = sums
+    in_tile, kv_head = target
     BLOCK_M: tl.constexpr = total.shape[0]
     at = (part.to(tl.int64) * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(partial_sums + at * 2, total, mask=in_tile)
@@ -57,87 +59,63 @@ def store_sums(partial_sums, part, in_tile, kv_head, sums, K: tl.constexpr):
 
 
 @triton.jit
-def write_before(highest_RN, totals_RN, rows, heads, in_tile, before, N: tl.constexpr):
+def write_before(out, rows, heads, in_tile, total, highest, N: tl.constexpr):
     """Write the sums before the block of packed rows."""
-    total, highest = before
     at = rows * N + heads
-    tl.store(totals_RN + at, total, mask=in_tile)
-    tl.store(highest_RN + at, tl.where(total > 0, highest, float("-inf")), mask=in_tile)
+    tl.store(out.totals_RN + at, total, mask=in_tile)
+    tl.store(out.highest_RN + at, tl.where(total > 0, highest, float("-inf")), mask=in_tile)
 
 
 @triton.jit
-def store_part(
-    partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K: tl.constexpr, H: tl.constexpr
-):
-    """Store a part."""
+def store_part(parts, part, target, acc, total, highest, K: tl.constexpr, H: tl.constexpr):
+    """Store a part of a tile. `target`: its rows and its KV head."""
+    in_tile, kv_head = target
     BLOCK_M: tl.constexpr = acc.shape[0]
     columns = tl.arange(0, acc.shape[1])
-    if partial_o.dtype.element_ty == tl.float16:
+    if parts.o.dtype.element_ty == tl.float16:
         acc, total, highest = _in_half(acc, total, highest)
-    store_sums(partial_sums, part, in_tile, kv_head, (total, highest), K)
+    store_sums(parts.sums, part, target, total, highest, K)
     at = (part.to(tl.int64) * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o = acc.to(partial_o.dtype.element_ty)
-    tl.store(
-        partial_o + at[:, None] * H + columns[None, :], o, mask=in_tile[:, None] & (columns < H)[None, :]
-    )
+    at_o, mask = at[:, None] * H + columns[None, :], in_tile[:, None] & (columns < H)[None, :]
+    tl.store(parts.o + at_o, acc.to(parts.o.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sum_in_order(
-    partial_o,
-    partial_sums,
-    first_m,
-    num_parts,
-    in_tile,
-    STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
+    parts, first_m, num_parts, in_tile, columns, STRIDE: tl.constexpr, H: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Output [BLOCK_M, BLOCK_H] of rows of a tile from its parts, added one by one, STRIDE rows apart."""
-    columns = tl.arange(0, BLOCK_H)
+    """Output [m, h] of rows of a tile from its parts, added one by one, STRIDE rows apart."""
     mask = in_tile[:, None] & (columns < H)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    acc = tl.zeros([first_m.shape[0], columns.shape[0]], dtype=tl.float32)
+    total = tl.zeros([first_m.shape[0]], dtype=tl.float32)
+    highest = tl.full([first_m.shape[0]], NOTHING, dtype=tl.float32)
     for i in tl.range(0, num_parts, num_stages=STAGES):
         at = first_m + i * STRIDE
-        o_total = tl.load(partial_sums + at * 2, mask=in_tile, other=0.0, cache_modifier=".cg")
-        o_highest = tl.load(partial_sums + at * 2 + 1, mask=in_tile, other=NOTHING, cache_modifier=".cg")
+        o_total = tl.load(parts.sums + at * 2, mask=in_tile, other=0.0, cache_modifier=".cg")
+        o_highest = tl.load(parts.sums + at * 2 + 1, mask=in_tile, other=NOTHING, cache_modifier=".cg")
         at_o = at[:, None] * H + columns[None, :]
-        o = tl.load(partial_o + at_o, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        o = tl.load(parts.o + at_o, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         acc, total, highest = add_split(acc, total, highest, o, o_total, o_highest)
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
 def _sum_at_once(
-    partial_o,
-    partial_sums,
-    first_m,
-    num_parts,
-    in_tile,
-    STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    parts, first_m, num_parts, in_tile, columns, STRIDE: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr
 ):
     """The same sum in another order: PARTS parts at a time, with one wait for all of them."""
-    columns = tl.arange(0, BLOCK_H)
-    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    acc = tl.zeros([first_m.shape[0], columns.shape[0]], dtype=tl.float32)
+    total = tl.zeros([first_m.shape[0]], dtype=tl.float32)
+    highest = tl.full([first_m.shape[0]], NOTHING, dtype=tl.float32)
     for first in range(0, num_parts, PARTS):
-        parts = first + tl.arange(0, PARTS)
-        at = first_m[None, :] + parts[:, None] * STRIDE
-        mask = in_tile[None, :] & (parts < num_parts)[:, None]
-        o_total = tl.load(partial_sums + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
-        o_highest = tl.load(partial_sums + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
+        part = first + tl.arange(0, PARTS)
+        at = first_m[None, :] + part[:, None] * STRIDE
+        mask = in_tile[None, :] & (part < num_parts)[:, None]
+        o_total = tl.load(parts.sums + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
+        o_highest = tl.load(parts.sums + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
         at_o = at[:, :, None] * H + columns[None, None, :]
         mask_o = mask[:, :, None] & (columns < H)[None, None, :]
-        o = tl.load(partial_o + at_o, mask=mask_o, other=0.0, cache_modifier=".cg").to(tl.float32)
+        o = tl.load(parts.o + at_o, mask=mask_o, other=0.0, cache_modifier=".cg").to(tl.float32)
         new_highest = tl.maximum(highest, tl.max(o_highest, 0))
         shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest[None, :])
         acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], 0)
@@ -147,16 +125,16 @@ def _sum_at_once(
 
 
 @triton.jit
-def _add_before(partial_before, first_m, num_parts, in_tile, STRIDE: tl.constexpr, PARTS: tl.constexpr):
+def _add_before(sums, first_m, num_parts, in_tile, STRIDE: tl.constexpr, PARTS: tl.constexpr):
     """Sums before the block of rows of a tile from those of its parts, PARTS at a time."""
     total = tl.zeros([first_m.shape[0]], dtype=tl.float32)
     highest = tl.full([first_m.shape[0]], NOTHING, dtype=tl.float32)
     for first in range(0, num_parts, PARTS):
-        parts = first + tl.arange(0, PARTS)
-        at = first_m[None, :] + parts[:, None] * STRIDE
-        mask = in_tile[None, :] & (parts < num_parts)[:, None]
-        totals = tl.load(partial_before + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
-        highests = tl.load(partial_before + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
+        part = first + tl.arange(0, PARTS)
+        at = first_m[None, :] + part[:, None] * STRIDE
+        mask = in_tile[None, :] & (part < num_parts)[:, None]
+        totals = tl.load(sums + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
+        highests = tl.load(sums + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(highests, 0))
         added = tl.sum(totals * tl.exp2(highests - new_highest[None, :]), 0)
         total = tl.fma(total, tl.exp2(highest - new_highest), added)
@@ -169,30 +147,24 @@ def combine_kernel(
     o_RNH,
     tiles,
     v_scale_K,
-    highest_RN,
-    totals_RN,
-    partial_o,
-    partial_sums,
-    partial_before,
-    stride_o_row,
-    stride_o_head,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    RECORD: tl.constexpr,
+    before,
+    parts,
+    strides,
+    SHAPE: tl.constexpr,
     TILE_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
-    BEFORE: tl.constexpr,
 ):
     """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items.
 
-    PARTS: how many parts are added at once; 1 adds them in order, as fixed splits need. BEFORE: also add the
-    sums before the block."""
+    PARTS: how many parts are added at once; 1 adds them in order, as fixed splits need. `before`: where the
+    sums before the block go; None: they are not wanted. `strides`: of rows and heads of the output."""
+    K: tl.constexpr = SHAPE.num_kv_heads
+    G: tl.constexpr = SHAPE.group
+    H: tl.constexpr = SHAPE.head_dim
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, record = tl.program_id(0) % K, tiles + tl.program_id(0) // K * RECORD
@@ -200,25 +172,22 @@ def combine_kernel(
     first_part, num_parts = tl.load(record + 22), tl.load(record + 23)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m, columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
     in_tile = m < count * G
     if tl.program_id(1) * BLOCK_M >= count * G:
         return
     at = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
     STRIDE: tl.constexpr = K * TILE_M
     if PARTS > 1:
-        o = _sum_at_once(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, PARTS, BLOCK_M, BLOCK_H)
+        o = _sum_at_once(parts, at, num_parts, in_tile, columns, STRIDE, H, PARTS)
     else:
-        o = _sum_in_order(
-            partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES
-        )
-    if SCALED:
+        o = _sum_in_order(parts, at, num_parts, in_tile, columns, STRIDE, H, STAGES)
+    if v_scale_K is not None:
         o = o * tl.load(v_scale_K + kv_head)
-    columns = tl.arange(0, BLOCK_H)
     rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
-    if BEFORE:
-        before = _add_before(partial_before, at, num_parts, in_tile, STRIDE, PARTS)
-        write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
-    at = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
+    if before is not None:
+        total, highest = _add_before(parts.before, at, num_parts, in_tile, STRIDE, PARTS)
+        write_before(before, rows, heads, in_tile, total, highest, K * G)
+    at = rows[:, None] * strides[0] + heads[:, None] * strides[1] + columns[None, :]
     mask = in_tile[:, None] & (columns < H)[None, :]
     tl.store(o_RNH + at, o.to(o_RNH.dtype.element_ty), mask=mask)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
+RECORD: tl.constexpr = tl.constexpr(32)
+"""Numbers of a record."""
 
 
 @triton.jit
@@ -30,12 +32,7 @@ def _rows_before_block(starts_B, own_slots_R, sequences, is_listed, starts, leng
 
 @triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_steps", "min_rows", "max_rows"])
 def tile_kernel(
-    cu_rows,
-    limits_R,
-    branch_starts_R,
-    own_slots_R,
-    starts_B,
-    listed_B,
+    rows_of,
     tiles,
     num_sequences,
     num_rows,
@@ -43,8 +40,6 @@ def tile_kernel(
     min_rows,
     max_rows,
     NUM_LISTED: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    RECORD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -57,6 +52,7 @@ def tile_kernel(
     tiles where there is no maximum.
     FIXED: the walk skips no block, so that the position of a block in it does not depend on the rows.
     NUM_LISTED: width of the lists, 0: none; `num_steps` halve the rows of any sequence to one."""
+    cu_rows, limits_R, branch_starts_R, own_slots_R, starts_B, listed_B = rows_of
     tile = tl.program_id(0)
     sequences = tl.arange(0, BLOCK_B)
     starts = tl.load(cu_rows + sequences, mask=sequences <= num_sequences, other=0)
@@ -89,7 +85,7 @@ def tile_kernel(
         sees_list = is_after & (tl.sum(tl.where(is_mine & is_listed, 1, 0), 0) > 0) & (row < end)
     count = tl.maximum(tl.minimum(end - row, ROWS), 0)
     block_start = 0
-    if HAS_STARTS:
+    if starts_B is not None:
         block_start = tl.load(starts_B + b, mask=b < num_sequences, other=0).to(tl.int32)
 
     rows = row + tl.arange(0, BLOCK_ROWS)
@@ -140,7 +136,7 @@ def tile_kernel(
 
 @triton.jit
 def num_splits(blocks, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
-    """Number of splits that start below a block; the inverse of `kernel.split_start`, rounded up.
+    """Number of splits that start below a block; the inverse of `kernel_walk.split_start`, rounded up.
 
     The exponent of a float32 is its logarithm rounded down."""
     units = (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
@@ -157,7 +153,6 @@ def item_kernel(
     num_programs,
     min_blocks,
     max_parts,
-    RECORD: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
     OCTAVE: tl.constexpr,
     BLOCK_TILES: tl.constexpr,

@@ -21,47 +21,47 @@ def read_walk(record):
 
 
 @triton.jit
-def listed_of(slot_list, i, stop, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+def listed_of(slot_list, i, stop, walk, WALK: tl.constexpr):
     """What the list holds for block `i` of the walk; -1 behind the list."""
-    indices = i * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_listed = (indices < NUM_LISTED) & (i < tl.minimum(stop, walk[2]))
+    indices = i * WALK.block_n + tl.arange(0, WALK.block_n)
+    is_listed = (indices < WALK.num_listed) & (i < tl.minimum(stop, walk[2]))
     return tl.load(slot_list + indices, mask=is_listed, other=-1)
 
 
 @triton.jit
-def is_list_full(slot_list, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+def is_list_full(slot_list, i, walk, WALK: tl.constexpr):
     """Whether block `i` of the walk is one of the list with a slot in every position; it ascends to its
     -1s."""
-    last = i * BLOCK_N + BLOCK_N - 1
-    return tl.load(slot_list + last, mask=(last < NUM_LISTED) & (i < walk[2]), other=-1) >= 0
+    last = i * WALK.block_n + WALK.block_n - 1
+    return tl.load(slot_list + last, mask=(last < WALK.num_listed) & (i < walk[2]), other=-1) >= 0
 
 
 @triton.jit
-def slots_of(listed, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+def slots_of(listed, i, walk, WALK: tl.constexpr):
     """Slots of block `i` of the walk: `listed` by the list (-1: nothing), or in a row."""
     num_below, branch_block, num_list_blocks, shift = walk
     block = tl.where(i < num_below, i, i - num_below + branch_block)
-    slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if NUM_LISTED:
+    slots = block * WALK.block_n + tl.arange(0, WALK.block_n)
+    if WALK.num_listed:
         slots = tl.where(i < num_list_blocks, listed, slots + shift)
     return slots
 
 
 @triton.jit
-def is_seen(slots, ends, NUM_LISTED: tl.constexpr):
+def is_seen(slots, ends, WALK: tl.constexpr):
     """Whether some row of the tile sees the slot."""
     high_limit, low_branch, high_own = ends
     below = slots < high_limit
-    if NUM_LISTED:
+    if WALK.num_listed:
         below &= slots >= 0
     return below | ((slots >= low_branch) & (slots <= high_own))
 
 
 @triton.jit
-def pages_of(table, slots, i, stop, ends, PAGE: tl.constexpr):
+def pages_of(table, slots, i, stop, ends, WALK: tl.constexpr):
     """Page id of each slot of block `i` of the walk; 0 after the last slot that the tile sees."""
     exists = (slots.to(tl.uint32) < tl.maximum(ends[0], ends[2] + 1).to(tl.uint32)) & (i < stop)
-    return tl.load(table + (slots.to(tl.uint32) // PAGE).to(tl.int32), mask=exists, other=0)
+    return tl.load(table + (slots.to(tl.uint32) // WALK.page_size).to(tl.int32), mask=exists, other=0)
 
 
 @triton.jit
@@ -91,87 +91,79 @@ def sums_before(before, total, highest, is_whole, row_ends):
 
 
 @triton.jit
-def split_start(split, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
-    """First block of a split: 2 OCTAVE splits of SPLIT_BLOCKS blocks, OCTAVE of twice as many, and so on."""
-    octave = tl.maximum(split // OCTAVE - 1, 0)
-    return ((split - octave * OCTAVE) << octave) * SPLIT_BLOCKS
+def split_start(split, WALK: tl.constexpr):
+    """First block of a split: 2 `octave` splits of `split_blocks` blocks, `octave` of twice as many, ..."""
+    octave = tl.maximum(split // WALK.octave - 1, 0)
+    return ((split - octave * WALK.octave) << octave) * WALK.split_blocks
 
 
 @triton.jit
 def walk_blocks(
     q,
-    caches,
-    table,
+    memory,
     slot_list,
     first,
     share,
     step,
-    partial_o,
-    partial_sums,
-    partial_before,
+    parts,
     target,
     scale_log2,
-    stride_slot,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
-    OCTAVE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_LISTED: tl.constexpr,
-    BEFORE: tl.constexpr,
+    SHAPE: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     """The walk block by block: sum of values, sum of weights, maximum, and the sums before the block.
 
     With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up."""
+    caches, table, stride_slot = memory
     slots, pages = first
     start, stop, low = share
     walk, ends, bounds, before_ends = step
     num_below, branch_block, num_list_blocks, shift = walk
     limits, branches, owns, low_limit = bounds
     last_before, row_ends = before_ends
-    my_part, in_tile, kv_head = target
+    my_part, place = target
+    K: tl.constexpr = SHAPE.num_kv_heads
+    H: tl.constexpr = SHAPE.head_dim
     BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_N: tl.constexpr = WALK.block_n
     BLOCK_H: tl.constexpr = q.shape[1]
     columns = tl.arange(0, BLOCK_H)
     in_head = (columns < H)[None, :]
     listed, is_full = slots, False
-    if NUM_LISTED:
-        listed = listed_of(slot_list, start + 1, stop, walk, NUM_LISTED, BLOCK_N)
-        is_full = is_list_full(slot_list, start, walk, NUM_LISTED, BLOCK_N)
+    if WALK.num_listed:
+        listed = listed_of(slot_list, start + 1, stop, walk, WALK)
+        is_full = is_list_full(slot_list, start, walk, WALK)
     acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-    if SPLIT_BLOCKS:
+    if WALK.split_blocks:
         split, sum_o, sum_total, sum_highest = low, acc, total, highest
-        split_end = split_start(low + 1, SPLIT_BLOCKS, OCTAVE)
+        split_end = split_start(low + 1, WALK)
     before = total, highest
     sum_before = total, highest
-    for i in tl.range(start, stop, num_stages=STAGES):
-        if not NUM_LISTED:
-            slots = slots_of(listed, i, walk, 0, BLOCK_N)
-        is_read = is_seen(slots, ends, NUM_LISTED)
-        physical = pages.to(tl.int32) * PAGE + (slots.to(tl.uint32) % PAGE).to(tl.int32)
+    for i in tl.range(start, stop, num_stages=WALK.stages):
+        if not WALK.num_listed:
+            slots = slots_of(listed, i, walk, WALK)
+        is_read = is_seen(slots, ends, WALK)
+        physical = pages.to(tl.int32) * WALK.page_size + (slots.to(tl.uint32) % WALK.page_size).to(tl.int32)
         # Nothing of an iteration waits for what it loads: lists are read two blocks ahead, and page ids one.
-        slots = slots_of(listed, i + 1, walk, NUM_LISTED, BLOCK_N)
-        pages = pages_of(table, slots, i + 1, stop, ends, PAGE)
+        slots = slots_of(listed, i + 1, walk, WALK)
+        pages = pages_of(table, slots, i + 1, stop, ends, WALK)
         mask = is_read[:, None] if H == BLOCK_H else is_read[:, None] & in_head
         at = physical.to(tl.int64)[:, None] * stride_slot + columns[None, :]
         k = tl.load(caches[0] + at, mask=mask, other=0.0)
-        scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        scores = tl.dot(q, k.to(q.dtype).T, input_precision=WALK.precision)
         block = tl.where(i < num_below, i, i - num_below + branch_block)
         first_slot = block * BLOCK_N + shift
         is_list = i < num_list_blocks
         if ((first_slot + BLOCK_N > low_limit) | is_list) & (not is_full):
             indices = first_slot + tl.arange(0, BLOCK_N)
-            if NUM_LISTED:
+            if WALK.num_listed:
                 # All rows see what is listed.
-                here = listed_of(slot_list, i, stop, walk, NUM_LISTED, BLOCK_N)
+                here = listed_of(slot_list, i, stop, walk, WALK)
                 indices = tl.where(is_list, tl.where(here >= 0, 0, NO_SLOT), indices)
             scores = hide(scores, indices, limits, branches, owns)
-        if BEFORE:  # noqa: SIM102
+        if WALK.sums_before:  # noqa: SIM102
             if i == last_before:
                 indices = first_slot + tl.arange(0, BLOCK_N)
                 before = with_slots_before(scores, indices, row_ends, total, highest, scale_log2)
@@ -181,12 +173,12 @@ def walk_blocks(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         v = tl.load(caches[1] + at, mask=mask, other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=WALK.precision)
         highest = new_highest
-        if NUM_LISTED:
-            listed = listed_of(slot_list, i + 2, stop, walk, NUM_LISTED, BLOCK_N)
-            is_full = is_list_full(slot_list, i + 1, walk, NUM_LISTED, BLOCK_N)
-        if SPLIT_BLOCKS:
+        if WALK.num_listed:
+            listed = listed_of(slot_list, i + 2, stop, walk, WALK)
+            is_full = is_list_full(slot_list, i + 1, walk, WALK)
+        if WALK.split_blocks:
             is_last = (i + 1 == split_end) | (i + 1 == stop)
             if is_last:
                 if low == 0:
@@ -194,22 +186,21 @@ def walk_blocks(
                         sum_o, sum_total, sum_highest, acc, total, highest
                     )
                 else:
-                    part = my_part + split
-                    store_part(partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K, H)
-                if BEFORE:
+                    store_part(parts, my_part + split, place, acc, total, highest, K, H)
+                if WALK.sums_before:
                     before = sums_before(before, total, highest, i < last_before, row_ends)
                     if low == 0:
                         sum_before = add_sums(sum_before, before)
                     else:
-                        store_sums(partial_before, my_part + split, in_tile, kv_head, before, K)
+                        store_sums(parts.before, my_part + split, place, before[0], before[1], K)
                 acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
                 total = tl.zeros([BLOCK_M], dtype=tl.float32)
                 highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-                if BEFORE:
+                if WALK.sums_before:
                     before = total, highest
                 split += 1
-                split_end = split_start(split + 1, SPLIT_BLOCKS, OCTAVE)
+                split_end = split_start(split + 1, WALK)
     before = sums_before(before, total, highest, stop <= last_before, row_ends)
-    if SPLIT_BLOCKS:
+    if WALK.split_blocks:
         acc, total, highest, before = sum_o, sum_total, sum_highest, sum_before
     return acc, total, highest, before

@@ -8,10 +8,10 @@ import torch
 import triton
 
 from idlm.kernels.backend import FP8, INTERPRETED, KERNEL_DTYPES, LOG2_E, gpu_of, has_gluon, pdl_options
-from idlm.kernels.paged_attention.choice import padded_head
+from idlm.kernels.paged_attention.choice import Walk, padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
-from idlm.kernels.paged_attention.planning import RECORD, TritonPlan, plan
+from idlm.kernels.paged_attention.planning import TritonPlan, plan
 from idlm.kernels.paged_attention.types import BeforeBlock, HeadShape
 
 __all__ = ["TritonPlan", "plan", "problems", "run"]
@@ -57,9 +57,9 @@ def run(
     assert o_RNH.stride(-1) == 1 and o_RNH.shape == q_RNH.shape, f"{o_RNH.shape=} {o_RNH.stride()=}"
     if num_rows == 0:
         return o_RNH
-    tensors, scales = (q_RNH, k_cache_SKH, v_cache_SKH, o_RNH), (k_scale_K, v_scale_K)
+    scales = None if k_scale_K is None else (k_scale_K, v_scale_K)
     for walk in plan.walks:
-        _attend(tensors, walk, scale, scales, lists_BKC, before)
+        _attend((q_RNH, k_cache_SKH, v_cache_SKH, o_RNH), walk, scale, scales, lists_BKC, before)
         if walk.num_split:
             _combine(o_RNH, walk, v_scale_K, before)
     return o_RNH
@@ -69,7 +69,7 @@ def _attend(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     plan: TritonPlan,
     scale: float,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] | None,
     lists_BKC: torch.Tensor | None,
     before: BeforeBlock | None,
 ) -> None:
@@ -77,53 +77,43 @@ def _attend(
     rows, shape, launch = plan.rows, plan.shape, plan.launch
     grid = (plan.num_items * shape.num_kv_heads,)
     q_RNH, k_cache_SKH, _, o_RNH = tensors
-    read = (*tensors, plan.items, rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R)
-    strides = (
-        *q_RNH.stride()[:2],
-        *k_cache_SKH.stride()[:2],
-        *o_RNH.stride()[:2],
-        rows.block_table.stride(0),
-    )
-    sizes = _sizes(shape) | {"PAGE": rows.page_size}
-    if before is None and scales[0] is None and lists_BKC is None and has_groups(plan):
+    read = (tensors, (rows.block_table, rows.limits_R, rows.branch_starts_R, rows.own_slots_R), plan.items)
+    strides = (*q_RNH.stride()[:2], *k_cache_SKH.stride()[:2], *o_RNH.stride()[:2])
+    sizes = (scale * LOG2_E, strides, rows.block_table.stride(0))
+    if before is None and scales is None and lists_BKC is None and has_groups(plan):
         from idlm.kernels.paged_attention import kernel_hopper
 
         kernel_hopper.attend_kernel[grid](
-            *read,
-            *(plan.partial_o, plan.partial_sums, scale * LOG2_E),
-            *strides,
-            **sizes,
+            *(*read, plan.parts, *sizes),
+            SHAPE=shape,
+            PAGE=rows.page_size,
             WORKER_REGISTERS=kernel_hopper.REGISTERS,
             num_warps=4,
             maxnreg=kernel_hopper.REGISTERS,
             **pdl_options(launch.pdl),
         )
         return
+    walk = Walk(
+        block_m=launch.block_m,
+        block_n=launch.block_n,
+        block_h=padded_head(shape.head_dim),
+        page_size=rows.page_size,
+        split_blocks=launch.split_slots // launch.block_n,
+        octave=launch.octave,
+        stages=launch.stages,
+        precision="ieee" if shape.dtype == torch.float32 else "tf32",
+        early=launch.early and plan.num_split > 0,
+        num_listed=0 if lists_BKC is None else rows.num_listed,
+        sums_before=before is not None,
+    )
     attend_kernel[grid](
-        *read,
-        *(*scales, lists_BKC, *_buffers(before)),
-        *(plan.partial_o, plan.partial_sums, plan.partial_before, scale * LOG2_E),
-        *strides,
-        **sizes,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        BLOCK_H=padded_head(shape.head_dim),
-        SPLIT_BLOCKS=launch.split_slots // launch.block_n,
-        OCTAVE=launch.octave,
-        SCALED=scales[0] is not None,
-        STAGES=launch.stages,
-        PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-        EARLY=launch.early and plan.num_split > 0,
-        NUM_LISTED=0 if lists_BKC is None else rows.num_listed,
-        BEFORE=before is not None,
+        *(*read, scales, lists_BKC, before, plan.parts, *sizes),
+        SHAPE=shape,
+        WALK=walk,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **pdl_options(launch.pdl),
     )
-
-
-def _sizes(shape: HeadShape) -> dict[str, int]:
-    return {"K": shape.num_kv_heads, "G": shape.group, "H": shape.head_dim, "RECORD": RECORD}
 
 
 def has_groups(plan: TritonPlan) -> bool:
@@ -139,27 +129,19 @@ def has_groups(plan: TritonPlan) -> bool:
     )
 
 
-def _buffers(before: BeforeBlock | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if before is None else (before.highest_RN, before.totals_RN)
-
-
 def _combine(
     o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | None, before: BeforeBlock | None
 ) -> None:
     shape, launch = plan.shape, plan.launch
     pieces = triton.cdiv(launch.block_m, launch.combine_rows)
     combine_kernel[(plan.num_split * shape.num_kv_heads, pieces)](
-        *(o_RNH, plan.tiles, v_scale_K, *_buffers(before)),
-        *(plan.partial_o, plan.partial_sums, plan.partial_before),
-        *o_RNH.stride()[:2],
-        **_sizes(shape),
+        *(o_RNH, plan.tiles, v_scale_K, before, plan.parts, o_RNH.stride()[:2]),
+        SHAPE=shape,
         TILE_M=launch.block_m,
         BLOCK_M=launch.combine_rows,
         BLOCK_H=padded_head(shape.head_dim),
         PARTS=1 if launch.split_slots else launch.combine_parts,
         STAGES=launch.sum_stages,
-        SCALED=v_scale_K is not None,
-        BEFORE=before is not None,
         num_warps=launch.combine_warps,
         **pdl_options(launch.pdl),
     )

@@ -16,21 +16,29 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 
 from idlm.kernels.backend import has_pdl, num_multiprocessors
 from idlm.kernels.paged_attention.choice import Launch, choose_launch, walks_apart
-from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
+from idlm.kernels.paged_attention.kernel_plan import RECORD, item_kernel, tile_kernel
 from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
-RECORD = 32
 PADDED_SEQUENCES, PADDED_TILES = (32, 512), (64, 512)
 """Entries that a program of the plan reads, padded to a few sizes: each is compiled by itself."""
 ANY_ROWS = (1 << 31) - 1
 """No maximum."""
+
+
+class Parts(NamedTuple):
+    """Parts of walks: weighted sums of values; sums of weights and maxima, interleaved; and the same of the
+    slots before the block, None if the rows have no `starts_B`."""
+
+    o: torch.Tensor
+    sums: torch.Tensor
+    before: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +55,7 @@ class TritonPlan:
     """Maximum number of tiles with several items."""
     tiles: torch.Tensor
     items: torch.Tensor
-    partial_o: torch.Tensor
-    partial_sums: torch.Tensor
-    partial_before: torch.Tensor | None
-    """As `partial_sums`, over the slots before the block; None if the rows have no `starts_B`."""
+    parts: Parts
     others: TritonPlan | None = None
     """Of sequences with more rows than the tiles of this plan are for, and of the padding; None: there are no
     others."""
@@ -122,10 +127,13 @@ def _plan(
     num_programs = _programs(rows, launch, num_multiprocessors(device), shape.num_kv_heads)
     num_items, num_parts, num_split = item_bounds(launch, num_tiles, max_slots, num_programs)
     tiles, items = (
-        torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
+        torch.empty(length, RECORD.value, dtype=torch.int32, device=device)
+        for length in (num_tiles, num_items)
     )
     packed = max(1, num_parts * shape.num_kv_heads * launch.block_m)
     part_dtype = torch.float16 if launch.half_parts else torch.float32
+    sums = torch.empty(packed * 2, dtype=torch.float32, device=device)
+    before = None if rows.starts_B is None else torch.empty_like(sums)
     result = TritonPlan(
         rows=rows,
         shape=shape,
@@ -135,11 +143,7 @@ def _plan(
         num_split=num_split,
         tiles=tiles,
         items=items,
-        partial_o=torch.empty(packed * shape.head_dim, dtype=part_dtype, device=device),
-        partial_sums=torch.empty(packed * 2, dtype=torch.float32, device=device),
-        partial_before=None
-        if rows.starts_B is None
-        else torch.empty(packed * 2, dtype=torch.float32, device=device),
+        parts=Parts(torch.empty(packed * shape.head_dim, dtype=part_dtype, device=device), sums, before),
     )
     if num_rows:
         _write_tiles(result, tile_rows, min_rows, max_rows)
@@ -159,22 +163,12 @@ def _programs(rows: AttentionRows, launch: Launch, multiprocessors: int, num_kv_
 def _write_tiles(plan: TritonPlan, tile_rows: int, min_rows: int, max_rows: int) -> None:
     rows, launch = plan.rows, plan.launch
     num_sequences = rows.block_table.shape[0]
+    listed_B = None if rows.listed_B is None else rows.listed_B.view(torch.uint8)
     tile_kernel[(plan.num_tiles,)](
-        rows.cu_rows,
-        rows.limits_R,
-        rows.branch_starts_R,
-        rows.own_slots_R,
-        rows.starts_B,
-        None if rows.listed_B is None else rows.listed_B.view(torch.uint8),
-        plan.tiles,
-        num_sequences,
-        rows.own_slots_R.shape[0],
-        rows.max_rows.bit_length(),
-        min_rows,
-        max_rows,
+        (rows.cu_rows, rows.limits_R, rows.branch_starts_R, rows.own_slots_R, rows.starts_B, listed_B),
+        *(plan.tiles, num_sequences, rows.own_slots_R.shape[0], rows.max_rows.bit_length()),
+        *(min_rows, max_rows),
         NUM_LISTED=0 if rows.listed_B is None else rows.num_listed,
-        HAS_STARTS=rows.starts_B is not None,
-        RECORD=RECORD,
         ROWS=tile_rows,
         BLOCK_N=launch.block_n,
         BLOCK_B=_padded(num_sequences + 1, PADDED_SEQUENCES),
@@ -187,13 +181,7 @@ def _write_tiles(plan: TritonPlan, tile_rows: int, min_rows: int, max_rows: int)
 def _write_items(plan: TritonPlan, num_programs: int, num_parts: int) -> None:
     launch = plan.launch
     item_kernel[(plan.num_items,)](
-        plan.tiles,
-        plan.items,
-        plan.num_tiles,
-        num_programs,
-        launch.min_blocks,
-        num_parts,
-        RECORD=RECORD,
+        *(plan.tiles, plan.items, plan.num_tiles, num_programs, launch.min_blocks, num_parts),
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
         OCTAVE=launch.octave,
         BLOCK_TILES=_padded(plan.num_tiles, PADDED_TILES),

@@ -6,6 +6,7 @@ W positions of a block, C listed slots."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,8 +44,7 @@ class AttentionRows:
     """C, the width of the lists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeforeBlock:
+class BeforeBlock(NamedTuple):
     """Where a layer leaves the sums of its softmax over the slots before the block.
 
     For row r of the block of sequence b (own slot >= starts_B[b]) that sees no list, and query head n, over

@@ -23,7 +23,6 @@ from idlm.kernels.sampling.types import (
     PlainDraftProbs,
     PlainProbs,
     Probs,
-    RowProbs,
     Tuning,
     Verdict,
 )

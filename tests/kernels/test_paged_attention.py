@@ -11,7 +11,6 @@ import random
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 from idlm.kernels.paged_attention import (
     AttentionRows,
+    BeforeBlock,
     HeadShape,
     paged_attention,
     plan_attention,
@@ -45,38 +45,41 @@ SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 MAX_SHARED_BYTES = 227 * 1024
 
 
-def compiled(
-    kernel: Any, constants: dict[str, Any], *, warps: int, stages: int, half_parts: bool = False
-) -> Any:
-    """The kernel for sm_90, with pointers and strides as aligned as the engine's; needs no GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_kernel
+def on_meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"):
-            signature[name] = "*bf16"
-        elif name == "partial_o":
-            signature[name] = "*fp16" if half_parts else "*fp32"
-        elif name.startswith(("partial", "k_scale", "v_scale", "highest", "totals")):
-            signature[name] = "*fp32"
-        elif name in ("tiles", "items", "lists_BKC"):
-            signature[name] = "*i32"
-        elif name == "listed_B":
-            signature[name] = "*u8"
-        elif name in ("cu_rows", "block_table", "limits_R", "branch_starts_R", "own_slots_R", "starts_B"):
-            signature[name] = "*i64"
-        else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
-        if signature[name].startswith("*") or name.startswith("stride"):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    values = {(list(signature).index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": constants.get("PDL", False)}
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def compiled_layer(
+    launch: Any, *, num_rows: int, context: int, num_listed: int = 0, is_before: bool = False
+) -> dict[str, Any]:
+    """The kernels of the plan and of one layer of one sequence, by name, for sm_90; needs no GPU."""
+    from tests.kernels.hopper_compiler import compiled_launches
+
+    rows = AttentionRows(
+        cu_rows=on_meta(2),
+        block_table=on_meta(1, context // 16),
+        page_size=16,
+        **dict.fromkeys(("own_slots_R", "limits_R", "branch_starts_R"), on_meta(num_rows)),
+        max_rows=num_rows,
+        max_slots=context,
+        starts_B=on_meta(1) if num_listed or is_before else None,
+        listed_B=on_meta(1, dtype=torch.bool) if num_listed else None,
+        num_listed=num_listed,
+    )
+    cache = on_meta(context, 8, 128, dtype=torch.bfloat16)
+    sums = on_meta(num_rows, 32, dtype=torch.float32)
+
+    def run() -> None:
+        plan = plan_attention(rows, QWEN3_8B, backend="triton", launch=replace(launch, pdl=True))
+        paged_attention(
+            on_meta(num_rows, 32, 128, dtype=torch.bfloat16),
+            *(cache, cache, plan),
+            scale=SCALE,
+            lists_BKC=on_meta(1, 8, num_listed, dtype=torch.int32) if num_listed else None,
+            before=BeforeBlock(sums, sums) if is_before else None,
+        )
+
+    return dict(compiled_launches(run))
 
 
 @pytest.mark.sweep
@@ -95,41 +98,26 @@ def test_the_walk_compiles_for_hopper(
 ) -> None:
     """Copies of 16 bytes, several blocks ahead, and enough memory for the programs of a multiprocessor."""
     pytest.importorskip("triton")
-    from idlm.kernels.paged_attention import kernel
     from idlm.kernels.paged_attention.choice import choose_launch
-    from idlm.kernels.paged_attention.planning import RECORD
 
     launch = choose_launch(QWEN3_8B, max_rows=max_rows, max_slots=max_slots, deterministic=deterministic)
     is_tall = max_rows == 32
     assert (launch.block_m, launch.warps) == ((128, 8) if is_tall else (launch.block_m, 4))
     assert launch.programs_per_sm == (1 if max_slots > 2048 else 2)
-    constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False}
-    constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.stages}
-    constants |= {
-        "SPLIT_BLOCKS": launch.split_slots // launch.block_n,
-        "EARLY": launch.early,
-    }
-    constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
-    constants |= {"NUM_LISTED": num_listed, "BEFORE": is_tall}
-    # As at a launch, tensors that a layer does not have are constants.
-    absent = {"k_scale_K", "v_scale_K"} | (set() if num_listed else {"lists_BKC"})
-    absent |= set() if is_tall else {"highest_RN", "totals_RN", "partial_before"}
-    constants |= dict.fromkeys(absent)
-    sizes = {"warps": launch.warps, "stages": launch.stages}
-    result = compiled(kernel.attend_kernel, constants, half_parts=launch.half_parts, **sizes)
-    assert launch.programs_per_sm * (result.metadata.shared + 1024) <= MAX_SHARED_BYTES
-    ptx = result.asm["ptx"]
+    lists = {"num_listed": num_listed, "is_before": is_tall}
+    result = compiled_layer(launch, num_rows=max_rows, context=max_slots, **lists)["attend_kernel"]
+    assert launch.programs_per_sm * (result.shared_bytes + 1024) <= MAX_SHARED_BYTES
+    ptx = result.ptx
     assert ptx.count("griddepcontrol") == 2
     copies = re.findall(r"cp\.async\.\w+\.shared\.global .*", ptx)
     # A list is copied by its numbers.
     copies = [copy for copy in copies if not (num_listed and ", 0x4," in copy)]
     assert copies and all(", 0x10," in copy or ", 16," in copy for copy in copies)
     block_bytes = launch.block_n * QWEN3_8B.head_dim * 2
-    assert result.metadata.shared >= 2 * (launch.stages - 1) * block_bytes, (
-        "a page id delays a block of loads"
-    )
+    assert result.shared_bytes >= 2 * (launch.stages - 1) * block_bytes, "a page id delays a block of loads"
     assert ("wgmma" in ptx) == (launch.block_m >= 64)
-    waits = [int(number) for number in re.findall(r"async_wait %.*num = (\d+)", result.asm["ttgir"])]
+    waits = [int(number, 0) for number in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)]
+    assert waits.pop() == 0, "the drain behind the loop"
     assert min(waits) >= 2 * (launch.stages - 1) - 2 > 0, "no block is waited for as soon as it is requested"
     first_wait = ptx.index("griddepcontrol.wait")
     assert ptx.index("ld.global") < first_wait < ptx.index("wgmma" if "wgmma" in ptx else "mma.sync")
@@ -195,29 +183,23 @@ def test_decoding_sequences_keep_their_tile_beside_a_prompt(
 
 
 @pytest.mark.sweep
-def test_planning_and_combining_compile_for_hopper() -> None:
+@pytest.mark.parametrize("num_listed", [0, 1024])
+def test_planning_and_combining_compile_for_hopper(num_listed: int) -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.paged_attention import kernel_parts, kernel_plan
-    from idlm.kernels.paged_attention.planning import RECORD
+    from idlm.kernels.paged_attention.choice import choose_launch
 
-    heads = {"K": 8, "G": 4, "H": 128, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False, "PDL": True}
-    heads |= {"BEFORE": True}
-    combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12, "PARTS": 1}
-    result = compiled(kernel_parts.combine_kernel, combine, warps=4, stages=3)
-    assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
-    before, _, _ = result.asm["ptx"].partition("griddepcontrol.wait")
+    sizes = {"num_rows": 7, "context": 65536, "num_listed": num_listed, "is_before": True}
+    launch = choose_launch(QWEN3_8B, max_rows=7, max_slots=65536)
+    in_order = replace(launch, split_slots=launch.block_n, half_parts=False)
+    made = compiled_layer(in_order, **sizes)
+    assert [*made] == ["tile_kernel", "item_kernel", "attend_kernel", "combine_kernel"]
+    ptx = made["combine_kernel"].ptx
+    assert ptx.count("cp.async.cg") >= 12, "parts are loaded ahead"
+    before, _, _ = ptx.partition("griddepcontrol.wait")
     assert before.index("griddepcontrol.launch_dependents") < before.index("ld.global")
     assert "cp.async" not in before, "parts are read too early"
-    at_once = heads | {"TILE_M": 64, "BLOCK_M": 2, "STAGES": 12, "PARTS": 16}
     for half_parts in (False, True):
-        compiled(kernel_parts.combine_kernel, at_once, warps=1, stages=3, half_parts=half_parts)
-    tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "FIXED": False}
-    for num_listed in (0, 1024):
-        lists = {"NUM_LISTED": num_listed, "HAS_STARTS": num_listed > 0}
-        compiled(kernel_plan.tile_kernel, tile | lists, warps=1, stages=1)
-    for split_blocks in (0, 8):
-        item = {"RECORD": RECORD, "SPLIT_BLOCKS": split_blocks, "OCTAVE": 16, "BLOCK_TILES": 256}
-        compiled(kernel_plan.item_kernel, item, warps=1, stages=1)
+        compiled_layer(replace(launch, half_parts=half_parts), **sizes)
 
 
 @pytest.mark.sweep
@@ -225,17 +207,11 @@ def test_the_walk_of_two_warpgroups_compiles_for_hopper() -> None:
     """Nothing spills, and products are not serialized."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel_hopper
-    from idlm.kernels.paged_attention.planning import RECORD
-    from tests.kernels.hopper_compiler import compile_for_hopper
+    from idlm.kernels.paged_attention.choice import choose_launch
 
-    constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "PDL": True}
-    constants |= {"WORKER_REGISTERS": kernel_hopper.REGISTERS}
-    pointers = {"*bf16": ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"), "*i32": ("items",)}
-    pointers |= {"*i64": ("block_table", "limits_R", "branch_starts_R", "own_slots_R")}
-    pointers |= {"*fp16": ("partial_o",), "*fp32": ("partial_sums",), "fp32": ("scale_log2",)}
-    types = defaultdict(lambda: "i32", {name: kind for kind, names in pointers.items() for name in names})
-    options = {"num_warps": 4, "maxnreg": kernel_hopper.REGISTERS, "launch_pdl": True}
-    result = compile_for_hopper(kernel_hopper.attend_kernel, types, constants, **options)
+    launch = choose_launch(QWEN3_8B, max_rows=32, num_rows=32, max_slots=131072)
+    assert launch.two_groups and launch.half_parts
+    result = compiled_layer(launch, num_rows=32, context=131072)["attend_kernel"]
     assert result.shared_bytes + 1024 <= MAX_SHARED_BYTES
     assert f".maxnreg {kernel_hopper.REGISTERS}" in result.ptx and ".reqntid 256" in result.ptx
     # Both groups multiply 16 columns of keys and 16 rows of values at a time, in the loop and beside it.

@@ -229,7 +229,7 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
     assert [item[14] for item in items] == sorted(item[14] for item in items)
     sums = [record[20:24] for record in plan.tiles.tolist() if record[20] > 0]
     parts = [part for _, _, first, number in sums for part in range(first, first + number)]
-    assert parts == list(range(len(parts))) and len(parts) <= plan.partial_sums.numel() // (2 * 2 * 16)
+    assert parts == list(range(len(parts))) and len(parts) <= plan.parts.sums.numel() // (2 * 2 * 16)
     assert len(sums) <= plan.num_split, "what the second kernel adds"
     sum_of = {row: (count, first, number) for count, row, first, number in sums}
     for t, tile in enumerate(tiles):
