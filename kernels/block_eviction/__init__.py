@@ -1,7 +1,6 @@
 """Which rows of a block go on behind its first layers (FOCUS); contract in README.md."""
 
-from idlm.kernels.block_eviction.op import block_importance, select_positions
-from idlm.kernels.block_eviction.state import begin_blocks, finish_blocks
+from idlm.kernels.block_eviction.op import begin_blocks, block_importance, finish_blocks, select_positions
 from idlm.kernels.block_eviction.types import (
     BlockKeys,
     BlockState,

@@ -11,16 +11,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["stride_table"])
 def bounds_kernel(
-    keys_SKH, k_scale_K, min_CKH, largest_CKH, sequences_I, slots_I, is_piece_I, ends_B, block_table,
-    stride_slot, stride_head, stride_piece, stride_table,
-    H: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    keys_SKH, k_scale_K, bounds, pieces, ends_B, block_table, strides, stride_table,
+    H: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of one piece and KV head over its slots below the end of what is final."""
+    """Bounds of one piece and KV head over its slots below the end of what is final. `strides`: of slots and
+    heads of the keys, of pieces."""
+    stride_slot, stride_head, stride_piece = strides
     piece, kv_head = tl.program_id(0), tl.program_id(1)
-    sequence, slot = tl.load(sequences_I + piece), tl.load(slots_I + piece)
+    sequence, slot = tl.load(pieces.sequences_I + piece), tl.load(pieces.slots_I + piece)
     end = tl.load(ends_B + sequence)
-    if (tl.load(is_piece_I + piece) == 0) | (slot >= end):
+    if (tl.load(pieces.is_piece_I + piece) == 0) | (slot >= end):
         return
     first = slot // SIZE * SIZE
     page = tl.load(block_table + sequence.to(tl.int64) * stride_table + first // PAGE).to(tl.int64)
@@ -30,25 +30,27 @@ def bounds_kernel(
     at = (physical + o_slot)[:, None] * stride_slot + kv_head * stride_head + o_column[None, :]
     m_key = m_final & (o_column < H)[None, :]
     b_key = tl.load(keys_SKH + at, mask=m_key, other=0.0).to(tl.float32)
-    if SCALED:
+    if k_scale_K is not None:
         b_key = b_key * tl.load(k_scale_K + kv_head)
     at_bound = physical // SIZE * stride_piece + kv_head * H + o_column
     b_min = tl.min(tl.where(m_final, b_key, float("inf")), 0)
     b_largest = tl.max(tl.where(m_final, b_key, float("-inf")), 0)
-    tl.store(min_CKH + at_bound, b_min.to(min_CKH.dtype.element_ty), mask=o_column < H)
-    tl.store(largest_CKH + at_bound, b_largest.to(largest_CKH.dtype.element_ty), mask=o_column < H)
+    dtype = bounds.min_CKH.dtype.element_ty
+    tl.store(bounds.min_CKH + at_bound, b_min.to(dtype), mask=o_column < H)
+    tl.store(bounds.largest_CKH + at_bound, b_largest.to(dtype), mask=o_column < H)
 
 
 @triton.jit(do_not_specialize=["num_pages", "stride_table"])
 def score_kernel(
-    q_RNH, rows_BW, min_CKH, largest_CKH, starts_B, block_table, scores_BKP,
-    num_pages, stride_row, stride_head, stride_piece, stride_table,
+    q_RNH, rows_BW, bounds, starts_B, block_table, scores_BKP, num_pages, strides, stride_table,
     W: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Scores of TILES tiles of pages of one sequence and KV head. SIZE: slots of a piece; PAGE: of a page of
-    the engine; PIECES: pieces of a page that is scored."""
+    the engine; PIECES: pieces of a page that is scored. `strides`: of rows and heads of the queries, of
+    pieces."""
+    stride_row, stride_head, stride_piece = strides
     sequence, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(starts_B + sequence).to(tl.int32)
     first_page = tl.program_id(0) * (TILES * BLOCK_P)
@@ -79,9 +81,9 @@ def score_kernel(
             physical = b_page.to(tl.int64) * (PAGE // SIZE) + slot % PAGE // SIZE
             at = physical[:, None] * stride_piece + kv_head * H + o_column[None, :]
             m_bound = m_stored[:, None] & (o_column < H)[None, :]
-            b_one = tl.load(min_CKH + at, mask=m_bound, other=float("inf")).to(tl.float32)
+            b_one = tl.load(bounds.min_CKH + at, mask=m_bound, other=float("inf")).to(tl.float32)
             b_min = tl.minimum(b_min, b_one)
-            b_one = tl.load(largest_CKH + at, mask=m_bound, other=float("-inf")).to(tl.float32)
+            b_one = tl.load(bounds.largest_CKH + at, mask=m_bound, other=float("-inf")).to(tl.float32)
             b_largest = tl.maximum(b_largest, b_one)
         m_page = ((o_page * PIECES * SIZE < start)[:, None]) & (o_column < H)[None, :]
         b_bound = b_up[None, :] * b_largest + b_down[None, :] * b_min

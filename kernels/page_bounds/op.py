@@ -6,15 +6,46 @@ N query heads, K KV heads, G = N / K, H head dim, S physical KV slots."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from idlm.kernels.backend import FP8, KERNEL_DTYPES, computes, read_slots, runs_kernels
-from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
 
 BLOCK_M, BLOCK_P, TILES = 32, 32, 8
 """Queries and pages of a tile; tiles of pages of a program, which reads the queries once for them."""
+
+
+class PagedSlots(NamedTuple):
+    """Where the slots of sequences are: `block_table_BP` (int64) has their pages of `page_size` slots."""
+
+    block_table_BP: Tensor
+    page_size: int
+
+    def physical(self, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
+        """Physical slots [b, X] of slots that the sequences own; for other slots, any that exist."""
+        slots_bX = slots_bX.clamp(0, self.block_table_BP.shape[1] * self.page_size - 1)
+        pages_bX = self.block_table_BP[sequences_b[:, None], slots_bX // self.page_size]
+        return pages_bX * self.page_size + slots_bX % self.page_size
+
+
+class Bounds(NamedTuple):
+    """Least and largest key per channel [C + 1, K, H] of pieces of `size` slots, which divides the pages of
+    the engine. The last piece takes what is to be dropped."""
+
+    min_CKH: Tensor
+    largest_CKH: Tensor
+    size: int
+
+
+class Pieces(NamedTuple):
+    """Pieces of which a pass stores keys: `slots_I` (int64) is the first slot that it stores, of sequence
+    `sequences_I`; where not `is_piece_I` (bool) there is none."""
+
+    sequences_I: Tensor
+    slots_I: Tensor
+    is_piece_I: Tensor
 
 
 @torch.inference_mode()
@@ -53,13 +84,12 @@ def write_bounds(
     num_kv_heads, head_dim = keys_SKH.shape[1:]
     assert keys_SKH.stride(2) == 1 and bounds.min_CKH[0].is_contiguous(), f"{keys_SKH.stride()=}"
     bounds_kernel[(len(pieces.slots_I), num_kv_heads)](
-        *(keys_SKH, k_scale_K, bounds.min_CKH, bounds.largest_CKH),
-        *(pieces.sequences_I, pieces.slots_I, pieces.is_piece_I, ends_B, slots.block_table_BP),
-        *(*keys_SKH.stride()[:2], bounds.min_CKH.stride(0), slots.block_table_BP.stride(0)),
+        *(keys_SKH, k_scale_K, bounds, pieces, ends_B, slots.block_table_BP),
+        (*keys_SKH.stride()[:2], bounds.min_CKH.stride(0)),
+        slots.block_table_BP.stride(0),
         H=head_dim,
         PAGE=slots.page_size,
         SIZE=bounds.size,
-        SCALED=k_scale_K is not None,
         BLOCK_F=triton.next_power_of_2(bounds.size),
         BLOCK_H=triton.next_power_of_2(head_dim),
         num_warps=4,
@@ -97,8 +127,9 @@ def page_scores(
     )
     scores_BKP = q_RNH.new_empty(num_sequences, num_kv_heads, num_pages, dtype=torch.float32)
     score_kernel[(triton.cdiv(num_pages, BLOCK_P * TILES), num_sequences, num_kv_heads)](
-        *(q_RNH, rows_BW, bounds.min_CKH, bounds.largest_CKH, starts_B, slots.block_table_BP, scores_BKP),
-        *(num_pages, *q_RNH.stride()[:2], bounds.min_CKH.stride(0), slots.block_table_BP.stride(0)),
+        *(q_RNH, rows_BW, bounds, starts_B, slots.block_table_BP, scores_BKP, num_pages),
+        (*q_RNH.stride()[:2], bounds.min_CKH.stride(0)),
+        slots.block_table_BP.stride(0),
         W=num_positions,
         K=num_kv_heads,
         G=num_heads // num_kv_heads,

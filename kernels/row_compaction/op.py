@@ -111,7 +111,7 @@ def keep_wanted(
         return plain.keep_wanted(*given, num_head=num_head, packs=packs)
     import triton
 
-    from idlm.kernels.row_compaction.kernel_wanted import index_wanted_kernel, search_wanted_kernel
+    from idlm.kernels.row_compaction.kernel import index_wanted_kernel, search_wanted_kernel
 
     (num_sequences, num_wanted), device = (len(first_B), len(rows_X)), rows_X.device
     block = triton.next_power_of_2(size)

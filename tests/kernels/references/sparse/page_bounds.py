@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.page_bounds.types import PagedSlots
+from idlm.kernels.page_bounds.op import PagedSlots
 
 
 def bounds_reference(
