@@ -121,7 +121,7 @@ def walk_blocks(
     num_below, branch_block, num_list_blocks, shift = walk
     limits, branches, owns, low_limit = bounds
     last_before, row_ends = before_ends
-    my_part, place = target
+    my_part, of_tile = target
     K: tl.constexpr = SHAPE.num_kv_heads
     H: tl.constexpr = SHAPE.head_dim
     BLOCK_M: tl.constexpr = q.shape[0]
@@ -186,13 +186,13 @@ def walk_blocks(
                         sum_o, sum_total, sum_highest, acc, total, highest
                     )
                 else:
-                    store_part(parts, my_part + split, place, acc, total, highest, K, H)
+                    store_part(parts, my_part + split, of_tile, acc, total, highest, K, H)
                 if WALK.sums_before:
                     before = sums_before(before, total, highest, i < last_before, row_ends)
                     if low == 0:
                         sum_before = add_sums(sum_before, before)
                     else:
-                        store_sums(parts.before, my_part + split, place, before[0], before[1], K)
+                        store_sums(parts.before, my_part + split, of_tile, before[0], before[1], K)
                 acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
                 total = tl.zeros([BLOCK_M], dtype=tl.float32)
                 highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
