@@ -63,7 +63,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value >= 1,
         "train.global_batch train.batch_size train.accumulation train.max_length train.row_length "
         "train.log_every train.save_every train.save_total_limit train.threads plan.num_gpus eval.every "
-        "eval.num_items adapter.rank",
+        "eval.num_items adapter.rank model.recomputed_layers",
     ),
     (
         "at least 0",

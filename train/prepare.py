@@ -107,6 +107,9 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.model.recomputed_layers is not None:
+            for layer in decoder_layers(model)[config.model.recomputed_layers :]:
+                vars(layer)["gradient_checkpointing"] = False
     objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):

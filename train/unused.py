@@ -48,6 +48,11 @@ RULES = (
         "records of data.shape=text are trained on as they are",
     ),
     Rule(
+        "model.recomputed_layers",
+        lambda c: not c.model.gradient_checkpointing and c.train.sizes == "given",
+        "only model.gradient_checkpointing=true recomputes activations",
+    ),
+    Rule(
         "eval.num_items eval.num_prompts",
         lambda c: c.eval.every is None,
         "nothing is evaluated without eval.every",

@@ -1,8 +1,6 @@
 """One arm of `benchmarks.training.train_step` in one process group, started by the driver through torchrun.
 
-The product's trainer runs on random weights of a true shape and real text; rank 0 writes the time of each
-step.
-"""
+The product's trainer runs on random weights of a true shape and real text; rank 0 writes the times."""
 
 from __future__ import annotations
 
@@ -27,6 +25,7 @@ from idlm.train.distributed.deepspeed import zero_stage
 from idlm.train.loop.progress import Progress
 from idlm.train.loop.trainer import IdlmTrainer
 from idlm.train.planning.estimate import estimate_run
+from idlm.train.planning.sizes import with_sizes
 
 WARM_STEPS = 1
 LEARNT_STEPS = 1_000_000
@@ -41,8 +40,7 @@ def _text_source(config: Any, encoder: Any) -> TextSource:
 @dataclass(slots=True)
 class _Clock(TrainerCallback):
     """Ends of optimizer steps, events of a GPU or seconds, and their mean losses by term. The host does not
-    wait, as in training, where it prepares a step while the device computes the one before.
-    """
+    wait, as in training, where it prepares a step while the device computes the one before."""
 
     ends: list[Any]
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -74,7 +72,7 @@ class _Clock(TrainerCallback):
 def main() -> int:
     """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`."""
     target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    config = compose("train", TrainConfig, overrides)
+    config = with_sizes(compose("train", TrainConfig, overrides))
     args = pipeline.training_arguments(config)
     prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
     estimate = estimate_run(

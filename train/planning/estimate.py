@@ -144,6 +144,7 @@ def run_setup(
         mask_rows=round(size * fed.noisy_rows) if config.is_gated else size * row_length,
         autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
+        recomputed_layers=config.model.recomputed_layers,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
         is_replayed=config.model.graphs,
         adapter_parameters=num_adapted,
@@ -171,6 +172,8 @@ def smaller_runs(config: TrainConfig, *, num_gpus: int) -> dict[str, TrainConfig
         changes["train.offload_optimizer=true (slow)"] = {"train.offload_optimizer": True}
     if not config.model.gradient_checkpointing:
         changes["model.gradient_checkpointing=true"] = {"model.gradient_checkpointing": True}
+    elif config.model.recomputed_layers is not None:
+        changes["model.recomputed_layers=null"] = {"model.recomputed_layers": None}
     return {name: with_values(config, values) for name, values in changes.items()}
 
 

@@ -178,16 +178,16 @@ def train_passes(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True
 
 
 def extra_passes(
-    fed: TokenCounts, *, is_gated: bool, checkpoints: bool, distills: bool, balances: bool
+    fed: TokenCounts, *, is_gated: bool, recomputes: float, distills: bool, balances: bool
 ) -> Passes:
-    """What the settings add: a forward pass of the layers for recomputed activations, the teacher's logits,
-    and a forward pass, with the head, that balances the terms of an accumulated step."""
+    """What the settings add: a forward pass of the share of layers that `recomputes` activations, the
+    teacher's logits, and a forward pass, with the head, that balances the terms of an accumulated step."""
     again = fed._replace(clean_rows=0, clean_pairs=0) if is_gated else fed
     targets = fed.clean_targets + fed.noisy_targets
     return Passes(
-        layers=checkpoints * again.rows + balances * fed.rows,
+        layers=recomputes * again.rows + balances * fed.rows,
         head=distills * fed.noisy_targets + balances * targets,
-        pairs=PAIR_FORWARD * (checkpoints * again.pairs + balances * fed.pairs),
+        pairs=PAIR_FORWARD * (recomputes * again.pairs + balances * fed.pairs),
     )
 
 

@@ -139,11 +139,11 @@ def kept_per_mask_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
     return _sum(*parts, *([(a, shape.queries, "Q")] if casts else []))
 
 
-def kept_per_clean_row(shape: ModelShape, run: RunSetup) -> tuple[int, str]:
+def kept_per_clean_row(shape: ModelShape, run: RunSetup, *, is_recomputed: bool) -> tuple[int, str]:
     """(bytes, formula) that one layer keeps of one clean row of a gated adapter: keys and values of the pass
     without gradients, and once more next to those of noisy rows. Checkpointed layers make the latter again.
     Other attention than `idlm_split` has a query of it too, and its result."""
-    if run.is_checkpointed:
+    if is_recomputed:
         return _sum((2 * run.size, shape.keys, "K"))
     is_padded = run.attention not in ("auto", "idlm_split") or not (run.is_bf16 or run.autocast)
     return _sum((4 * run.size, shape.keys, "K"), *([(2 * run.size, shape.queries, "Q")] if is_padded else []))
@@ -154,23 +154,28 @@ def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
     per_mask_row, mask_formula = kept_per_mask_row(shape, run)
     trained = run.mask_rows if run.rank else run.rows
     name, clean_rows = "M" if run.rank else "R", run.rows - trained
-    per_clean_row, clean_formula = kept_per_clean_row(shape, run)
-    per_layer = trained * (per_row + per_mask_row) + clean_rows * per_clean_row
     formula = f"{name} ({' + '.join(filter(None, (formula, mask_formula)))})"
-    more = f" + (R - M) ({clean_formula})" if clean_rows else ""
-    stream = 4 if run.autocast else run.size
-    if run.is_checkpointed:
-        kept = shape.layers * (trained * stream * shape.width + clean_rows * per_clean_row)
-        terms = [
-            Term("activations kept, inputs of layers", kept, f"L ({name} {stream}D{more})"),
-            Term("activations of one layer, again", per_layer, formula + more),
-        ]
-    else:
-        kind = "compiled" if run.is_compiled else "eager"
-        terms = [Term(f"activations, {kind} layers", shape.layers * per_layer, f"L ({formula}{more})")]
+    stream, kind = 4 if run.autocast else run.size, "compiled" if run.is_compiled else "eager"
+    recomputed = min(run.recomputed_layers or shape.layers, shape.layers) if run.is_checkpointed else 0
+    whole, terms = shape.layers - recomputed, list[Term]()
+    for is_recomputed, layers in ((True, recomputed), (False, whole)):
+        per_clean_row, clean_formula = kept_per_clean_row(shape, run, is_recomputed=is_recomputed)
+        more = f" + (R - M) ({clean_formula})" if clean_rows else ""
+        per_layer = trained * (per_row + per_mask_row) + clean_rows * per_clean_row
+        count = "L" if layers == shape.layers else str(layers)
+        if is_recomputed:
+            inputs = layers * (trained * stream * shape.width + clean_rows * per_clean_row)
+            text = f"{count} ({name} {stream}D{more})"
+            terms.append(Term("activations kept, inputs of layers", inputs, text))
+            # The first layers are computed again when what the others keep is free.
+            again = 0 if whole else per_layer
+            terms.append(Term("activations of one layer, again", again, formula + more))
+        else:
+            text = f"{count} ({formula}{more})"
+            terms.append(Term(f"activations, {kind} layers", layers * per_layer, text))
     if run.attention == "idlm_sdpa":
         # A mask of bytes, and in every layer one in the dtype of queries.
-        copies = 1 if run.is_checkpointed else shape.layers
+        copies = max(1, whole)
         num_pairs, width = run.rows**2 // run.batch_size, 2 if run.autocast else run.size
         masks = num_pairs * (1 + width * copies)
         terms.append(Term("activations, dense masks", masks, f"R^2 / B (1 + {width} x {copies})"))

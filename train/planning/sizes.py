@@ -32,13 +32,14 @@ from idlm.train.planning.memory import DEVICE_BYTES, ModelShape, memory_plan, sh
 from idlm.train.planning.state import state_bytes
 
 log = logging.getLogger(__name__)
-RECOMPUTES = "model.gradient_checkpointing"
+RECOMPUTES, LAYERS = "model.gradient_checkpointing", "model.recomputed_layers"
 KEYS = (
-    *("model.dtype", RECOMPUTES, "train.bf16", "train.batch_size"),
+    *("model.dtype", RECOMPUTES, LAYERS, "train.bf16", "train.batch_size"),
     *("train.global_batch", "train.max_length", "train.learning_rate", "train.zero_stage"),
 )
 """What is chosen, besides the adapter. A value that is not the default, or 0, was given and stays."""
-USABLE = 0.9
+USABLE, TIGHT = 0.9, 0.95
+"""Of a device's memory; tight: where each layer that is recomputed takes time."""
 GPU_LENGTH, CPU_LENGTH, SHORTEST = 4096, 1024, 256
 GPU_ROWS, CPU_ROWS, MAX_BATCH = 32, 4, 8
 """Packed rows of a step, as far as the data suffices for `WANTED_STEPS`; and of a micro-batch."""
@@ -78,18 +79,22 @@ def with_sizes(config: TrainConfig) -> TrainConfig:
 
 
 def _recomputing(config: TrainConfig) -> TrainConfig:
-    """`config`, with activations recomputed where it fits only so, or where the run began so."""
+    """`config`, with activations of as few layers recomputed as fits, or of those of the run that goes on."""
     given = with_values(config, {"train.sizes": "given"})
-    smaller = with_values(given, {RECOMPUTES: True})
     started = _started_with(config)
     if started is not None:
-        return smaller if started.model.gradient_checkpointing else given
+        return with_values(given, {key: value_of(started, key) for key in (RECOMPUTES, LAYERS)})
     with contextlib.suppress(UserError):
         base, gpus, gpu = _base(config), num_gpus(config), gpu_name(config)
         available = _device_bytes(gpu)
-        if base.shape is not None and _needed(smaller, base, gpus) <= available < _needed(given, base, gpus):
-            log.info("%s=true: without it the run does not fit into %s", RECOMPUTES, gpu or "this machine")
-            return smaller
+        if base.shape is None or _needed(given, base, gpus) <= available:
+            return given
+        for num in range(1, base.shape.layers + 1):
+            smaller = with_values(given, {RECOMPUTES: True, LAYERS: num})
+            if _needed(smaller, base, gpus) <= TIGHT * available:
+                text = "%s=true %s=%d: with less the run does not fit into %s"
+                log.info(text, RECOMPUTES, LAYERS, num, gpu or "this machine")
+                return smaller
     return given
 
 
@@ -115,7 +120,7 @@ def _started_with(config: TrainConfig) -> TrainConfig | None:
     # A damaged file is reported where the whole configuration is compared.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         values = yaml.safe_load(stored.read_text(encoding="utf-8"))
-        found = {key: values[section][name] for key in KEYS for section, name in [key.split(".")]}
+        found = {key: values[section].get(name) for key in KEYS for section, name in [key.split(".")]}
         adapter = values["adapter"] and AdapterConfig(**values["adapter"])
         return with_values(config, found | {"adapter": adapter})
     return None

@@ -54,6 +54,7 @@ class RunSetup:
     is_bf16: bool = True
     autocast: bool = False
     is_checkpointed: bool = False
+    recomputed_layers: int | None = None
     is_compiled: bool = False
     is_replayed: bool = False
     offloads: bool = False

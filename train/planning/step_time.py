@@ -115,7 +115,7 @@ def time_plan(
         adds = extra_passes(
             fed,
             is_gated=config.is_gated,
-            checkpoints=config.model.gradient_checkpointing,
+            recomputes=_recomputed_share(config, work.num_layers),
             distills=config.train.distill != "none",
             balances=accumulates and stage.clean_weight is None,
         )
@@ -134,6 +134,12 @@ def time_plan(
         parts=parts,
         how=how,
     )
+
+
+def _recomputed_share(config: TrainConfig, num_layers: int) -> float:
+    """Share of the layers whose activations are recomputed."""
+    recomputed = min(config.model.recomputed_layers or num_layers, num_layers)
+    return config.model.gradient_checkpointing * recomputed / num_layers
 
 
 def gpu_parts(

@@ -23,7 +23,7 @@ from idlm.train.check import PUBLISHED_FILES
 from idlm.train.checkpoint.base_files import BaseFiles
 from idlm.train.checkpoint.export import export
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.load import random_model
+from idlm.train.model.load import decoder_layers, random_model
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
@@ -244,16 +244,18 @@ def test_accumulation_and_batch_are_the_same_run(base: Path, tmp_path: Path) -> 
 
 
 def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_path: Path) -> None:
-    """A plain loop: dense mask, full logits of every row, AdamW and a cosine written out."""
+    """A plain loop: dense mask, full logits of every row, AdamW and a cosine written out. Its first layer is
+    recomputed."""
     from idlm.config.compose import compose
     from idlm.train.config.schema import TrainConfig
     from idlm.train.data.dataset import collate
 
-    config = compose(
-        "train", TrainConfig, arguments(base, tmp_path / "reference", **{"model.attention": "idlm_sdpa"})
-    )
+    model_options = {"attention": "idlm_sdpa", "gradient_checkpointing": True, "recomputed_layers": 1}
+    changes = {f"model.{name}": value for name, value in model_options.items()}
+    config = compose("train", TrainConfig, arguments(base, tmp_path / "reference", **changes))
     prepared = pipeline.prepare(config, world_size=1, device=torch.device("cpu"))
     model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
+    assert [layer.gradient_checkpointing for layer in decoder_layers(model)] == [True, False]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
     num_warmup = torch.tensor(config.train.warmup * curriculum.num_steps).ceil().item()
     losses, rates = [], []

@@ -195,16 +195,17 @@ def qwen3_8b(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gpus", "recomputes"),
-    [("H100", 8, False), ("H100", 4, True), ("H200", 4, False), ("H100", 2, False)],
+    ("gpu", "gpus", "layers"),
+    [("H100", 8, None), ("H100", 4, 16), ("H200", 4, None), ("H100", 2, None)],
 )
-def test_the_8b_recipe_recomputes_activations_where_it_fits_only_so(
-    gpu: str, gpus: int, recomputes: bool, qwen3_8b: list[str]
+def test_the_8b_recipe_recomputes_activations_of_as_few_layers_as_fits(
+    gpu: str, gpus: int, layers: int | None, qwen3_8b: list[str]
 ) -> None:
     """On two H100s it does not fit either way, and is refused as it was given."""
     given = composed(*qwen3_8b, f"plan.gpu={gpu}", f"plan.num_gpus={gpus}")
     config = with_sizes(given)
-    changes = {"train.sizes": "given", "model.gradient_checkpointing": recomputes}
+    recomputes = {"model.gradient_checkpointing": layers is not None, "model.recomputed_layers": layers}
+    changes = {"train.sizes": "given"} | recomputes
     assert config == with_values(given, changes)
     assert with_sizes(config) == config
 
@@ -214,5 +215,5 @@ def test_a_run_that_recomputes_goes_on_so_on_other_machines(qwen3_8b: list[str],
     (tmp_path / "out/run").mkdir(parents=True)
     (tmp_path / "out/run/config.yaml").write_text(config_text(started))
     elsewhere = [*qwen3_8b, "plan.gpu=H200", "plan.num_gpus=8"]
-    assert with_sizes(composed(*elsewhere)).model.gradient_checkpointing
+    assert with_sizes(composed(*elsewhere)).model == started.model
     assert not with_sizes(composed(*elsewhere, "resume=never")).model.gradient_checkpointing

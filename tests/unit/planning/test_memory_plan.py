@@ -246,6 +246,8 @@ def test_what_shards_more_or_keeps_less_needs_less() -> None:
     assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
     assert peak(world_size=16) < peak(world_size=8) < peak(world_size=4)
     assert peak(is_checkpointed=True) < peak() < peak(is_compiled=False)
+    some = [peak(is_checkpointed=True, recomputed_layers=layers) for layers in (36, 24, 12)]
+    assert peak(is_checkpointed=True) == some[0] < some[1] < some[2] < peak()
     assert peak(offloads=True) < peak()
     assert peak(rank=128, adapter_parameters=350_000_000) < peak()
     assert peak(rows=4096) < peak() < peak(rows=16384)
