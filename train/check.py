@@ -156,6 +156,7 @@ def _choices(config: TrainConfig) -> list[str]:
         "model.dtype": DTYPES,
         "model.attention": ("auto", *ATTENTIONS),
         "model.compile": COMPILE_CHOICES,
+        "model.graphs": COMPILE_CHOICES,
         "train.overlong": OVERLONG_POLICIES,
         "train.sizes": ("given", "fit", "auto"),
         "train.balance": BALANCES,

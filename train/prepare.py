@@ -42,7 +42,7 @@ from idlm.train.model.checks import (
     prepare_mask_row,
 )
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.graphs import BodyGraphs, can_capture, is_short
+from idlm.train.model.graphs import BodyGraphs, can_capture, is_short, replays
 from idlm.train.model.load import (
     base_config,
     check_fit,
@@ -117,7 +117,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         num_rows, weights = config.train.batch_size * data.dataset.row_length, num_parameters(layers)
         if is_short(weights / len(layers), num_rows=num_rows, is_gated=config.is_gated):
             share_inputs(layers)
-            if config.model.graphs and device.type == "cuda" and can_capture(model):
+            if replays(config.model.graphs, device, world_size=world_size) and can_capture(model):
                 model.body_graphs = BodyGraphs(model)
         compile_layers(model)
     return Prepared(

@@ -49,7 +49,9 @@ class ModelConfig:
     gradient_checkpointing: bool = option("recompute activations in the backward pass", False)
     recomputed_layers: int | None = option("layers, the first, whose activations are; null: all", None)
     compile: str = option("on, off, or auto: torch.compile of the decoder layers on a GPU", "auto")
-    graphs: bool = option("replay the compiled layers of a small model as CUDA graphs", False)
+    graphs: str = option(
+        "on, off, or auto (on one GPU): replay the compiled layers of a small model as CUDA graphs", "auto"
+    )
 
 
 @dataclass(kw_only=True)

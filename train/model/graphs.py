@@ -91,6 +91,7 @@ class BodyGraphs:
         self._graphs: dict[Hashable, _Graph] = {}
         self._seen: set[Hashable] = set()
         self._pool: Any = None
+        self._held = 0
         self._stream: torch.cuda.Stream | None = None
         vars(self.body)["forward"] = self._forward
 
@@ -105,7 +106,7 @@ class BodyGraphs:
     def forget(self) -> None:
         """Give back the memory of all graphs, which are captured again when their shapes come next."""
         self._graphs.clear()
-        self._pool = None
+        self._pool, self._held = None, 0
 
     def release(self) -> None:
         """Forget all graphs; from now on the body runs as before."""
@@ -118,7 +119,7 @@ class BodyGraphs:
         tensors, key = self._split(given)
         graph = self._graphs.get(key)
         if graph is not None and graph.addresses != self._addresses():
-            self._graphs.clear()
+            self.forget()
             graph = None
         if graph is None:
             if key not in self._seen or len(self._graphs) >= MAX_GRAPHS:
@@ -153,6 +154,8 @@ class BodyGraphs:
 
     def _captured(self, given: dict[str, Any], tensors: list[Tensor]) -> _Graph:
         """The graph of a pass that has run before; raises CaptureError."""
+        free_cached_memory()
+        before = torch.cuda.mem_get_info()[0]
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         # A capture that fails leaves the generator waiting for its end.
         state = generator.clone_state()
@@ -167,7 +170,9 @@ class BodyGraphs:
         finally:
             torch.clear_autocast_cache()
         free, total = torch.cuda.mem_get_info()
-        if free < KEPT_FREE * total:
+        self._held += before - free
+        # A new shape of a gated batch first runs beside the graphs, and takes as much again.
+        if free < max(KEPT_FREE * total, self._held if self.pair is not None else 0):
             self.release()
             log.info("no CUDA graphs: with them too little of the GPU's memory is left")
             raise CaptureError
@@ -188,7 +193,6 @@ class BodyGraphs:
         with self._other_leaves() as leaves:
             # What is compiled or allocated at a first pass of the stream and the leaves.
             self._stream.wait_stream(torch.cuda.current_stream())
-            free_cached_memory()
             with torch.cuda.stream(self._stream):
                 output = self.own_forward(**static).last_hidden_state
                 if output.requires_grad:
@@ -260,6 +264,12 @@ def can_capture(model: PreTrainedModel) -> bool:
     rates = vars(model.config.get_text_config())
     drops = any("dropout" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return is_whole and not takes_rows and not drops and not model.is_gradient_checkpointing
+
+
+def replays(choice: str, device: torch.device, *, world_size: int) -> bool:
+    """Whether to capture the body of a small model for `model.graphs` = `choice`; `auto`: on one GPU, because
+    with several all gradients of a micro-batch would come at its end, and none be reduced before."""
+    return device.type == "cuda" and (choice == "on" or (choice == "auto" and world_size == 1))
 
 
 def is_short(layer_weights: float, *, num_rows: float, is_gated: bool) -> bool:

@@ -24,6 +24,7 @@ from idlm.train.distributed.deepspeed import (
     uses_deepspeed,
     zero_stage,
 )
+from idlm.train.model.graphs import replays
 from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning.flops import TokenCounts, work_of
@@ -146,7 +147,8 @@ def run_setup(
         is_checkpointed=config.model.gradient_checkpointing,
         recomputed_layers=config.model.recomputed_layers,
         is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
-        is_replayed=config.model.graphs,
+        is_replayed=not config.model.gradient_checkpointing
+        and replays(config.model.graphs, device, world_size=world_size),
         adapter_parameters=num_adapted,
         batch_size=size,
         attention=config.model.attention,

@@ -126,7 +126,7 @@ def planned(one: Measured, *overrides: str, gpu: str | None = None, tflops: floa
             f"train.accumulation={one.accumulation}",
             f"train.zero_stage={one.zero_stage}",
             f"plan.gpu={gpu or one.gpu}",
-            f"model.graphs={one.is_replayed}",
+            f"model.graphs={'on' if one.is_replayed else 'off'}",
             *gated,
             *overrides,
         ],

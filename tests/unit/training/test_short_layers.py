@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.train.model.graphs import can_capture, filled_up, is_short
+from idlm.train.model.graphs import can_capture, filled_up, is_short, replays
 from idlm.train.model.load import decoder_layers
 from idlm.train.model.shared_input import share_inputs
 from tests.tiny_training import HiddenStates, tiny_model
@@ -107,6 +107,15 @@ def test_models_whose_body_computes_the_same_each_time(
     assert can_capture(model) is expected
     model.config._attn_implementation = "idlm_flex"
     assert not can_capture(model)
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "world_size", "expected"),
+    [("auto", "cuda", 1, True), ("auto", "cuda", 2, False), ("on", "cuda", 2, True), ("on", "cpu", 1, False)],
+)
+def test_models_are_replayed_on_one_gpu(choice: str, device: str, world_size: int, expected: bool) -> None:
+    assert replays(choice, torch.device(device), world_size=world_size) is expected
+    assert not replays("off", torch.device(device), world_size=world_size)
 
 
 def test_an_embedding_that_gets_rows_past_its_arguments_has_no_graph() -> None:
