@@ -46,6 +46,11 @@ class _Clock(TrainerCallback):
     losses: list[torch.Tensor] = field(default_factory=list)
     trainer: IdlmTrainer | None = None
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The first passes of a shape count: what CUDA graphs hold does not.
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         assert self.trainer is not None and self.trainer.step.losses is not None
         losses = self.trainer.step.losses
@@ -55,8 +60,6 @@ class _Clock(TrainerCallback):
             return control
         self.ends.append(torch.cuda.Event(enable_timing=True))
         self.ends[-1].record()
-        if len(self.ends) == WARM_STEPS:
-            torch.cuda.reset_peak_memory_stats()
         return control
 
     def gaps(self) -> list[float]:
